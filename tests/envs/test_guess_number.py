@@ -1,0 +1,209 @@
+"""The guessing game's rules, its optimum against brute force, and its players."""
+
+import functools
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
+
+
+def bisect(low, high):
+    return (low + high) // 2
+
+
+def brute_force_return(numbers, turns, gamma):
+    """Best expected return by dynamic programming over how many numbers are still possible."""
+
+    @functools.cache
+    def total(possible, turns):
+        if possible == 0 or turns == 0:
+            return 0.0
+        return max(
+            1 + gamma * (total(below, turns - 1) + total(possible - 1 - below, turns - 1))
+            for below in range(possible)
+        )
+
+    return total(numbers, turns) / numbers
+
+
+def hint(step):
+    (message,) = step.messages
+    assert message["role"] == "user"
+    return message["content"]
+
+
+@given(st.integers(1, 30), st.data())
+def test_hints_point_at_the_number(numbers, data):
+    number = data.draw(st.integers(1, numbers))
+    guess = data.draw(st.integers(1, numbers))
+    env = GuessNumber(numbers, turns=2)
+    env.reset({"number": number})
+    step = env.step(f" {guess}\n")
+    expected = "correct" if guess == number else "higher" if number > guess else "lower"
+    assert hint(step) == expected
+    assert step.reward == float(guess == number)
+    assert step.terminated == (guess == number)
+
+
+@pytest.mark.parametrize(
+    "response", ["", "0", "17", "-3", "7.", "seven", "7 8", "1_0", "+7", "٧", "9" * 6000]
+)
+def test_what_is_no_number_in_range_is_invalid_and_costs_the_turn(response):
+    env = GuessNumber(16, turns=2)
+    env.reset({"number": 7})
+    step = env.step(response)
+    assert (hint(step), step.reward, step.done) == ("invalid", 0.0, False)
+    step = env.step(response)
+    assert (hint(step), step.terminated) == ("invalid", True)
+    assert step.info == {"found": False, "guesses": 2}
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_the_episode_terminates_when_guesses_are_spent(turns, number):
+    env = GuessNumber(7, turns)
+    env.reset({"number": number})
+    for turn in range(1, turns + 1):
+        step = env.step("7")
+        assert step.done == (turn == turns)
+    assert step.terminated
+    assert step.reward == 0.0
+    assert hint(step) == "lower"
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step("1")
+
+
+def test_the_last_guess_counts():
+    env = GuessNumber(4, turns=1)
+    env.reset({"number": 2})
+    step = env.step("2")
+    assert (step.reward, step.terminated, step.info) == (1.0, True, {"found": True, "guesses": 1})
+
+
+def test_a_step_before_reset_is_refused():
+    with pytest.raises(RuntimeError, match="reset"):
+        GuessNumber().step("1")
+
+
+def first_correct(env, data):
+    env.reset(data)
+    for guess in itertools.count(1):
+        step = env.step(str(guess))
+        if step.done:
+            return guess
+
+
+def test_data_decides_the_number():
+    def secret(data, env=None):
+        return first_correct(env or GuessNumber(16, turns=16), data)
+
+    assert [secret({"number": n}) for n in range(1, 17)] == list(range(1, 17))
+    assert len({secret({"seed": 5}) for _ in range(5)}) == 1
+    assert len({secret({"seed": s}) for s in range(50)}) > 8
+    assert secret({"number": 3, "seed": 5}) == 3
+    for data in (None, {}, {"prompt": "x"}):
+        env = GuessNumber(16, turns=16, seed=1)
+        drawn = [secret(data, env) for _ in range(50)]
+        assert len(set(drawn)) > 8
+        again = GuessNumber(16, turns=16, seed=1)
+        assert drawn == [secret(data, again) for _ in range(50)]
+
+
+@pytest.mark.parametrize("number", [0, 17, -1])
+def test_a_number_out_of_range_is_refused_and_changes_nothing(number):
+    env = GuessNumber(16)
+    env.reset({"number": 7})
+    with pytest.raises(ValueError, match=rf"1\.\.16, got {number}"):
+        env.reset({"number": number})
+    assert hint(env.step("7")) == "correct"
+
+
+@pytest.mark.parametrize("arguments", [{"numbers": 0}, {"turns": 0}])
+def test_an_empty_game_is_refused(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        GuessNumber(**arguments)
+
+
+def test_the_first_message_is_short():
+    (message,) = GuessNumber(9).reset()
+    assert message == {"role": "user", "content": "guess 1 to 9"}
+
+
+def test_data_is_seeded_and_covers_the_range():
+    items = list(GuessNumber.data(400, numbers=5, seed=3))
+    assert items == list(GuessNumber.data(400, numbers=5, seed=3))
+    assert items != list(GuessNumber.data(400, numbers=5, seed=4))
+    assert {item["number"] for item in items} == set(range(1, 6))
+    assert list(itertools.islice(GuessNumber.data(numbers=5, seed=3), 400)) == items
+
+
+def test_sixteen_numbers_in_five_turns():
+    found_at = [1, 2, 4, 8, 1]
+    expected = sum(n * 0.9**k for k, n in enumerate(found_at)) / 16
+    assert optimal_return(16, 5, 0.9) == pytest.approx(expected, abs=1e-12)
+    assert expected == pytest.approx(0.783, abs=5e-5)
+
+
+@given(st.integers(1, 24), st.integers(1, 8), st.floats(0, 1))
+def test_the_optimum_is_that_of_brute_force(numbers, turns, gamma):
+    expected = brute_force_return(numbers, turns, gamma)
+    assert optimal_return(numbers, turns, gamma) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(0, 1))
+def test_bisection_reaches_the_optimum(numbers, turns, gamma):
+    games = (
+        play_guess_number(bisect, n, numbers=numbers, turns=turns) for n in range(1, numbers + 1)
+    )
+    returns = [sum(r * gamma**k for k, r in enumerate(game.rewards)) for game in games]
+    assert sum(returns) / numbers == pytest.approx(optimal_return(numbers, turns, gamma), abs=1e-9)
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
+def test_a_gamma_out_of_range_is_refused(gamma):
+    with pytest.raises(ValueError, match="gamma"):
+        optimal_return(16, 5, gamma)
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 1000), st.data())
+def test_a_random_player_keeps_to_the_hints(numbers, turns, seed, data):
+    number = data.draw(st.integers(1, numbers))
+    game = play_guess_number(random.Random(seed).randint, number, numbers=numbers, turns=turns)
+    assert game == play_guess_number(
+        random.Random(seed).randint, number, numbers=numbers, turns=turns
+    )
+    assert [m["role"] for m in game.messages] == ["user"] + ["assistant", "user"] * len(
+        game.rewards
+    )
+    possible = set(range(1, numbers + 1))
+    for guess, answer in pairs(game):
+        assert guess in possible
+        possible = {
+            "higher": {n for n in possible if n > guess},
+            "lower": {n for n in possible if n < guess},
+            "correct": {guess},
+        }[answer]
+        assert number in possible
+    assert len(game.rewards) == turns or game.rewards[-1] == 1.0
+
+
+def pairs(game):
+    contents = [m["content"] for m in game.messages[1:]]
+    return [(int(g), a) for g, a in zip(contents[::2], contents[1::2], strict=True)]
+
+
+def test_a_random_players_first_guess_is_uniform():
+    rng = random.Random(0)
+    counts = dict.fromkeys(range(1, 5), 0)
+    for _ in range(2000):
+        counts[pairs(play_guess_number(rng.randint, 2, numbers=4))[0][0]] += 1
+    assert all(400 < count < 600 for count in counts.values())
+
+
+def test_a_player_that_ignores_the_hints_is_refused():
+    with pytest.raises(ValueError, match=r"9\.\.16, got 8"):
+        play_guess_number(lambda low, high: 8, number=12)

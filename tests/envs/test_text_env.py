@@ -1,0 +1,65 @@
+"""The interface: what a step says about an episode's end, and what a subclass must define."""
+
+import asyncio
+import dataclasses
+import inspect
+
+import pytest
+
+from torchrl_mt.envs import TextEnv, TextStep
+
+
+def test_a_bare_step_goes_on_with_nothing():
+    step = TextStep()
+    assert (tuple(step.messages), step.reward, step.done, step.truncated, step.info) == (
+        (),
+        0.0,
+        False,
+        False,
+        None,
+    )
+    assert not step.terminated
+
+
+@pytest.mark.parametrize(
+    ("done", "truncated", "terminated"),
+    [(False, False, False), (True, False, True), (True, True, False)],
+)
+def test_done_is_terminated_or_truncated(done, truncated, terminated):
+    assert TextStep(done=done, truncated=truncated).terminated is terminated
+
+
+def test_truncated_without_done_is_refused():
+    with pytest.raises(ValueError, match="done=True"):
+        TextStep(truncated=True)
+
+
+def test_a_step_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TextStep().reward = 1.0
+
+
+def test_reset_and_step_must_be_defined():
+    with pytest.raises(TypeError, match="abstract"):
+        TextEnv()
+
+
+def test_methods_may_be_coroutines():
+    class Slow(TextEnv):
+        async def reset(self, data=None):
+            return [{"role": "user", "content": str(data)}]
+
+        async def step(self, response):
+            return TextStep(done=True)
+
+    env = Slow()
+    first = env.reset(3)
+    assert inspect.isawaitable(first)
+
+    async def play():
+        return await first, await env.step("x")
+
+    messages, step = asyncio.run(play())
+    assert messages == [{"role": "user", "content": "3"}]
+    assert step.terminated
+    assert env.close() is None

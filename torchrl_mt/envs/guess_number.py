@@ -1,0 +1,251 @@
+"""A guessing game small enough to solve by hand: find a hidden number from "higher" and "lower".
+
+Its best possible expected return is known in closed form (:func:`optimal_return`), so a training
+run on it can be told right from wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+
+__all__ = ["Game", "GuessNumber", "optimal_return", "play_guess_number"]
+
+_DECIMAL = re.compile(r"[1-9][0-9]{0,17}")
+
+
+class GuessNumber(TextEnv):
+    """Find a hidden number in ``1..numbers`` within ``turns`` guesses.
+
+    A guess is answered ``"higher"`` (the hidden number is higher), ``"lower"`` or ``"correct"``;
+    anything but a bare number in range is answered ``"invalid"`` and costs the turn all the same.
+    The reward is 1 for the guess that finds the number and 0 for every other. The episode
+    terminates when the number is found or the guesses are spent.
+
+    The hidden number comes from the episode's data: ``{"number": 7}``, or ``{"seed": 3}`` to draw
+    it from that seed, so a group that shares its data shares its secret. Any other data, or none,
+    draws a new number.
+
+    Args:
+        numbers: how many numbers there are.
+        turns: how many guesses an episode has.
+        seed: seed of the numbers drawn for episodes whose data gives none.
+
+    Raises:
+        ValueError: if ``numbers`` or ``turns`` is below 1.
+
+    Examples:
+        >>> env = GuessNumber(numbers=16, turns=5)
+        >>> env.reset({"number": 7})
+        [{'role': 'user', 'content': 'guess 1 to 16'}]
+        >>> env.step("8").messages
+        ({'role': 'user', 'content': 'lower'},)
+        >>> step = env.step("7")
+        >>> step.reward, step.terminated
+        (1.0, True)
+    """
+
+    def __init__(self, numbers: int = 16, turns: int = 5, *, seed: int | None = None) -> None:
+        _require_game(numbers, turns)
+        self.numbers = numbers
+        self.turns = turns
+        self._rng = random.Random(seed)
+        self._number: int | None = None
+        self._guesses = 0
+
+    def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
+        """Hide a number.
+
+        Args:
+            data: ``{"number": int}`` in ``1..numbers``, ``{"seed": int}``, or anything else for a
+                new number.
+
+        Returns:
+            One short user message that states the range.
+
+        Raises:
+            ValueError: if ``data["number"]`` is not in ``1..numbers``.
+        """
+        self._number = self._draw(data)
+        self._guesses = 0
+        return [_user(f"guess 1 to {self.numbers}")]
+
+    def step(self, response: str) -> TextStep:
+        """Answer a guess.
+
+        Args:
+            response: the guess: a decimal number, white space around it allowed.
+
+        Returns:
+            The hint; at the episode's end, ``info`` tells whether the number was ``found`` and how
+            many ``guesses`` were made.
+
+        Raises:
+            RuntimeError: if no episode is under way.
+        """
+        if self._number is None:
+            raise RuntimeError(
+                "GuessNumber.step was called with no episode under way: call reset first."
+            )
+        self._guesses += 1
+        answer = self._answer(response)
+        found = answer == "correct"
+        done = found or self._guesses == self.turns
+        if done:
+            self._number = None
+        info = {"found": found, "guesses": self._guesses} if done else None
+        return TextStep((_user(answer),), reward=float(found), done=done, info=info)
+
+    @staticmethod
+    def data(
+        size: int | None = None, *, numbers: int = 16, seed: int = 0
+    ) -> Iterator[dict[str, int]]:
+        """Draw episode data with uniformly distributed hidden numbers.
+
+        Args:
+            size: how many items to draw; without end if ``None``.
+            numbers: how many numbers there are.
+            seed: the same seed draws the same items.
+
+        Returns:
+            An iterator over ``{"number": int}``.
+
+        Examples:
+            >>> list(GuessNumber.data(3, numbers=16, seed=0))
+            [{'number': 13}, {'number': 14}, {'number': 2}]
+        """
+        _require_game(numbers, 1)
+        rng = random.Random(seed)
+        endless = iter(lambda: {"number": rng.randint(1, numbers)}, None)
+        return endless if size is None else (next(endless) for _ in range(size))
+
+    def _draw(self, data: Mapping[str, Any] | None) -> int:
+        """The number that this episode's data asks for, or a new one."""
+        given = data if isinstance(data, Mapping) else {}
+        if given.get("number") is not None:
+            number = int(given["number"])
+            if not 1 <= number <= self.numbers:
+                raise ValueError(
+                    f'data["number"] must lie in 1..{self.numbers}, got {number}: '
+                    f"draw the data with numbers={self.numbers}."
+                )
+            return number
+        rng = random.Random(int(given["seed"])) if given.get("seed") is not None else self._rng
+        return rng.randint(1, self.numbers)
+
+    def _answer(self, response: str) -> str:
+        """The hint to one guess."""
+        text = response.strip()
+        if not _DECIMAL.fullmatch(text) or int(text) > self.numbers:
+            return "invalid"
+        assert self._number is not None
+        guess = int(text)
+        if guess == self._number:
+            return "correct"
+        return "higher" if self._number > guess else "lower"
+
+
+@dataclass(frozen=True)
+class Game:
+    """A whole game of :class:`GuessNumber`, as a player and the environment wrote it."""
+
+    messages: list[Message]
+    """The opening message, then guess (``assistant``) and hint (``user``) by turns."""
+    rewards: list[float]
+    """The reward of every guess."""
+
+
+def play_guess_number(
+    player: Callable[[int, int], int], number: int, *, numbers: int = 16, turns: int = 5
+) -> Game:
+    """Play one game with a player that keeps to the hints.
+
+    ``random.Random(seed).randint`` is the player that guesses uniformly among what is still
+    possible (games for a supervised warm start); the best player is bisection,
+    ``lambda low, high: (low + high) // 2``.
+
+    Args:
+        player: called with the lowest and the highest number still possible, returns its guess.
+        number: the hidden number.
+        numbers: how many numbers there are.
+        turns: how many guesses the game has.
+
+    Returns:
+        The game, up to the number found or the guesses spent.
+
+    Raises:
+        ValueError: if ``number`` is out of range or the hints rule out what the player guesses.
+
+    Examples:
+        >>> game = play_guess_number(random.Random(0).randint, number=7)
+        >>> [message["content"] for message in game.messages]
+        ['guess 1 to 16', '13', 'lower', '7', 'correct']
+        >>> game.rewards
+        [0.0, 1.0]
+    """
+    env = GuessNumber(numbers, turns)
+    messages, rewards = env.reset({"number": number}), []
+    low, high = 1, numbers
+    while True:
+        guess = player(low, high)
+        if not low <= guess <= high:
+            raise ValueError(f"player must guess a number in {low}..{high}, got {guess}.")
+        step = env.step(str(guess))
+        messages += [{"role": "assistant", "content": str(guess)}, *step.messages]
+        rewards.append(step.reward)
+        if step.done:
+            return Game(messages, rewards)
+        low, high = (guess + 1, high) if number > guess else (low, guess - 1)
+
+
+def optimal_return(numbers: int, turns: int, gamma: float) -> float:
+    """Compute the best expected discounted return of any player of :class:`GuessNumber`.
+
+    A player is a binary search tree, and the number guessed at depth ``k`` (from 1) is worth
+    ``gamma ** (k - 1)``. Depth ``k`` holds at most ``2 ** (k - 1)`` numbers, and bisection fills
+    every depth before it begins the next, so no other tree is worth more.
+
+    Args:
+        numbers: how many numbers there are, all equally likely.
+        turns: how many guesses an episode has.
+        gamma: discount a turn, in ``[0, 1]``.
+
+    Returns:
+        The expected return of the first turn.
+
+    Raises:
+        ValueError: if ``numbers`` or ``turns`` is below 1, or ``gamma`` outside ``[0, 1]``.
+
+    Examples:
+        >>> round(optimal_return(numbers=16, turns=5, gamma=0.9), 3)
+        0.783
+    """
+    _require_game(numbers, turns)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must lie in [0, 1], got {gamma}.")
+    total, left = 0.0, numbers
+    for depth in range(turns):
+        found = min(2**depth, left)
+        total += found * gamma**depth
+        left -= found
+        if not left:
+            break
+    return total / numbers
+
+
+def _require_game(numbers: int, turns: int) -> None:
+    """Refuse a game without numbers or without guesses."""
+    if numbers < 1:
+        raise ValueError(f"numbers must be at least 1, got {numbers}.")
+    if turns < 1:
+        raise ValueError(f"turns must be at least 1, got {turns}.")
+
+
+def _user(content: str) -> Message:
+    """A user message."""
+    return {"role": "user", "content": content}

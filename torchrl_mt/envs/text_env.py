@@ -1,0 +1,100 @@
+"""The interface of a text environment: chat messages out, the model's text in.
+
+One instance plays one episode at a time. It never sees a token: what the model was given and what
+it sampled is kept by the engine, so no environment can spoil the record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["Message", "TextEnv", "TextStep"]
+
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message as chat templates take it: ``{"role": ..., "content": ...}`` and more."""
+
+
+@dataclass(frozen=True)
+class TextStep:
+    """What an environment answers to one response of the model.
+
+    Args:
+        messages: what the model is shown next, appended to the dialogue after its own response.
+        reward: the reward of the turn that was just answered.
+        done: the episode is over, for whatever reason.
+        truncated: the episode was cut short rather than finished, so what would have followed may
+            still be worth something. Only with ``done=True``.
+        info: anything else worth keeping about the turn.
+
+    Raises:
+        ValueError: if ``truncated`` is set on a step that is not ``done``.
+
+    Examples:
+        >>> step = TextStep([{"role": "user", "content": "correct"}], reward=1.0, done=True)
+        >>> step.terminated
+        True
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.truncated and not self.done:
+            raise ValueError(
+                "TextStep(truncated=True) ends the episode and needs done=True, got done=False."
+            )
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the episode came to an end of its own: done and not truncated."""
+        return self.done and not self.truncated
+
+
+class TextEnv(ABC):
+    """An environment that talks: base class for tasks whose steps are chat turns.
+
+    Subclasses define :meth:`reset` and :meth:`step`, each as a plain or as an ``async def`` method.
+    An instance plays one episode at a time and may be reset for another once that one is over or
+    given up; a collector makes one instance for every episode that runs concurrently.
+
+    Examples:
+        >>> class Echo(TextEnv):
+        ...     def reset(self, data=None):
+        ...         return [{"role": "user", "content": data["word"]}]
+        ...
+        ...     async def step(self, response):
+        ...         return TextStep(reward=float(len(response)), done=True)
+        >>> Echo().reset({"word": "say something"})
+        [{'role': 'user', 'content': 'say something'}]
+    """
+
+    @abstractmethod
+    def reset(self, data: Any = None) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begin an episode.
+
+        Args:
+            data: the prompt data set's item for this episode; all members of a group get the same.
+
+        Returns:
+            The messages that the model is shown first.
+        """
+
+    @abstractmethod
+    def step(self, response: str) -> TextStep | Awaitable[TextStep]:
+        """Answer one response of the model.
+
+        Args:
+            response: the model's text of this turn.
+
+        Returns:
+            What the model is shown next, the turn's reward and whether the episode is over.
+        """
+
+    def close(self) -> Awaitable[None] | None:  # noqa: B027 - optional on purpose
+        """Release what the environment holds; it is not used afterwards."""
