@@ -1,0 +1,71 @@
+"""What an engine is: prompt tokens in; sampled tokens, their log-probabilities and weight versions out.
+
+Text never appears here. Whatever stands behind an engine, the three lists of a completion have one
+entry per sampled token, exactly as sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+__all__ = ["Completion", "Engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a model answered to one prompt.
+
+    Args:
+        token_ids: the sampled tokens, the stop token included if one was sampled.
+        log_probs: the log-probability of each, under the distribution that it was sampled from.
+        versions: the weight version that sampled each.
+        finish_reason: ``"stop"`` if the model ended its answer by itself, ``"length"`` if it was cut.
+
+    Raises:
+        ValueError: if the lists differ in length.
+
+    Examples:
+        >>> Completion([5, 2], [-0.1, -0.2], [0, 0], "stop").token_ids
+        [5, 2]
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
+            raise ValueError(
+                "token_ids, log_probs and versions must have one entry per sampled token, got "
+                f"{len(self.token_ids)}, {len(self.log_probs)} and {len(self.versions)}."
+            )
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A sampler that many conversations share.
+
+    Any object with these members is an engine; nothing has to be inherited.
+    """
+
+    @property
+    def version(self) -> int:
+        """How many times the weights were updated."""
+        ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+    ) -> Completion:
+        """Sample a continuation of ``prompt_ids``; any number of calls may be under way at once."""
+        ...
+
+    def update_weights(self, source: Any) -> int:
+        """Take new weights; returns the new version."""
+        ...
+
+    def close(self) -> None:
+        """Stop sampling and release everything; further calls do nothing."""
+        ...

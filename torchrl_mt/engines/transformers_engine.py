@@ -1,0 +1,395 @@
+"""An engine on transformers' continuous batching: paged cache, prefix sharing, many requests at once.
+
+Two promises: every sampled token carries the version of the weights that sampled it, and no token
+sampled after an update rests on cache computed under older weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
+
+from torchrl_mt.engines.engine import Completion
+
+__all__ = ["TransformersEngine"]
+
+_COMPLETE = 2**31 - 1
+"""More tokens than any answer has."""
+
+
+class TransformersEngine:
+    """Sample from a Hugging Face causal language model, many conversations at once.
+
+    The engine generates with a *view* of the model: the same parameters, but its own train/eval mode
+    and attention implementation, so the model may be trained between two rollouts as if there were no
+    engine. It must not be trained *while* tokens are sampled; for that, pass ``share_weights=False``:
+    the engine then has weights of its own, which :meth:`update_weights` refreshes.
+
+    The default sizes suit small models on a CPU. Work runs in one background thread, started by the
+    first request.
+
+    Args:
+        model: a causal language model. Its generation config is not used, except for its stop tokens:
+            sampling is from the model's own distribution unless ``temperature`` says otherwise.
+        tokenizer: the model's tokenizer; its end-of-sequence token stops an answer.
+        temperature: divides the logits; log-probabilities are those of the divided ones.
+        max_new_tokens: longest answer, unless a request says otherwise.
+        max_batch_tokens: most tokens in one forward pass.
+        cache_tokens: most tokens in the cache, over all conversations.
+        page_size: tokens per cache page; prefixes are shared in whole pages.
+        prefix_sharing: reuse the cache of a common prefix across turns and within a group.
+        share_weights: generate with the parameters of ``model`` itself, or with a copy.
+
+    Raises:
+        TypeError: if ``model`` is not a transformers model.
+        ValueError: if no stop token is known, or a size is not positive.
+
+    Examples:
+        >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
+        >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        temperature: float = 1.0,
+        max_new_tokens: int = 256,
+        max_batch_tokens: int = 1024,
+        cache_tokens: int = 65_536,
+        page_size: int = 32,
+        prefix_sharing: bool = True,
+        share_weights: bool = True,
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"model must be a transformers PreTrainedModel, got {type(model).__name__}."
+            )
+        for name, value in {
+            "temperature": temperature,
+            "max_new_tokens": max_new_tokens,
+            "max_batch_tokens": max_batch_tokens,
+            "cache_tokens": cache_tokens,
+            "page_size": page_size,
+        }.items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+        self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self.max_prompt_tokens = cache_tokens
+        self._stop_ids = _stop_ids(model, tokenizer)
+        self._source = weakref.ref(model)
+        self._model = _view(model) if share_weights else copy.deepcopy(model)
+        self._version = 0
+        self._request_ids = map(str, itertools.count())
+        # For each request under way, how many tokens it had sampled at every update since it began.
+        self._in_flight: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+        generation = GenerationConfig(
+            do_sample=True,
+            temperature=float(temperature),
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(self._stop_ids),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        batching = ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=-(-cache_tokens // page_size),
+            max_batch_tokens=max_batch_tokens,
+            return_logprobs=True,
+            allow_block_sharing=prefix_sharing,
+        )
+        self._manager = _Manager(self._model, generation, batching)
+        # Runs when the engine is collected and at interpreter exit, whichever comes first: a script
+        # that dies before close() must not hang on the generation thread.
+        self._closer = weakref.finalize(self, _Manager.shut_down, self._manager)
+
+    @property
+    def version(self) -> int:
+        """How many times the weights were updated."""
+        return self._version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+    ) -> Completion:
+        """Sample an answer to a prompt.
+
+        Args:
+            prompt_ids: the tokens that the model sees, at least one.
+            max_new_tokens: longest answer; the engine's own limit if ``None``.
+            **sampling: none is supported for single requests; set them on the engine.
+
+        Returns:
+            The sampled tokens with their log-probabilities and weight versions.
+
+        Raises:
+            ValueError: if the prompt is empty, does not fit the cache, or ``max_new_tokens`` is below 1.
+            TypeError: if a sampling argument is given.
+            RuntimeError: if the engine is closed or generation failed.
+        """
+        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        self._check_request(prompt_ids, limit, sampling)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[GenerationOutput] = loop.create_future()
+        request_id = next(self._request_ids)
+        with self._lock:
+            self._manager.ensure_started()
+            version = self._version
+            updates = self._in_flight[request_id] = []
+            self._manager.submit(request_id, list(prompt_ids), limit, self._stop_ids, answer, loop)
+        try:
+            output = await answer
+        except asyncio.CancelledError:
+            self._manager.withdraw(request_id)
+            raise
+        finally:
+            with self._lock:
+                del self._in_flight[request_id]
+        if output.error is not None:
+            raise RuntimeError(f"generation failed: {output.error}")
+        token_ids = output.generated_tokens
+        versions = [version] * len(token_ids)
+        for num_sampled in updates:
+            version += 1
+            versions[num_sampled:] = [version] * (len(token_ids) - num_sampled)
+        stopped = bool(token_ids) and token_ids[-1] in self._stop_ids
+        return Completion(token_ids, output.logprobs, versions, "stop" if stopped else "length")
+
+    def update_weights(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> int:
+        """Take new weights, in place, between two steps of generation.
+
+        Answers under way are continued with the new weights, from cache that is computed anew.
+
+        Args:
+            source: the model whose weights to take, or a state dict; ``None`` if the shared weights
+                were changed in place, which is also understood when the engine's own model is given.
+
+        Returns:
+            The new version.
+
+        Raises:
+            ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
+        """
+        weights = self._weights_of(source)
+        with self._lock, self._manager.paused():
+            if weights is not None:
+                with torch.no_grad():
+                    own = self._model.state_dict()
+                    for name, value in weights.items():
+                        own[name].copy_(value, non_blocking=True)
+            sampled = self._manager.forget_cache()
+            for request_id, updates in self._in_flight.items():
+                # A request that the scheduler no longer knows is complete: none of it is newer.
+                updates.append(sampled.get(request_id, _COMPLETE))
+            self._version += 1
+        return self._version
+
+    def close(self) -> None:
+        """Stop generating: answers under way fail, and the cache is released."""
+        self._closer()
+
+    def _check_request(
+        self, prompt_ids: Sequence[int], limit: int, sampling: Mapping[str, Any]
+    ) -> None:
+        """Refuse what the generation thread could not digest."""
+        if sampling:
+            raise TypeError(
+                f"TransformersEngine.generate takes no {sorted(sampling)}: sampling arguments are "
+                "set when the engine is made."
+            )
+        if not self._closer.alive:
+            raise RuntimeError("the engine is closed: make a new one.")
+        if len(prompt_ids) == 0:
+            raise ValueError("prompt_ids must hold at least one token, got none.")
+        if limit < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
+        if len(prompt_ids) + limit > self.max_prompt_tokens:
+            raise ValueError(
+                f"prompt_ids of {len(prompt_ids)} tokens and max_new_tokens={limit} do not fit the "
+                f"cache of {self.max_prompt_tokens} tokens: raise cache_tokens."
+            )
+
+    def _weights_of(
+        self, source: nn.Module | Mapping[str, torch.Tensor] | None
+    ) -> Mapping[str, torch.Tensor] | None:
+        """The tensors to copy, checked; ``None`` if they are in place already."""
+        if source is None:
+            return None
+        weights = source.state_dict() if isinstance(source, nn.Module) else source
+        own = self._model.state_dict()
+        missing = sorted(own.keys() - weights.keys())
+        unknown = sorted(weights.keys() - own.keys())
+        if missing or unknown:
+            raise ValueError(
+                "source must have the weights of the engine's model, got "
+                f"{len(missing)} missing {missing[:3]} and {len(unknown)} unknown {unknown[:3]}."
+            )
+        for name, value in weights.items():
+            if value.shape != own[name].shape:
+                raise ValueError(
+                    f"source[{name!r}] must have shape {tuple(own[name].shape)}, "
+                    f"got {tuple(value.shape)}."
+                )
+        in_place = all(weights[name].data_ptr() == own[name].data_ptr() for name in own)
+        return None if in_place else weights
+
+
+class _Router(OutputRouter):
+    """Deliver answers to the event loops that wait for them, one wake-up per loop and step.
+
+    The host's router sends a whole batch to the loop of the last request in it, and a loop that was
+    closed in the meantime stops its generation thread.
+    """
+
+    def deliver(self, output: GenerationOutput) -> None:
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        ready: dict[asyncio.AbstractEventLoop, list[tuple[Callable, GenerationOutput]]] = {}
+        with self._lock:
+            for output in outputs:
+                entry = self.result_handlers.pop(output.request_id, None)
+                if entry is not None:
+                    ready.setdefault(entry[1], []).append((entry[0], output))
+        for loop, answers in ready.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, answers)
+
+
+def _resolve(answers: Iterable[tuple[Callable, GenerationOutput]]) -> None:
+    """Hand out answers on the loop that waits for them."""
+    for set_result, output in answers:
+        set_result(output)
+
+
+class _Manager(ContinuousBatchingManager):
+    """The host's manager with a daemon thread, our router, and a way to drop what rests on old weights."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        batching: ContinuousBatchingConfig,
+    ) -> None:
+        super().__init__(model, generation_config, batching)
+        self.output_router = _Router()
+
+    def ensure_started(self) -> None:
+        """Start the generation thread unless it runs."""
+        if self.background_thread_status.fatal_error is not None:
+            raise RuntimeError(
+                "the generation thread died: make a new engine."
+            ) from self.background_thread_status.fatal_error
+        if not self.is_running():
+            self.background_thread_status.clear()
+            self._generation_thread = threading.Thread(
+                target=self._run_generation_loop, name="torchrl_mt-generation", daemon=True
+            )
+            self._generation_thread.start()
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        stop_ids: Iterable[int],
+        answer: asyncio.Future[GenerationOutput],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Queue a request whose output resolves ``answer``."""
+
+        def set_result(output: GenerationOutput) -> None:
+            if not answer.done():
+                answer.set_result(output)
+
+        with self.output_router._lock:
+            self.output_router.result_handlers[request_id] = (set_result, loop)
+        self.add_request(
+            prompt_ids,
+            request_id=request_id,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(stop_ids),
+        )
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a request back; what it sampled is thrown away."""
+        with self.output_router._lock:
+            self.output_router.result_handlers.pop(request_id, None)
+        self.cancel_request(request_id)
+
+    def paused(self) -> Any:
+        """The context in which the weights may be changed."""
+        return self.pause() if self.is_running() else nullcontext()
+
+    def forget_cache(self) -> dict[str, int]:
+        """Drop every cache entry and queue the requests under way for a new prefill; call it paused.
+
+        Returns:
+            How many tokens each request had sampled.
+        """
+        sampled = {request.request_id: 0 for request in list(self.input_queue.queue)}
+        processor = self.batch_processor
+        if processor is None:
+            return sampled
+        scheduler, cache = processor.scheduler, processor.cache
+        for requests in (scheduler.active_requests, scheduler.waiting_requests):
+            sampled |= {name: _num_sampled(request) for name, request in requests.items()}
+        for request in list(scheduler.active_requests.values()):
+            cache.free_blocks(request.request_id, no_cache=True)
+            scheduler.finish_request(request.request_id)
+            scheduler.add_waiting_request(request.create_equivalent_initial_request())
+        cache.evict_cached_blocks()
+        return sampled
+
+    def shut_down(self) -> None:
+        """Stop the generation thread and fail what is under way."""
+        if self.is_running():
+            self.stop(hard_stop=True)
+
+
+def _num_sampled(request: RequestState) -> int:
+    """Tokens sampled for a request, over all its prefills."""
+    already = (
+        len(request.initial_tokens) - request._true_initial_tokens
+        if request._true_initial_tokens
+        else 0
+    )
+    return already + len(request.generated_tokens)
+
+
+def _view(model: PreTrainedModel) -> PreTrainedModel:
+    """The same parameters and buffers in modules (and a config) of their own."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer, by the tokenizer and by the model's generation config."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    known = configured if isinstance(configured, list) else [configured]
+    stop_ids = frozenset(
+        token for token in (*known, tokenizer.eos_token_id) if token is not None and token >= 0
+    )
+    if not stop_ids:
+        raise ValueError(
+            "tokenizer must have an end-of-turn token (eos_token), got none, and the model's "
+            "generation config has no eos_token_id either."
+        )
+    return stop_ids
