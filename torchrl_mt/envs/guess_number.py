@@ -50,6 +50,8 @@ class GuessNumber(TextEnv):
         (1.0, True)
     """
 
+    inline = True
+
     def __init__(self, numbers: int = 16, turns: int = 5, *, seed: int | None = None) -> None:
         _require_game(numbers, turns)
         self.numbers = numbers

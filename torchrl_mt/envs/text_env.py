@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 __all__ = ["Message", "TextEnv", "TextStep"]
 
@@ -73,6 +73,10 @@ class TextEnv(ABC):
         >>> Echo().reset({"word": "say something"})
         [{'role': 'user', 'content': 'say something'}]
     """
+
+    inline: ClassVar[bool] = False
+    """Whether plain methods return at once, so that a collector may call them on its event loop. By
+    default they run in worker threads, where a slow one holds up no other episode."""
 
     @abstractmethod
     def reset(self, data: Any = None) -> Sequence[Message] | Awaitable[Sequence[Message]]:

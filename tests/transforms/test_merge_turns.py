@@ -1,0 +1,424 @@
+"""The ledger: rows hold, token for token, what the engine was given and what it returned."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from torchrl_mt.transforms import MergeTurns
+
+PAD = 9
+
+
+@dataclass
+class Turn:
+    prompt: list[int]
+    response: list[int]
+    reward: float = 0.0
+    version: int = 0
+
+
+@dataclass
+class Row:
+    """A row as the reference builds it: one list entry a token."""
+
+    episode: int
+    fork: int
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    source: list[tuple[int, int] | None] = field(default_factory=list)
+    """(turn, position in its response) of each sampled token."""
+
+
+def reference_rows(episodes: list[list[Turn]]) -> list[Row]:
+    """The ledger rule, one token at a time."""
+    out = []
+    for e, episode in enumerate(episodes):
+        rows: list[Row] = []
+        for k, turn in enumerate(episode):
+            row = None
+            for candidate in rows:
+                n = len(candidate.tokens)
+                if turn.prompt[:n] == candidate.tokens and (row is None or n >= len(row.tokens)):
+                    row = candidate
+            if row is None:
+                row = Row(e, len(rows))
+                rows.append(row)
+            for token in turn.prompt[len(row.tokens) :]:
+                row.tokens.append(token)
+                row.sampled.append(False)
+                row.turns.append(k)
+                row.source.append(None)
+            for i, token in enumerate(turn.response):
+                row.tokens.append(token)
+                row.sampled.append(True)
+                row.turns.append(k)
+                row.source.append((k, i))
+        out += rows
+    return out
+
+
+def log_probs(e: int, k: int, n: int) -> torch.Tensor:
+    """A different log-probability for every token of the batch."""
+    return -(1.0 + 1000 * e + 50 * k + torch.arange(n, dtype=torch.float32))
+
+
+def to_ted(episodes, layout="root", ids=None, done=True, groups=None, returns=False):
+    """The flat TED batch of the episodes."""
+    steps = []
+    for e, episode in enumerate(episodes):
+        for k, turn in enumerate(episode):
+            n = len(turn.response)
+            last = torch.tensor([k == len(episode) - 1])
+            step = {
+                ("tokens", "prompt"): torch.tensor(turn.prompt, dtype=torch.int64),
+                ("tokens", "response"): torch.tensor(turn.response, dtype=torch.int64),
+                ("log_probs", "response"): log_probs(e, k, n),
+                ("versions", "response"): torch.full((n,), turn.version),
+                ("next", "reward"): torch.tensor([turn.reward]),
+                ("collector", "traj_ids"): torch.tensor(e if ids is None else ids[e]),
+                "text": f"{e}/{k}",
+            }
+            if done:
+                step["next", "done"] = last
+            if groups is not None:
+                step["group"] = torch.tensor(groups[e])
+            if returns:
+                step["next", "return"] = torch.tensor([100.0 * e + k])
+            steps.append(TensorDict(step, []))
+    root = lazy_stack(steps)
+    if layout == "root":
+        return root
+    dense = root.exclude("tokens", "log_probs", "versions").contiguous()
+    for key in ("tokens", "log_probs", "versions"):
+        node = root.get(key)
+        dense.set(key, node.contiguous() if layout == "dense" else node)
+    return dense
+
+
+def row_values(rows, n):
+    """Row ``n`` without its padding, as the reference sees it."""
+    length = int(rows["masks", "all_attention_mask"][n].sum())
+    return {key: rows[key][n, :length].tolist() for key in (("tokens", "full"), ("turns", "full"))}
+
+
+small_tokens = st.lists(st.integers(1, 3), max_size=4)
+
+
+@st.composite
+def random_episode(draw):
+    """Turns that go on with any earlier history: whole, cut, rewritten, or none."""
+    turns: list[Turn] = []
+    for k in range(draw(st.integers(1, 6))):
+        history = []
+        if turns and draw(st.integers(0, 9)) < 8:
+            before = turns[draw(st.integers(0, k - 1))]
+            history = before.prompt + before.response
+            how = draw(st.sampled_from(["whole", "whole", "cut", "drop", "rewrite"]))
+            at = draw(st.integers(0, len(history)))
+            if how == "cut":
+                history = history[:at]
+            elif how == "drop":
+                history = history[at:]
+            elif how == "rewrite" and history:
+                at = min(at, len(history) - 1)
+                history = [*history[:at], 4, *history[at + 1 :]]
+        prompt, response = history + draw(small_tokens), draw(small_tokens)
+        if not prompt + response:
+            prompt = [1]
+        reward = draw(st.integers(-8, 8)) / 4
+        turns.append(Turn(prompt, response, reward, draw(st.integers(0, 5))))
+    return turns
+
+
+batches = st.lists(random_episode(), min_size=1, max_size=4)
+
+
+@given(batches, st.sampled_from(["root", "nested"]))
+def test_rows_are_the_ledger(episodes, layout):
+    rows = MergeTurns(pad_token_id=PAD)(to_ted(episodes, layout))
+    expected = reference_rows(episodes)
+    length = max(len(row.tokens) for row in expected)
+    assert rows.batch_size == torch.Size([len(expected)])
+    for key, dtype, pad in (
+        (("tokens", "full"), torch.int64, PAD),
+        (("masks", "all_attention_mask"), torch.bool, False),
+        (("masks", "all_assistant_mask"), torch.bool, False),
+        (("log_probs", "full"), torch.float32, 0),
+        (("versions", "full"), torch.int64, -1),
+        (("turns", "full"), torch.int64, -1),
+        (("rewards", "full"), torch.float32, 0),
+    ):
+        value = rows[key]
+        assert (value.dtype, value.shape) == (dtype, (len(expected), length)), key
+        for n, row in enumerate(expected):
+            assert (value[n, len(row.tokens) :] == pad).all(), key
+    for n, row in enumerate(expected):
+        size, episode = len(row.tokens), episodes[row.episode]
+        assert rows["tokens", "full"][n, :size].tolist() == row.tokens
+        assert rows["masks", "all_attention_mask"][n, :size].all()
+        assert rows["masks", "all_assistant_mask"][n, :size].tolist() == row.sampled
+        assert rows["turns", "full"][n, :size].tolist() == row.turns
+        assert (rows["episode"][n], rows["fork"][n]) == (row.episode, row.fork)
+        for column, source in enumerate(row.source):
+            log_prob, version = 0.0, -1
+            if source is not None:
+                turn, i = source
+                log_prob = log_probs(row.episode, turn, i + 1)[i]
+                version = episode[turn].version
+            assert rows["log_probs", "full"][n, column] == log_prob
+            assert rows["versions", "full"][n, column] == version
+
+
+@given(batches)
+def test_every_sampled_token_is_in_exactly_one_row(episodes):
+    rows = MergeTurns()(to_ted(episodes))
+    seen = rows["log_probs", "full"][rows["masks", "all_assistant_mask"]]
+    expected = torch.cat(
+        [
+            log_probs(e, k, len(turn.response))
+            for e, episode in enumerate(episodes)
+            for k, turn in enumerate(episode)
+        ]
+    )
+    torch.testing.assert_close(seen.sort().values, expected.sort().values, rtol=0, atol=0)
+
+
+@given(batches)
+def test_every_turn_reads_back_from_its_row(episodes):
+    """What precedes a turn's response in its row is the prompt that the engine was given."""
+    rows = MergeTurns()(to_ted(episodes))
+    sampled, turns = rows["masks", "all_assistant_mask"], rows["turns", "full"]
+    for e, episode in enumerate(episodes):
+        for k, turn in enumerate(episode):
+            if not turn.response:
+                continue
+            where = ((rows["episode_index"] == e)[:, None] & sampled & (turns == k)).nonzero()
+            (n,) = set(where[:, 0].tolist())
+            first, last = where[0, 1], where[-1, 1]
+            assert rows["tokens", "full"][n, :first].tolist() == turn.prompt
+            assert rows["tokens", "full"][n, first : last + 1].tolist() == turn.response
+
+
+@given(batches)
+def test_rewards_lie_on_the_turns_last_sampled_token(episodes):
+    rows = MergeTurns()(to_ted(episodes, returns=True))
+    expected = torch.zeros_like(rows["rewards", "full"])
+    returns = torch.zeros_like(expected)
+    reference = reference_rows(episodes)
+    for e, episode in enumerate(episodes):
+        lengths: dict[int, int] = {}
+        for k, turn in enumerate(episode):
+            # The row that holds the turn: it adds a token to it, or the row ended where it looked.
+            mine = [n for n, row in enumerate(reference) if row.episode == e and k in row.turns]
+            if not mine:
+                prompt = turn.prompt
+                mine = [n for n, size in lengths.items() if reference[n].tokens[:size] == prompt]
+                mine = [max(mine)]
+            (n,) = mine
+            upto = [c for c, t in enumerate(reference[n].turns) if t <= k]
+            lengths[n] = upto[-1] + 1
+            before = [c for c in upto if reference[n].sampled[c]]
+            expected[n, before[-1] if before else upto[-1]] += turn.reward
+            for c in upto:
+                if reference[n].source[c] is not None and reference[n].source[c][0] == k:
+                    returns[n, c] = 100.0 * e + k
+    torch.testing.assert_close(rows["rewards", "full"], expected, rtol=0, atol=0)
+    torch.testing.assert_close(rows["returns", "full"], returns, rtol=0, atol=0)
+    assert rows["returns", "full"].dtype == torch.float32
+
+
+def test_a_dialogue_is_one_row_with_holes_in_its_mask():
+    episode = [Turn([1, 2], [3, 4], 0.5, 0), Turn([1, 2, 3, 4, 5], [6], 1.0, 1)]
+    rows = MergeTurns()(to_ted([episode]))
+    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert rows["masks", "all_assistant_mask"].long().tolist() == [[0, 0, 1, 1, 0, 1]]
+    assert rows["turns", "full"].tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert rows["rewards", "full"].tolist() == [[0, 0, 0, 0.5, 0, 1]]
+    assert rows["versions", "full"].tolist() == [[-1, -1, 0, 0, -1, 1]]
+
+
+def test_interleaved_sub_agents_go_on_with_their_own_rows():
+    a1, b1 = Turn([1], [2]), Turn([5], [6])
+    a2, b2 = Turn([1, 2, 3], [4]), Turn([5, 6, 7], [8])
+    rows = MergeTurns(pad_token_id=PAD)(to_ted([[a1, b1, a2, b2]]))
+    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert rows["turns", "full"].tolist() == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    assert rows["fork"].tolist() == [0, 1]
+    assert rows["episode"].tolist() == [0, 0]
+
+
+def test_a_cut_history_forks_and_the_rows_share_no_sampled_token():
+    rows = MergeTurns(pad_token_id=PAD)(to_ted([[Turn([1, 2], [3]), Turn([2, 3, 4], [5])]]))
+    assert rows["tokens", "full"].tolist() == [[1, 2, 3, PAD], [2, 3, 4, 5]]
+    assert rows["masks", "all_assistant_mask"].long().tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_the_longest_row_that_a_prompt_extends_goes_on():
+    # The second turn repeats the first prompt (a fork); the third extends both of them.
+    turns = [Turn([1], []), Turn([2], [3]), Turn([1, 2], []), Turn([1, 2, 3], [4])]
+    rows = MergeTurns(pad_token_id=PAD)(to_ted([turns]))
+    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4], [2, 3, PAD, PAD]]
+
+
+def test_a_turn_without_sampled_tokens_leaves_its_reward_on_the_last_one_before():
+    turns = [Turn([1], [], 1.0), Turn([1, 2], [3, 4], 2.0), Turn([1, 2, 3, 4, 5], [], 4.0)]
+    rows = MergeTurns()(to_ted([turns]))
+    assert rows["rewards", "full"].tolist() == [[1.0, 0, 0, 6.0, 0]]
+
+
+@given(batches)
+def test_no_reward_is_lost(episodes):
+    rows = MergeTurns()(to_ted(episodes))
+    for e, episode in enumerate(episodes):
+        total = rows["rewards", "full"][rows["episode_index"] == e].sum()
+        assert total == sum(turn.reward for turn in episode)
+
+
+TWO_TURNS = [Turn([1], [2]), Turn([1, 2, 3], [4])]
+
+
+def test_the_same_episode_twice_in_succession_is_two_rows():
+    rows = MergeTurns()(to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 7]))
+    assert rows["episode"].tolist() == [7, 7]
+    assert rows["episode_index"].tolist() == [0, 1]
+    assert rows["fork"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("flag", ["done", "terminated", "truncated"])
+def test_any_end_flag_ends_an_episode(flag):
+    data = to_ted([TWO_TURNS, TWO_TURNS], "nested", ids=[7, 7])
+    data.rename_key_(("next", "done"), ("next", flag))
+    assert MergeTurns()(data)["episode_index"].tolist() == [0, 1]
+
+
+def test_ids_alone_tell_episodes_apart():
+    rows = MergeTurns()(to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3], done=False))
+    assert rows["episode"].tolist() == [7, 3]
+
+
+def test_flags_alone_tell_episodes_apart():
+    data = to_ted([TWO_TURNS, TWO_TURNS], "nested").exclude("collector")
+    rows = MergeTurns()(data)
+    assert rows["episode"].tolist() == [0, 1]
+    assert rows["group"].tolist() == [0, 1]
+
+
+def test_neither_ids_nor_flags_is_refused():
+    data = to_ted([TWO_TURNS], "nested").exclude("collector", ("next", "done"))
+    with pytest.raises(KeyError, match="traj_ids"):
+        MergeTurns()(data)
+
+
+def test_groups_are_carried_and_default_to_the_episode():
+    data = to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3], groups=[5, 5])
+    assert MergeTurns()(data)["group"].tolist() == [5, 5]
+    data = to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3])
+    assert MergeTurns()(data)["group"].tolist() == [7, 3]
+
+
+def test_dense_leaves():
+    episodes = [[Turn([1, 1], [2])], [Turn([3, 3], [4])]]
+    rows = MergeTurns()(to_ted(episodes, "dense"))
+    assert rows["tokens", "full"].tolist() == [[1, 1, 2], [3, 3, 4]]
+
+
+def test_what_the_data_lacks_the_rows_lack():
+    data = to_ted([TWO_TURNS], "nested").exclude("log_probs", "versions", ("next", "reward"))
+    rows = MergeTurns()(data)
+    assert {key if isinstance(key, str) else key[0] for key in rows.keys(True, True)} == {
+        "tokens",
+        "masks",
+        "turns",
+        "episode",
+        "episode_index",
+        "fork",
+        "group",
+    }
+
+
+def test_missing_tokens_are_refused():
+    with pytest.raises(KeyError, match="response"):
+        MergeTurns()(to_ted([TWO_TURNS]).exclude(("tokens", "response")))
+
+
+def test_max_length_is_an_error_and_never_a_cut():
+    data = to_ted([TWO_TURNS])
+    assert MergeTurns(max_length=4)(data)["tokens", "full"].shape == (1, 4)
+    with pytest.raises(ValueError, match=r"4 tokens.*max_length=3"):
+        MergeTurns(max_length=3)(data)
+
+
+def test_log_probs_of_another_length_are_refused():
+    data = to_ted([TWO_TURNS])
+    data[1]["log_probs", "response"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"'log_probs', 'response'.*1.*3"):
+        MergeTurns()(data)
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (torch.zeros(1, 2, dtype=torch.int64), "1-D"),
+        (torch.zeros(2), "integer"),
+    ],
+)
+def test_leaves_that_are_no_token_ids_are_refused(bad, match):
+    data = to_ted([[Turn([1, 2], [3, 4])]])
+    data[0]["tokens", "response"] = bad
+    with pytest.raises(ValueError, match=match):
+        MergeTurns()(data)
+
+
+def test_a_turn_without_any_token_is_refused():
+    with pytest.raises(ValueError, match="turn 1 of the batch"):
+        MergeTurns()(to_ted([[Turn([1], [2]), Turn([], [])]]))
+
+
+def test_an_unflat_batch_is_refused():
+    data = to_ted([[Turn([1], [2])], [Turn([1], [2])]], "dense").reshape(2, 1)
+    with pytest.raises(ValueError, match=r"\[2, 1\]"):
+        MergeTurns()(data)
+
+
+@pytest.mark.parametrize("arguments", [{"pad_token_id": 0.5}, {"max_length": 0}])
+def test_bad_arguments_are_refused(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=name):
+        MergeTurns(**arguments)
+
+
+def test_in_a_replay_buffer_writes_pass_and_samples_are_rows():
+    data = to_ted([TWO_TURNS, [Turn([5], [6])]], groups=[1, 2])
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(10), transform=MergeTurns(), collate_fn=lambda x: x
+    )
+    buffer.extend(data)
+    stored = buffer.storage[:]
+    assert isinstance(stored, LazyStackedTensorDict)
+    for name in ("prompt", "response"):
+        before, after = (
+            [leaf.tolist() for leaf in td.get(("tokens", name), as_list=True)]
+            for td in (data, stored)
+        )
+        assert before == after
+    rows = buffer[:]
+    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert rows["group"].tolist() == [1, 2]
+
+
+def test_the_input_is_left_as_it_was():
+    data = to_ted([TWO_TURNS])
+    keys = set(data.keys(True, True))
+    MergeTurns()(data)
+    assert set(data.keys(True, True)) == keys
+
+
+def test_in_an_environment_it_is_refused():
+    with pytest.raises(RuntimeError, match="whole episodes"):
+        MergeTurns()._step(TensorDict(), TensorDict())

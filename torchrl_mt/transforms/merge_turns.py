@@ -1,0 +1,357 @@
+"""Whole episodes in, training rows out.
+
+Concatenating a row gives exactly what the engine was given and what it returned, and every sampled
+token lies in exactly one row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+__all__ = ["MergeTurns"]
+
+_PROMPT = ("tokens", "prompt")
+_RESPONSE = ("tokens", "response")
+_TOKEN_BYTES = 8
+
+
+class MergeTurns(Transform):
+    """Merge the turns of whole episodes into right-padded rows, one per episode and fork.
+
+    A turn goes on with the row of its episode whose tokens so far its prompt starts with: the longest
+    such row, the latest among equals. If there is none (the history was cut or rewritten, a sub-agent
+    began) the episode forks, and a new row starts with the turn's whole prompt. Tokens are compared as
+    token ids; nothing is decoded.
+
+    It takes a flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
+    order. An episode ends at a ``done``, ``terminated`` or ``truncated`` flag, where the trajectory id
+    changes, or with the batch. As a transform of a replay buffer it acts on what is sampled; what is
+    stored stays as it was. Use a plain :class:`~torchrl.data.ReplayBuffer`: there are not as many rows
+    as sampled steps, so sampling information of each step cannot be written into them.
+
+    The rows (``N`` of them, ``S`` tokens the longest) are a new TensorDict with
+
+    - ``("tokens", "full")`` ``[N, S]`` int64, padded with ``pad_token_id``;
+    - ``("masks", "all_attention_mask")`` and ``("masks", "all_assistant_mask")`` ``[N, S]`` bool: not
+      padding, and sampled by the policy;
+    - ``("log_probs", "full")`` float32 and ``("versions", "full")`` int64, ``[N, S]``: the sampler's;
+      0 and -1 on all other tokens;
+    - ``("turns", "full")`` ``[N, S]`` int64: the turn of the episode that added the token; -1 on
+      padding;
+    - ``("rewards", "full")`` ``[N, S]`` float32: each turn's reward on its last sampled token. A turn
+      that sampled nothing leaves it on the last sampled token before it in the row, or, if there is
+      none, on the row's last token so far;
+    - ``("returns", "full")`` ``[N, S]`` float32: the turn's ``("next", "return")`` on each of its
+      sampled tokens, 0 on all other tokens;
+    - ``"episode"`` and ``"group"`` ``[N]`` int64: the trajectory id and the group of the episode.
+      Without ids, episodes are numbered by their place in the batch; without groups, each is its own;
+    - ``"episode_index"`` ``[N]`` int64: the episode's place in the batch, which tells copies of one
+      episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up.
+
+    Log-probabilities, versions, rewards and returns that the batch lacks are lacking in the rows.
+
+    Args:
+        pad_token_id: token id that fills the rows up. It may be an ordinary token: the masks alone tell
+            what is padding.
+        max_length: longest row allowed, in tokens; no limit if ``None``.
+        traj_key: where the trajectory id of each turn is.
+
+    Examples:
+        >>> from tensordict import lazy_stack
+        >>> turns = [([1, 2], [3], False), ([1, 2, 3, 4], [5], True), ([6], [7], True)]
+        >>> batch = lazy_stack([
+        ...     TensorDict({
+        ...         ("tokens", "prompt"): torch.tensor(prompt),
+        ...         ("tokens", "response"): torch.tensor(response),
+        ...         ("next", "done"): torch.tensor([done]),
+        ...     })
+        ...     for prompt, response, done in turns
+        ... ])
+        >>> rows = MergeTurns()(batch)
+        >>> rows["tokens", "full"]
+        tensor([[1, 2, 3, 4, 5],
+                [6, 7, 0, 0, 0]])
+        >>> rows["masks", "all_assistant_mask"].int()
+        tensor([[0, 0, 1, 0, 1],
+                [0, 1, 0, 0, 0]], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        *,
+        pad_token_id: int = 0,
+        max_length: int | None = None,
+        traj_key: NestedKey = ("collector", "traj_ids"),
+    ) -> None:
+        if not isinstance(pad_token_id, int):
+            raise ValueError(f"pad_token_id must be an int, got {pad_token_id!r}.")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1 or None, got {max_length}.")
+        super().__init__()
+        self.pad_token_id = pad_token_id
+        self.max_length = max_length
+        self.traj_key = traj_key
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Merge a batch of whole episodes.
+
+        Args:
+            tensordict: flat ``[ΣT]`` batch of turns with ``("tokens", "prompt")`` and
+                ``("tokens", "response")``, ragged or dense, and with trajectory ids or end flags.
+
+        Returns:
+            The rows, batch size ``[N]``. The input is left as it was.
+
+        Raises:
+            KeyError: if tokens are missing, or trajectory ids and end flags both are.
+            ValueError: if the batch is not flat, is empty, a leaf does not fit its turn, a turn has no
+                token at all, or a row is longer than ``max_length``.
+        """
+        if tensordict.batch_dims != 1 or not len(tensordict):
+            raise ValueError(
+                "MergeTurns needs a flat, non-empty batch of turns, got batch size "
+                f"{list(tensordict.batch_size)}: flatten it with reshape(-1)."
+            )
+        prompt, response = _token_ids(tensordict, _PROMPT), _token_ids(tensordict, _RESPONSE)
+        ids = _column(tensordict, self.traj_key)
+        episode = _episode_index(tensordict, ids, self.traj_key)
+        plan = _plan(prompt, response, episode.tolist())
+        length = max(plan.row_length)
+        if self.max_length is not None and length > self.max_length:
+            which = int(episode[plan.row_turn[plan.row_length.index(length)]])
+            raise ValueError(
+                f"A row of episode {which} of the batch has {length} tokens, more than "
+                f"max_length={self.max_length}: raise it, or bound episodes where they are collected."
+            )
+
+        device = prompt.flat.device
+        row, known, reward_column, turn = (torch.tensor(x, device=device) for x in plan[:4])
+        row_turn = torch.tensor(plan.row_turn, device=device)
+        start, added = row * length, prompt.size - known
+        given = _ranges(start + known, added)
+        sampled = _ranges(start + prompt.size, response.size)
+        shape = (len(plan.row_turn), length)
+
+        def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
+            """The ``[N, S]`` table with values at the given places and one value elsewhere."""
+            out = torch.full(shape, fill, dtype=dtype, device=device)
+            out.view(-1).scatter_(0, at, values)
+            return out
+
+        tokens = table(self.pad_token_id, torch.int64, sampled, response.flat)
+        new = _ranges(_starts(prompt.size) + known, added)
+        tokens.view(-1).scatter_(0, given, prompt.flat.index_select(0, new))
+        turns = table(-1, torch.int64, sampled, turn.repeat_interleave(response.size))
+        turns.view(-1).scatter_(0, given, turn.repeat_interleave(added))
+        group = _column(tensordict, "group")
+        index = episode[row_turn]
+        traj = index if ids is None else ids[row_turn].long()
+        rows: dict[NestedKey, Tensor] = {
+            ("tokens", "full"): tokens,
+            ("masks", "all_attention_mask"): turns >= 0,
+            ("masks", "all_assistant_mask"): table(
+                False, torch.bool, sampled, torch.ones_like(sampled, dtype=torch.bool)
+            ),
+            ("turns", "full"): turns,
+            "episode": traj,
+            "group": traj.clone() if group is None else group[row_turn].long(),
+            "episode_index": index.clone(),
+            "fork": torch.tensor(plan.row_fork, device=device),
+        }
+        log_probs = _sampled_leaf(tensordict, ("log_probs", "response"), response)
+        if log_probs is not None:
+            rows["log_probs", "full"] = table(0.0, torch.float32, sampled, log_probs.float())
+        versions = _sampled_leaf(tensordict, ("versions", "response"), response)
+        if versions is not None:
+            rows["versions", "full"] = table(-1, torch.int64, sampled, versions.long())
+        reward = _column(tensordict, ("next", "reward"))
+        if reward is not None:
+            # Several turns may leave their rewards on one token: they add up.
+            rewards = torch.zeros(shape, device=device)
+            rewards.view(-1).index_add_(0, start + reward_column, reward.float())
+            rows["rewards", "full"] = rewards
+        returns = _column(tensordict, ("next", "return"))
+        if returns is not None:
+            values = returns.float().repeat_interleave(response.size)
+            rows["returns", "full"] = table(0.0, torch.float32, sampled, values)
+        return TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Refuse to act on single steps."""
+        raise RuntimeError(
+            "MergeTurns acts on whole episodes and not on the steps of an environment: append it to a "
+            "replay buffer, or call it on a batch."
+        )
+
+
+class _Ragged(NamedTuple):
+    """One tensor for every turn, end to end."""
+
+    flat: Tensor
+    size: Tensor
+    sizes: list[int]
+
+
+class _Plan(NamedTuple):
+    """Where every turn goes."""
+
+    row: list[int]
+    """The turn's row."""
+    known: list[int]
+    """How many tokens of the turn's prompt its row held before; 0 where the turn starts a row."""
+    reward_column: list[int]
+    """The column of its row on which the turn's reward lies."""
+    turn: list[int]
+    """The turn's number within its episode."""
+    row_turn: list[int]
+    """The turn of the batch that starts each row."""
+    row_fork: list[int]
+    """Each row's number within its episode."""
+    row_length: list[int]
+    """Each row's length, in tokens."""
+
+
+def _plan(prompt: _Ragged, response: _Ragged, episode: list[int]) -> _Plan:
+    """Give every turn the longest row of its episode that its prompt starts with, or a new one."""
+    plan = _Plan([], [], [], [], [], [], [])
+    prompts, responses = _as_bytes(prompt), _as_bytes(response)
+    heads: list[bytes] = []  # the tokens so far of the present episode's rows
+    last_sampled: list[int] = []  # the column of the last sampled token of each of them
+    for k, (given, sampled) in enumerate(zip(prompts, responses, strict=True)):
+        if not given and not sampled:
+            raise ValueError(
+                f"MergeTurns: turn {k} of the batch has neither a prompt nor a response token: drop "
+                "turns in which the model was not called."
+            )
+        if k == 0 or episode[k] != episode[k - 1]:
+            heads, last_sampled, first = [], [], k
+        mine, size = -1, -1
+        for i, head in enumerate(heads):
+            if len(head) >= size and given.startswith(head):
+                mine, size = i, len(head)
+        if mine < 0:
+            mine, size = len(heads), 0
+            plan.row_turn.append(k)
+            plan.row_fork.append(mine)
+            plan.row_length.append(0)
+            heads.append(b"")
+            last_sampled.append(-1)
+        row = len(plan.row_turn) - len(heads) + mine
+        heads[mine] = given + sampled
+        plan.row_length[row] = prompt.sizes[k] + response.sizes[k]
+        if sampled:
+            last_sampled[mine] = plan.row_length[row] - 1
+        plan.row.append(row)
+        plan.known.append(size // _TOKEN_BYTES)
+        plan.reward_column.append(
+            plan.row_length[row] - 1 if last_sampled[mine] < 0 else last_sampled[mine]
+        )
+        plan.turn.append(k - first)
+    return plan
+
+
+def _as_bytes(ragged: _Ragged) -> list[bytes]:
+    """Each turn's int64 tokens as bytes, whose prefix test is the tokens' own."""
+    buffer = ragged.flat.cpu().numpy().tobytes()
+    out, at = [], 0
+    for size in ragged.sizes:
+        end = at + size * _TOKEN_BYTES
+        out.append(buffer[at:end])
+        at = end
+    return out
+
+
+def _starts(size: Tensor) -> Tensor:
+    """Where each of the pieces begins that lie end to end."""
+    return size.cumsum(0) - size
+
+
+def _ranges(start: Tensor, size: Tensor) -> Tensor:
+    """Concatenate ``arange(start[i], start[i] + size[i])`` over ``i``."""
+    shift = (start - _starts(size)).repeat_interleave(size)
+    return shift + torch.arange(len(shift), device=start.device)
+
+
+def _ragged(tensordict: TensorDictBase, key: NestedKey) -> _Ragged | None:
+    """The leaf of every turn, or ``None`` if the batch has no such leaf."""
+    leaves = tensordict.get(key, None, as_list=True)
+    if leaves is None:
+        return None
+    if isinstance(leaves, Tensor):
+        leaves = leaves.unbind(0)
+    for k, leaf in enumerate(leaves):
+        if leaf.ndim != 1:
+            raise ValueError(
+                f"MergeTurns: {key} must be 1-D in every turn, got shape {list(leaf.shape)} in turn {k}."
+            )
+    sizes = [leaf.shape[0] for leaf in leaves]
+    flat = torch.cat(list(leaves))
+    return _Ragged(flat, torch.tensor(sizes, device=flat.device), sizes)
+
+
+def _token_ids(tensordict: TensorDictBase, key: NestedKey) -> _Ragged:
+    """The token ids of every turn, as int64."""
+    ragged = _ragged(tensordict, key)
+    if ragged is None:
+        raise KeyError(f"MergeTurns needs {key} in the batch, got the keys {_keys(tensordict)}.")
+    if ragged.flat.is_floating_point() or ragged.flat.dtype == torch.bool:
+        raise ValueError(f"MergeTurns: {key} must be of an integer dtype, got {ragged.flat.dtype}.")
+    return ragged._replace(flat=ragged.flat.long())
+
+
+def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, response: _Ragged) -> Tensor | None:
+    """A leaf with one value for every sampled token, end to end, or ``None`` if there is none."""
+    ragged = _ragged(tensordict, key)
+    if ragged is None:
+        return None
+    for k, (size, expected) in enumerate(zip(ragged.sizes, response.sizes, strict=True)):
+        if size != expected:
+            raise ValueError(
+                f"MergeTurns: {key} must have one value for each of the {expected} response tokens of "
+                f"turn {k}, got {size}."
+            )
+    return ragged.flat
+
+
+def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """The leaf with one number for every turn, ``[ΣT]``, or ``None`` if there is none."""
+    value = tensordict.get(key, None)
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.numel() != len(tensordict):
+        what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"MergeTurns: {key} must be a tensor with one number for each of the {len(tensordict)} "
+            f"turns, got {what}."
+        )
+    return value.reshape(-1)
+
+
+def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: NestedKey) -> Tensor:
+    """The place in the batch of each turn's episode, ``[ΣT]``."""
+    done = _column(tensordict, ("next", "done"))
+    if done is None:
+        causes = [_column(tensordict, ("next", flag)) for flag in ("terminated", "truncated")]
+        flags = [flag for flag in causes if flag is not None]
+    else:
+        flags = [done]
+    if ids is None and not flags:
+        raise KeyError(
+            f"MergeTurns needs trajectory ids under {traj_key} or end flags under ('next', 'done') to "
+            f"tell episodes apart, got the keys {_keys(tensordict)}."
+        )
+    begins = [flag[:-1].bool() for flag in flags]
+    if ids is not None:
+        begins.append(ids[1:] != ids[:-1])
+    begin = torch.stack(begins).any(0)
+    return torch.cat([begin.new_zeros(1), begin]).cumsum(0)
+
+
+def _keys(tensordict: TensorDictBase) -> list[NestedKey]:
+    """The batch's keys, for error messages."""
+    return sorted(tensordict.keys(True, True), key=str)
