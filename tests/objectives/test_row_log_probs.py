@@ -1,0 +1,132 @@
+"""A token's score depends on the attended tokens before it and on nothing else."""
+
+import pytest
+import torch
+from torch import nn
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_mt.objectives.row_log_probs import micro_batches, row_log_probs, scoring_mode
+
+
+def entries(rows):
+    masks = rows["masks"]
+    return rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+
+
+def by_hand(model, rows):
+    """One forward pass per row over its attended tokens alone."""
+    tokens, attention, mask = entries(rows)
+    log_prob, entropy = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
+    for n in range(len(tokens)):
+        where = attention[n].nonzero().flatten()
+        logits = model(input_ids=tokens[n][where][None]).logits[0].float().log_softmax(-1)
+        for i, t in enumerate(where.tolist()):
+            if mask[n, t] and i:
+                log_prob[n, t] = logits[i - 1, tokens[n, t]]
+                entropy[n, t] = -(logits[i - 1].exp() * logits[i - 1]).sum()
+    return log_prob, entropy
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("suffix_padding", [True, False])
+def test_scores_are_those_of_the_attended_tokens_alone(model, rows, seed, suffix_padding):
+    batch = rows(seed, suffix_padding=suffix_padding)
+    got = row_log_probs(model, *entries(batch), with_entropy=True)
+    for a, b in zip(got, by_hand(model, batch), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_anywhere_changes_nothing(model, rows, spread):
+    batch = rows()
+    wide = spread(batch)
+    log_prob = row_log_probs(model, *entries(batch))[0]
+    spread_out = row_log_probs(model, *entries(wide))[0]
+    mask, wide_mask = entries(batch)[2], entries(wide)[2]
+    torch.testing.assert_close(spread_out[wide_mask], log_prob[mask], atol=1e-5, rtol=1e-5)
+    assert not spread_out[~wide_mask].any()
+
+
+def test_rows_of_padding_alone_are_harmless(model, rows):
+    batch = rows()
+    batch["masks", "all_attention_mask"][1] = False
+    batch["masks", "all_assistant_mask"][1] = False
+    log_prob = row_log_probs(model, *entries(batch))[0]
+    log_prob.sum().backward()
+    assert not log_prob[1].any()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close(log_prob[[0]], row_log_probs(model, *entries(batch[:1]))[0])
+
+
+def test_the_first_token_has_no_score(model):
+    ones = torch.ones(2, 1, dtype=torch.bool)
+    assert not row_log_probs(model, torch.tensor([[3], [4]]), ones, ones)[0].any()
+
+
+def test_a_wrapper_is_its_model(model, rows, tokenizer):
+    wrapper = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
+    )
+    batch = rows()
+    expected = row_log_probs(model, *entries(batch))[0]
+    got = row_log_probs(wrapper, *entries(batch))[0]
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    mask = entries(batch)[2]
+    theirs = wrapper(batch.clone())["log_probs", "full"]
+    torch.testing.assert_close(theirs[mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_any_module_with_logits_will_do(rows):
+    class Bigram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(24, 24)
+
+        def forward(self, input_ids, attention_mask):
+            return self.table(input_ids)
+
+    model, batch = Bigram(), rows(suffix_padding=True)
+    tokens, _, mask = entries(batch)
+    expected = model.table.weight.log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]]
+    got = row_log_probs(model, *entries(batch))[0]
+    torch.testing.assert_close(got[:, 1:][mask[:, 1:]], expected[mask[:, 1:]])
+
+
+def test_bad_input_is_refused_by_name(model, rows):
+    tokens, attention, mask = entries(rows())
+    with pytest.raises(ValueError, match="false on padding"):
+        row_log_probs(model, tokens, torch.zeros_like(attention), mask)
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        row_log_probs(model, tokens, attention[:1], mask)
+    with pytest.raises(TypeError, match="actor must be a causal language model"):
+        row_log_probs(print, tokens, attention, mask)
+
+
+@pytest.mark.parametrize("max_rows", [None, 1, 3, 100])
+@pytest.mark.parametrize("max_tokens", [None, 1, 20, 10_000])
+def test_micro_batches_hold_every_row_once_and_keep_their_limits(max_rows, max_tokens):
+    lengths = torch.randint(0, 15, (23,), generator=torch.Generator().manual_seed(0))
+    parts = micro_batches(lengths, max_rows, max_tokens)
+    assert torch.cat(parts).sort().values.tolist() == list(range(23))
+    for part in parts:
+        assert max_rows is None or len(part) <= max_rows
+        assert max_tokens is None or len(part) == 1 or len(part) * lengths[part].max() <= max_tokens
+
+
+def test_scoring_leaves_modes_and_random_state_alone(model):
+    model.train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+
+    def fail_inside():
+        with scoring_mode(model):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            torch.rand(3)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()

@@ -1,0 +1,65 @@
+"""Generalised advantage estimation over a row's sampled tokens, wherever they lie.
+
+A masked-out token takes no time: gamma and lambda count sampled tokens, and the next value of a
+token is that of the next sampled one, however many environment tokens lie in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.objectives.functional._checks import (
+    check_mask,
+    check_shape,
+    check_unit_interval,
+)
+from torchrl_mt.objectives.functional.recurrence import sampled_recurrence
+from torchrl_mt.objectives.functional.sampled import next_sampled, rewards_on_sampled
+
+
+def masked_gae(
+    reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimate of every sampled token.
+
+    Over a row's sampled tokens ``i`` (Schulman et al., 2016, https://arxiv.org/abs/1506.02438)::
+
+        delta[i] = r[i] + gamma * V[i + 1] - V[i]
+        A[i]     = delta[i] + gamma * lmbda * A[i + 1]
+
+    with ``V = A = 0`` after the last one. A reward on a masked token belongs to the last sampled
+    token before it, or to the row's first sampled token if none is before.
+
+    Args:
+        reward: ``[..., S]`` floating.
+        value: ``[..., S]`` floating; not read on masked tokens.
+        mask: ``[..., S]`` bool, true on sampled tokens; holes and padding may lie anywhere.
+        gamma: Discount per sampled token, in [0, 1].
+        lmbda: Trace decay per sampled token, in [0, 1].
+
+    Returns:
+        Advantage and return (advantage + value), ``[..., S]`` float32, zero on masked tokens.
+
+    Raises:
+        ValueError: If shapes differ or a discount is out of range.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> reward = torch.tensor([[0.0, 0.0, 1.0]])
+        >>> value = torch.tensor([[0.5, 9.0, 0.5]])
+        >>> mask = torch.tensor([[True, False, True]])
+        >>> advantage, returns = masked_gae(reward, value, mask, gamma=1.0, lmbda=0.5)
+        >>> advantage, returns
+        (tensor([[0.2500, 0.0000, 0.5000]]), tensor([[0.7500, 0.0000, 1.0000]]))
+    """
+    check_mask("mask", mask, reward.shape)
+    check_shape("value", value, reward.shape)
+    check_unit_interval("gamma", gamma)
+    check_unit_interval("lmbda", lmbda)
+    reward = rewards_on_sampled(reward, mask)
+    value = torch.where(mask, value.float(), 0.0)
+    next_value = torch.nn.functional.pad(value, (0, 1)).gather(-1, next_sampled(mask))
+    delta = torch.where(mask, reward + gamma * next_value - value, 0.0)
+    advantage = sampled_recurrence(delta, mask, gamma * lmbda)
+    return advantage, advantage + value

@@ -1,0 +1,51 @@
+"""Single-sample estimates of the Kullback-Leibler divergence, token by sampled token."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from torchrl_mt.objectives.functional._checks import check_choice, check_shape
+
+KLKind = Literal["k1", "k2", "k3"]
+"""Which estimator."""
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut off here before they are exponentiated, so that one absurd token cannot make a
+whole batch's loss or gradient infinite."""
+
+
+def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> Tensor:
+    """Estimate ``KL(p || ref)`` at tokens that were sampled from ``p``.
+
+    With ``d = ref_log_prob - log_prob`` (http://joschu.net/blog/kl-approx.html):
+
+    - ``"k1"``: ``-d``, unbiased, of either sign;
+    - ``"k2"``: ``d ** 2 / 2``, biased, never negative; its gradient is an unbiased one of the KL;
+    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (inside ``exp``, ``d`` is at most 20).
+
+    Args:
+        log_prob: Log-probabilities under ``p``, any shape.
+        ref_log_prob: Log-probabilities under ``ref``, the same shape.
+        kind: See above.
+
+    Returns:
+        The estimate per token, float32.
+
+    Raises:
+        ValueError: If shapes differ or ``kind`` is unknown.
+
+    Examples:
+        >>> import torch
+        >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k1")
+        tensor([1.])
+    """
+    check_choice("kind", kind, get_args(KLKind))
+    check_shape("ref_log_prob", ref_log_prob, log_prob.shape)
+    difference = ref_log_prob.float() - log_prob.float()
+    if kind == "k1":
+        return -difference
+    if kind == "k2":
+        return 0.5 * difference.square()
+    return difference.clamp(max=MAX_LOG_RATIO).expm1() - difference

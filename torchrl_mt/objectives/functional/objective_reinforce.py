@@ -1,0 +1,34 @@
+"""The plain policy gradient, per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reinforce(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    clip_epsilon: tuple[float, float] = (0.2, 0.2),
+) -> tuple[Tensor, Tensor]:
+    """Score-function objective ``-A * log_prob`` (Williams, 1992), for data of the current policy.
+
+    Args:
+        log_prob: ``[N, S]`` float32 under the policy being trained.
+        old_log_prob: Not read: there is no importance ratio.
+        advantage: ``[N, S]`` float32.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        clip_epsilon: Not read: there is nothing to clip.
+
+    Returns:
+        Loss per token ``[N, S]`` float32, zero on masked tokens, and all-false clip flags.
+
+    Examples:
+        >>> log_prob, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
+        >>> reinforce(log_prob, log_prob, torch.tensor([[2.0, 3.0]]), mask)[0].sum()
+        tensor(2.)
+    """
+    loss = -torch.where(mask, advantage, 0.0) * torch.where(mask, log_prob, 0.0)
+    return loss, torch.zeros_like(mask)

@@ -1,0 +1,60 @@
+"""Sampled tokens as the only clock of a row: who owns a reward, and who comes next.
+
+Nothing here assumes where the sampled tokens lie. A masked-out token takes no time, and a reward
+that lies on one belongs to the last sampled token before it (to the row's first if none is before).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.objectives.functional._checks import check_mask
+
+
+def rewards_on_sampled(reward: Tensor, mask: Tensor) -> Tensor:
+    """Move every reward to the sampled token that it belongs to.
+
+    Args:
+        reward: ``[..., S]`` floating; a row's rewards may lie anywhere.
+        mask: ``[..., S]`` bool, true on sampled tokens.
+
+    Returns:
+        ``[..., S]`` float32, zero on masked tokens; each row keeps its sum, or loses it if it has
+        no sampled token.
+
+    Examples:
+        >>> mask = torch.tensor([[False, True, True, False, True]])
+        >>> rewards_on_sampled(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), mask)
+        tensor([[0., 3., 7., 0., 5.]])
+    """
+    check_mask("mask", mask, reward.shape)
+    if not mask.numel():
+        return reward.float()
+    position = torch.arange(mask.shape[-1], device=mask.device)
+    last = torch.where(mask, position, -1).cummax(dim=-1).values
+    first = mask.int().argmax(dim=-1, keepdim=True)
+    owner = torch.where(last < 0, first, last)
+    moved = torch.zeros_like(reward, dtype=torch.float32).scatter_add(-1, owner, reward.float())
+    return torch.where(mask, moved, 0.0)
+
+
+def next_sampled(mask: Tensor) -> Tensor:
+    """Position of the first sampled token strictly after each position.
+
+    Args:
+        mask: ``[..., S]`` bool, true on sampled tokens.
+
+    Returns:
+        ``[..., S]`` int64; ``S`` where none follows.
+
+    Examples:
+        >>> next_sampled(torch.tensor([[False, True, False, True]]))
+        tensor([[1, 3, 3, 4]])
+    """
+    size = mask.shape[-1]
+    if not size:
+        return mask.long()
+    position = torch.arange(size, device=mask.device)
+    here_or_later = torch.where(mask, position, size).flip(-1).cummin(dim=-1).values.flip(-1)
+    return torch.nn.functional.pad(here_or_later[..., 1:], (0, 1), value=size)
