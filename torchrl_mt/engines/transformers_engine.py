@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -280,7 +280,7 @@ def _resolve(answers: Iterable[tuple[Callable, GenerationOutput]]) -> None:
 
 
 class _Manager(ContinuousBatchingManager):
-    """The host's manager with a daemon thread, our router, and a way to drop what rests on old weights."""
+    """The host's manager with a daemon thread, our router and a way to drop stale cache."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class _Manager(ContinuousBatchingManager):
         generation_config: GenerationConfig,
         batching: ContinuousBatchingConfig,
     ) -> None:
-        super().__init__(model, generation_config, batching)
+        super().__init__(cast(Any, model), generation_config, batching)
         self.output_router = _Router()
 
     def ensure_started(self) -> None:
@@ -299,10 +299,11 @@ class _Manager(ContinuousBatchingManager):
             ) from self.background_thread_status.fatal_error
         if not self.is_running():
             self.background_thread_status.clear()
-            self._generation_thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run_generation_loop, name="torchrl_mt-generation", daemon=True
             )
-            self._generation_thread.start()
+            setattr(self, "_generation_thread", thread)  # noqa: B010 - the host types it as None
+            thread.start()
 
     def submit(
         self,

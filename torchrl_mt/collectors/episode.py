@@ -1,0 +1,157 @@
+"""The ledger of one episode: what the engine was given and what it returned, turn by turn.
+
+Nothing here is decoded or re-encoded: the TensorDict made from an episode holds the very tokens of
+its turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+
+from torchrl_mt.collectors.limits import StopReason
+from torchrl_mt.engines import Completion
+
+__all__ = ["Episode", "Turn", "episodes_to_tensordict"]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One model call and the environment's answer to it."""
+
+    prompt_ids: list[int]
+    """Every token that the model saw."""
+    completion: Completion
+    """What it sampled."""
+    messages: list[Mapping[str, Any]]
+    """The messages that are new in this turn: those before the response, the response, and in the
+    episode's last turn those after it."""
+    reward: float = 0.0
+    """The environment's reward for the response."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """A whole episode."""
+
+    data: Any
+    """The item that the environment was reset with."""
+    group: int = -1
+    """Id of the group of episodes that share one item."""
+    traj_id: int = -1
+    """Id of the episode."""
+    turns: list[Turn] = field(default_factory=list)
+    """In order."""
+    stop_reason: StopReason | None = None
+    """Why it ended; ``None`` while it runs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were sampled."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def num_forks(self) -> int:
+        """How many turns were given a prompt that does not extend the turn before."""
+        seen = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in self.turns]
+        return sum(
+            turn.prompt_ids[: len(before)] != before
+            for before, turn in zip(seen, self.turns[1:], strict=False)
+        )
+
+
+def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
+    """Write finished episodes as one flat batch in TED.
+
+    Args:
+        episodes: at least one, each with at least one turn.
+
+    Returns:
+        A TensorDict of batch size ``[ΣT]``, a step a turn. The token columns (``("tokens", "prompt")``,
+        ``("tokens", "response")``, ``("log_probs", "response")``, ``("versions", "response")``) are
+        lazily stacked, since their lengths differ; ``td.get(key, as_list=True)`` gives one tensor a
+        turn.
+
+    Examples:
+        >>> turn = Turn([1, 2], Completion([3], [-0.5], [0], "stop"), messages=[])
+        >>> td = episodes_to_tensordict([Episode(None, 0, 0, [turn], StopReason.DONE)])
+        >>> td.get(("tokens", "prompt"), as_list=True)
+        [tensor([1, 2])]
+    """
+    turns = [turn for episode in episodes for turn in episode.turns]
+    completions = [turn.completion for turn in turns]
+    num_turns = torch.tensor([len(episode.turns) for episode in episodes])
+    last = num_turns.cumsum(0) - 1
+    size = len(turns)
+
+    def per_turn(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values)).repeat_interleave(num_turns)
+
+    def flags(ended: Iterable[bool]) -> torch.Tensor:
+        out = torch.zeros(size, 1, dtype=torch.bool)
+        out[last, 0] = torch.tensor(list(ended))
+        return out
+
+    reasons = [episode.stop_reason or StopReason.TRUNCATED for episode in episodes]
+    stop_reason = [""] * size
+    for position, reason in zip(last.tolist(), reasons, strict=True):
+        stop_reason[position] = reason.value
+    return TensorDict(
+        {
+            "tokens": _ragged(
+                prompt=_split([turn.prompt_ids for turn in turns], torch.int64),
+                response=_split([answer.token_ids for answer in completions], torch.int64),
+            ),
+            "log_probs": _ragged(
+                response=_split([answer.log_probs for answer in completions], torch.float32)
+            ),
+            "versions": _ragged(
+                response=_split([answer.versions for answer in completions], torch.int64)
+            ),
+            "next": TensorDict(
+                {
+                    "reward": torch.tensor([[turn.reward] for turn in turns], dtype=torch.float32),
+                    "done": flags(True for _ in reasons),
+                    "terminated": flags(not reason.truncated for reason in reasons),
+                    "truncated": flags(reason.truncated for reason in reasons),
+                },
+                [size],
+            ),
+            "collector": TensorDict(
+                {"traj_ids": per_turn(episode.traj_id for episode in episodes)}, [size]
+            ),
+            "group": per_turn(episode.group for episode in episodes),
+            "text": _objects(turn.messages for turn in turns),
+            "stop_reason": _objects(stop_reason),
+            "data": _objects(episode.data for episode in episodes for _ in episode.turns),
+        },
+        [size],
+    )
+
+
+def _split(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """One tensor a row, all views of one buffer."""
+    flat = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+    return flat.split([len(row) for row in rows])
+
+
+def _ragged(**columns: Sequence[torch.Tensor]) -> LazyStackedTensorDict:
+    """A node whose leaves differ in length from step to step."""
+    names = list(columns)
+    return LazyStackedTensorDict(
+        *(
+            TensorDict(dict(zip(names, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
+        ),
+        stack_dim=0,
+    )
+
+
+def _objects(values: Iterable[Any]) -> NonTensorStack:
+    """A column of Python objects."""
+    return NonTensorStack(*(NonTensorData(value) for value in values))
