@@ -1,0 +1,61 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_mt.data.ring import Ring
+
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=120)
+
+
+def overlaps(blocks):
+    taken = sorted((start, start + size) for start, size in blocks if size)
+    return any(after[0] < before[1] for before, after in pairwise(taken))
+
+
+@given(sizes=sizes, budget=st.integers(9, 40))
+def test_budget_plus_longest_block_always_has_a_place(sizes, budget):
+    longest = max(sizes)
+    ring, blocks = Ring(budget + longest), []
+    for size in sizes:
+        while sum(n for _, n in blocks) + size > budget:
+            blocks.pop(0)
+            ring.pop(next_start=blocks[0][0] if blocks else None)
+        start = ring.push(size)
+        assert start is not None
+        assert 0 <= start <= start + size <= ring.capacity
+        blocks.append((start, size))
+        assert not overlaps(blocks)
+        assert ring.blocks == len(blocks)
+
+
+@given(sizes=sizes, capacity=st.integers(0, 30), keep=st.integers(1, 6))
+def test_resizing_keeps_every_block(sizes, capacity, keep):
+    ring, blocks, rows = Ring(capacity), [], torch.full((capacity,), -1)
+    for k, size in enumerate(sizes):
+        if len(blocks) == keep:
+            blocks.pop(0)
+            ring.pop(next_start=blocks[0][0] if blocks else None)
+        start = ring.push(size)
+        if start is None:
+            live = ring.layout()
+            moves = ring.resize(max(live.upper + live.lower + size, ring.capacity + 1))
+            old, rows = rows, torch.full((ring.capacity,), -1)
+            moves.rows(old, rows)
+            places = moves.positions(torch.tensor([s for s, _, _ in blocks], dtype=torch.int64))
+            blocks = [(s, n, v) for s, (_, n, v) in zip(places.tolist(), blocks, strict=True)]
+            start = ring.push(size)
+            assert start is not None
+        rows[start : start + size] = k
+        blocks.append((start, size, k))
+        for start, size, value in blocks:
+            assert (rows[start : start + size] == value).all()
+
+
+def test_a_ring_that_cannot_hold_its_blocks_is_refused():
+    ring = Ring(4)
+    ring.push(3)
+    with pytest.raises(ValueError, match="at least the 3 live rows"):
+        ring.resize(2)

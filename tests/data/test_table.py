@@ -1,0 +1,48 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_mt.data.table import EpisodeTable
+
+events = st.lists(st.one_of(st.integers(1, 7), st.just("evict")), min_size=1, max_size=200)
+
+
+@given(events=events, span=st.integers(1, 8), late=st.integers(1, 8))
+def test_table_equals_a_plain_list(events, span, late):
+    table, model, stored = EpisodeTable(), [], 0
+    for event in events:
+        if event == "evict":
+            if not model:
+                continue
+            table.evict(1)
+            model.pop(0)
+        else:
+            table.append(event, start=stored)
+            model.append((event, stored))
+            stored += 1
+        lengths = [n for n, _ in model]
+        assert table.lengths.tolist() == lengths
+        assert table.starts.tolist() == [s for _, s in model]
+        assert table.num_steps == sum(lengths)
+        assert table.next == stored
+        assert table.oldest == stored - len(model)
+        assert table.total("clips", span) == sum(max(0, n - span + 1) for n in lengths)
+    for asked in (span, late):
+        clips = [(e, k) for e, (n, _) in enumerate(model) for k in range(n - asked + 1)]
+        found = table.locate(torch.arange(len(clips)), "clips", asked) if clips else ([], [])
+        assert list(zip(*(x.tolist() for x in found), strict=True)) == clips if clips else True
+        holding = [e for e, (n, _) in enumerate(model) if n >= asked]
+        assert table.total("episodes", asked) == len(holding)
+        if holding:
+            found, rest = table.locate(torch.arange(len(holding)), "episodes", asked)
+            assert found.tolist() == holding
+            assert not rest.any()
+    steps = [(e, k) for e, (n, _) in enumerate(model) for k in range(n)]
+    if steps:
+        found = table.find(torch.arange(len(steps)))
+        assert list(zip(*(x.tolist() for x in found), strict=True)) == steps
+        ends = torch.tensor([n for n, _ in model]).cumsum(0).tolist()
+        for need in range(1, len(steps) + 1):
+            assert table.episodes_holding(need) == 1 + next(
+                i for i, e in enumerate(ends) if e >= need
+            )

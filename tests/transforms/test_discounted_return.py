@@ -1,0 +1,160 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import PendulumEnv, TransformedEnv
+
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.transforms import DiscountedReturn
+from torchrl_mt.transforms.returns import discounted_returns
+
+
+def slow_returns(reward, end, gamma):
+    total, following = reward.double().clone(), torch.zeros_like(reward[0], dtype=torch.float64)
+    for t in reversed(range(len(reward))):
+        following = reward[t].double() + (0.0 if end[t] else gamma * following)
+        total[t] = following
+    return total
+
+
+def episodes(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    done[torch.tensor(lengths).cumsum(0) - 1] = True
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    reward = torch.randn(n, 1, generator=generator)
+    return TensorDict(
+        {"collector": {"traj_ids": ids}, "next": {"reward": reward, "done": done}}, [n]
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12),
+    gamma=st.sampled_from([0.0, 1e-6, 0.3, 0.99, 1.0]),
+    width=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_returns_equal_a_slow_loop(lengths, gamma, width, seed):
+    n = sum(lengths)
+    reward = torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+    end = torch.zeros(n, dtype=torch.bool)
+    end[torch.tensor(lengths).cumsum(0) - 1] = True
+    got = discounted_returns(reward, end, gamma)
+    torch.testing.assert_close(got.double(), slow_returns(reward, end, gamma), rtol=1e-5, atol=1e-5)
+
+
+def test_long_episodes_with_small_gamma_stay_exact():
+    reward = torch.ones(5000, 1)
+    end = torch.zeros(5000, dtype=torch.bool)
+    for gamma in (1e-12, 0.5, 0.999):
+        got = discounted_returns(reward, end, gamma)
+        expected = slow_returns(reward, end, gamma)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("gamma", [0.0, 0.9])
+def test_a_bad_reward_stays_in_its_episode(bad, gamma):
+    reward = torch.tensor([1.0, 1.0, bad, 1.0, 1.0])
+    end = torch.tensor([False, True, False, True, True])
+    got = discounted_returns(reward, end, gamma)
+    assert torch.isfinite(got[[0, 1, 3, 4]]).all()
+    assert not torch.isfinite(got[2])
+
+
+def test_dtypes():
+    reward, end = torch.ones(3), torch.tensor([False, False, True])
+    assert discounted_returns(reward.bfloat16(), end, 0.5).dtype == torch.bfloat16
+    assert discounted_returns(reward.long(), end, 0.5).tolist() == [1.75, 1.5, 1.0]
+
+
+def test_forward_writes_the_returns_of_every_episode():
+    data = episodes(3, 1, 5)
+    out = DiscountedReturn(0.9)(data.clone())
+    expected = slow_returns(data["next", "reward"], data["next", "done"], 0.9)
+    torch.testing.assert_close(out["next", "return"].double(), expected, rtol=1e-5, atol=1e-6)
+    assert (out["next", "reward"] == data["next", "reward"]).all()
+
+
+def test_rows_of_a_batch_do_not_mix():
+    data = torch.stack([episodes(2, 3, seed=1), episodes(4, 1, seed=2)])
+    data["collector", "traj_ids"][1] += 2
+    out = DiscountedReturn(0.9)(data.clone())
+    for row, expected in zip(out, data, strict=True):
+        slow = slow_returns(expected["next", "reward"], expected["next", "done"], 0.9)
+        torch.testing.assert_close(row["next", "return"].double(), slow, rtol=1e-5, atol=1e-6)
+
+
+def test_outcome_only_keeps_the_last_step_with_its_own_reward():
+    data = episodes(3, 1, 5)
+    out = DiscountedReturn(0.9, outcome_only=True, out_key="outcome")(data.clone())
+    assert out.batch_size == (3,)
+    assert (out["outcome"] == data["next", "reward"][[2, 3, 8]]).all()
+    assert (out["next", "done"]).all()
+
+
+def test_as_the_writers_transform_on_data_in_pieces():
+    data = episodes(3, 4)
+    writer = EpisodeWriter(transform=DiscountedReturn(0.9))
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=writer)
+    for piece in data.split(2):
+        rb.extend(piece)
+    expected = slow_returns(data["next", "reward"], data["next", "done"], 0.9)
+    torch.testing.assert_close(rb[:]["next", "return"].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_in_a_buffer_of_whole_episodes(cls):
+    rb = cls(
+        storage=EpisodeStorage(100),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(replacement=False),
+        transform=DiscountedReturn(0.9),
+        batch_size=2,
+    )
+    data = episodes(3, 4)
+    for piece in data.clone().split(2):
+        rb.extend(piece)
+    sample = rb.sample()
+    slow = slow_returns(sample["next", "reward"], sample["next", "done"], 0.9)
+    torch.testing.assert_close(sample["next", "return"].double(), slow, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_partial_data_is_refused_and_told_where_to_go(ids):
+    piece = episodes(3, 4)[:5]
+    if not ids:
+        del piece["collector"]
+    rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    rb.append_transform(DiscountedReturn(0.9), invert=True)
+    with pytest.raises(NotImplementedError, match="EpisodeWriter"):
+        rb.extend(piece)
+    assert len(rb) == 0
+    with pytest.raises(ValueError, match=r"breaks off.*EpisodeWriter"):
+        DiscountedReturn(0.9)(piece)
+    with pytest.raises(NotImplementedError, match="EpisodeWriter"):
+        DiscountedReturn(0.9).inv(piece)
+
+
+def test_an_episode_cut_inside_the_batch_is_refused():
+    data = episodes(3, 4)
+    data["next", "done"][2] = False
+    with pytest.raises(ValueError, match="breaks off"):
+        DiscountedReturn(0.9)(data)
+
+
+def test_not_inside_an_environment():
+    with pytest.raises(ValueError, match="inside an environment"):
+        TransformedEnv(PendulumEnv(), DiscountedReturn(0.9))
+
+
+def test_errors_name_what_is_missing():
+    with pytest.raises(ValueError, match="gamma must lie in"):
+        DiscountedReturn(1.5)
+    with pytest.raises(KeyError, match="reward"):
+        DiscountedReturn(0.9)(episodes(3).exclude(("next", "reward")))
+    with pytest.raises(KeyError, match="done"):
+        DiscountedReturn(0.9)(episodes(3).exclude(("next", "done")))

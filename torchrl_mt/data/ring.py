@@ -1,0 +1,136 @@
+"""A ring of rows in which every block lies in one piece and the oldest blocks leave first.
+
+Theorem: while the live blocks together hold at most ``M`` rows and none is longer than ``L``,
+a ring of ``M + L`` rows always has a place for the next block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moves", "Ring"]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where the live rows of a ring went when it was laid out anew.
+
+    The live rows are one piece ``[start, start + upper)``, or that piece followed by the rows
+    ``[0, lower)`` if the ring had wrapped. They now fill ``[0, upper + lower)`` in order of age.
+    """
+
+    start: int
+    upper: int
+    lower: int
+
+    def rows(self, old: Tensor, new: Tensor) -> None:
+        """Copy the live rows of ``old`` to their new places in ``new``."""
+        new[: self.upper].copy_(old[self.start : self.start + self.upper])
+        new[self.upper : self.upper + self.lower].copy_(old[: self.lower])
+
+    def positions(self, old: Tensor) -> Tensor:
+        """The new places of the live rows ``old``."""
+        return torch.where(old >= self.start, old - self.start, old + self.upper)
+
+
+@dataclass
+class Ring:
+    """Places blocks of rows first in, first out, each in one piece.
+
+    A block that does not fit before the end of the ring starts at row 0, once the rows there are
+    free. Why ``M + L`` rows suffice (``M`` bounds the live rows with the new block, ``L`` every
+    block, ``b <= L`` is the new block, so at most ``M - b`` rows are live):
+
+    - Not wrapped: the free rows lie after the newest block and before the oldest. If neither gap
+      held ``b`` rows, fewer than ``2 b`` rows would be free, yet at least
+      ``M + L - (M - b) = L + b >= 2 b`` are.
+    - Wrapped: the gap at the end was too short for the block that went to row 0, so it holds
+      fewer than ``L`` rows, and the gap before the oldest block more than
+      ``M + L - (M - b) - L = b``.
+
+    Args:
+        capacity: number of rows.
+
+    Examples:
+        >>> ring = Ring(5)
+        >>> ring.push(2), ring.push(2), ring.push(2)
+        (0, 2, None)
+        >>> ring.pop(next_start=2)
+        >>> ring.push(2)
+        0
+    """
+
+    capacity: int
+    head: int = 0
+    """First row of the oldest block."""
+    tail: int = 0
+    """One past the newest block."""
+    upper_end: int = 0
+    """One past the newest block that lies at or after ``head``."""
+    wrapped: bool = False
+    """Whether the newest block lies before the oldest."""
+    blocks: int = 0
+    """Number of live blocks."""
+
+    def push(self, size: int) -> int | None:
+        """Place a block of ``size`` rows; its first row, or None if no gap is long enough."""
+        limit = self.head if self.wrapped else self.capacity
+        if self.tail + size <= limit:
+            start = self.tail
+        elif not self.wrapped and size <= self.head:
+            start, self.wrapped = 0, True
+        else:
+            return None
+        self.tail = start + size
+        if not self.wrapped:
+            self.upper_end = self.tail
+        self.blocks += 1
+        return start
+
+    def pop(self, *, next_start: int | None, blocks: int = 1) -> None:
+        """Free the oldest ``blocks``.
+
+        Args:
+            next_start: first row of the block that is now the oldest; None if none is left.
+            blocks: how many leave.
+        """
+        self.blocks -= blocks
+        if next_start is None:
+            self.clear()
+            return
+        if next_start < self.head:
+            self.wrapped = False
+            self.upper_end = self.tail
+        self.head = next_start
+
+    def clear(self) -> None:
+        """Free every block."""
+        self.head = self.tail = self.upper_end = self.blocks = 0
+        self.wrapped = False
+
+    def layout(self) -> Moves:
+        """Where the live rows are, as the moves that would lay them out from row 0."""
+        return Moves(self.head, self.upper_end - self.head, self.tail if self.wrapped else 0)
+
+    def resize(self, capacity: int) -> Moves:
+        """Change the number of rows; the live rows are laid out from row 0.
+
+        Args:
+            capacity: the new number of rows, at least the rows between the live blocks' ends.
+
+        Returns:
+            the moves to apply to whatever the rows hold.
+
+        Raises:
+            ValueError: if the live rows do not fit.
+        """
+        moves = self.layout()
+        live = moves.upper + moves.lower
+        if capacity < live:
+            raise ValueError(f"capacity must be at least the {live} live rows, got {capacity}")
+        self.capacity, self.head, self.wrapped = capacity, 0, False
+        self.tail = self.upper_end = live
+        return moves

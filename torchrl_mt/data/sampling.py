@@ -1,0 +1,50 @@
+"""What the samplers share: their storage, and draws from the buffer's generator.
+
+Draws are made where the generator lives and arrive on the CPU, where the episode table is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.storage import EpisodeStorage
+
+__all__ = ["draw_integers", "draw_order", "draw_uniform", "episode_storage"]
+
+
+def episode_storage(storage: Any, sampler: Any) -> EpisodeStorage:
+    """The storage, if it holds episodes.
+
+    Raises:
+        TypeError: if it is another kind of storage.
+    """
+    if not isinstance(storage, EpisodeStorage):
+        raise TypeError(
+            f"{type(sampler).__name__} samples from an EpisodeStorage, got "
+            f"{type(storage).__name__}: use ReplayBuffer(storage=EpisodeStorage(max_steps), "
+            f"writer=EpisodeWriter(), ...)"
+        )
+    return storage
+
+
+def draw_integers(high: int, num: int, generator: torch.Generator | None) -> Tensor:
+    """``num`` integers, uniform in ``[0, high)``: int64 ``[num]``."""
+    return torch.randint(high, (num,), generator=generator, device=_place(generator)).cpu()
+
+
+def draw_uniform(num: int, generator: torch.Generator | None) -> Tensor:
+    """``num`` numbers, uniform in ``[0, 1)``: float64 ``[num]``."""
+    return torch.rand(num, generator=generator, device=_place(generator), dtype=torch.float64).cpu()
+
+
+def draw_order(num: int, generator: torch.Generator | None) -> Tensor:
+    """A random order of ``num`` things: int64 ``[num]``."""
+    return torch.randperm(num, generator=generator, device=_place(generator)).cpu()
+
+
+def _place(generator: torch.Generator | None) -> torch.device | str:
+    """Where the generator draws."""
+    return "cpu" if generator is None else generator.device

@@ -1,0 +1,183 @@
+"""The schema of stored steps: what every entry of every episode looks like.
+
+The first episode fixes it. An episode that does not fit is refused by name before anything is
+written; what may change (a variable length shows up, a next entry stops agreeing) is returned as a
+new schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps
+
+__all__ = ["Entry", "Schema", "same_bits"]
+
+Kind = Literal["dense", "ragged", "object"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one entry looks like in every step."""
+
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    """Per-step shape; of a ragged entry, as many -1 as it has dimensions."""
+    dtype: torch.dtype | None = None
+    lazy: bool = False
+    """Came in lazy stacks only: its shape may yet turn out to vary."""
+    shared: bool = False
+    """A ``("next", k)`` that is read from the rows of ``k``."""
+
+    def __str__(self) -> str:
+        if self.kind == "object":
+            return "a Python object per step"
+        if self.kind == "ragged":
+            return f"a {len(self.shape)}-dimensional {self.dtype} tensor per step, of any shape"
+        return f"{self.shape} {self.dtype} per step"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The entries of every stored step."""
+
+    entries: Mapping[Path, Entry]
+    root_class: type | None = None
+
+    @staticmethod
+    def of(steps: Steps, *, share_next: bool) -> Schema:
+        """The schema that a first episode fixes.
+
+        Args:
+            steps: the whole episode.
+            share_next: whether a ``("next", k)`` that agrees with ``k`` is to be shared.
+
+        Raises:
+            ValueError: if the tensors of one entry differ in dtype or in number of dimensions.
+        """
+        entries = {path: _entry(path, column) for path, column in steps.columns.items()}
+        if share_next:
+            for path, entry in entries.items():
+                if _source(path) in entries and _agrees(steps, path):
+                    entries[path] = replace(entry, shared=True)
+        return Schema(entries, steps.root_class)
+
+    def admit(self, steps: Steps) -> Schema:
+        """The schema after one more episode: this one, unless an entry has to change its kind.
+
+        Raises:
+            ValueError: if the episode does not fit; names the key, what was expected and what came.
+        """
+        missing = self.entries.keys() - steps.columns.keys()
+        if missing:
+            raise ValueError(
+                f"an episode must have the keys of the first one: {_name(min(missing))} is missing"
+            )
+        extra = steps.columns.keys() - self.entries.keys()
+        if extra:
+            raise ValueError(
+                f"an episode must have the keys of the first one: {_name(min(extra))} is not "
+                f"among them"
+            )
+        if steps.root_class is not self.root_class:
+            raise ValueError(
+                f"an episode must come in the class of the first one: expected "
+                f"{_class_name(self.root_class)}, got {_class_name(steps.root_class)}"
+            )
+        changed: dict[Path, Entry] = {}
+        for path, expected in self.entries.items():
+            entry = _merge(path, expected, _entry(path, steps.columns[path]))
+            if entry is not expected:
+                changed[path] = entry
+        for path, expected in self.entries.items():
+            if not expected.shared:
+                continue
+            either = (changed.get(path, expected), changed.get(path[1:]))
+            if any(e is not None and e.kind != "dense" for e in either) or not _agrees(steps, path):
+                changed[path] = replace(changed.get(path, expected), shared=False)
+        return replace(self, entries={**self.entries, **changed}) if changed else self
+
+    def keys(self, kind: Kind) -> list[Path]:
+        """The entries of one kind."""
+        return [path for path, entry in self.entries.items() if entry.kind == kind]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits (NaN equals itself).
+
+    Examples:
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def _source(path: Path) -> Path:
+    """The entry that ``path`` is the next of; () if none."""
+    return path[1:] if path[0] == "next" else ()
+
+
+def _agrees(steps: Steps, path: Path) -> bool:
+    """Whether ``path`` at each step is its source at the following step, bit for bit."""
+    here, following = steps.columns[_source(path)], steps.columns[path]
+    if isinstance(here, Rows) and isinstance(following, Rows):
+        pairs = zip(here.items[1:], following.items[:-1], strict=True)
+        uniform = {(x.shape, x.dtype) for column in (here, following) for x in column.items}
+        return len(uniform) == 1 and all(same_bits(a, b) for a, b in pairs)
+    if not (isinstance(here, Tensor) and isinstance(following, Tensor)):
+        return False
+    if here.shape != following.shape or here.dtype != following.dtype:
+        return False
+    return same_bits(here[1:], following[:-1])
+
+
+def _entry(path: Path, column: Column) -> Entry:
+    """What one column of one episode looks like."""
+    if isinstance(column, Objects):
+        return Entry("object")
+    if isinstance(column, Tensor):
+        return Entry("dense", tuple(column.shape[1:]), column.dtype)
+    first = column.items[0]
+    shapes = {item.shape for item in column.items}
+    if len(shapes) == 1 and all(item.dtype == first.dtype for item in column.items):
+        return Entry("dense", tuple(first.shape), first.dtype, lazy=True)
+    for item in column.items:
+        if item.dtype != first.dtype or item.ndim != first.ndim:
+            raise ValueError(
+                f"{_name(path)} must keep its dtype and number of dimensions: expected "
+                f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}"
+            )
+    return Entry("ragged", (-1,) * first.ndim, first.dtype, lazy=True)
+
+
+def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
+    """What the entry is once this episode is stored."""
+    same_form = len(expected.shape) == len(got.shape) and expected.dtype == got.dtype
+    if expected.kind == "ragged" and got.kind != "object" and same_form:
+        return expected
+    if expected.kind == "dense" and got.kind != "object" and same_form:
+        if expected.shape == got.shape:
+            return expected if got.lazy or not expected.lazy else replace(expected, lazy=False)
+        if expected.lazy and got.lazy:
+            return Entry("ragged", (-1,) * len(expected.shape), expected.dtype, lazy=True)
+    if expected.kind == got.kind == "object":
+        return expected
+    raise ValueError(
+        f"{_name(path)} must be as in the first episode: expected {expected}, got {got}"
+    )
+
+
+def _name(path: Path) -> str:
+    """An entry as one writes it in code."""
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def _class_name(cls: type | None) -> str:
+    return "TensorDict" if cls is None else cls.__name__

@@ -1,0 +1,325 @@
+"""Steps as flat columns: the form in which data travels between TensorDicts and storage.
+
+``pack(unpack(data))`` equals ``data``, for TensorDicts, lazy stacks and tensorclasses alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    is_tensorclass,
+    lazy_stack,
+)
+from tensordict.utils import is_non_tensor
+from torch import Tensor
+
+__all__ = [
+    "Column",
+    "Objects",
+    "Path",
+    "Rows",
+    "Steps",
+    "has_lazy_stack",
+    "pack",
+    "step_tensors",
+    "unpack",
+]
+
+Path = tuple[str, ...]
+"""An entry of a nested TensorDict."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One tensor per step; their shapes may differ."""
+
+    items: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Objects:
+    """One Python object per step."""
+
+    items: list[Any]
+
+
+Column = Tensor | Rows | Objects
+"""One entry of ``T`` steps: a ``[T, *shape]`` tensor, or one item per step."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """``length`` steps, one column per entry."""
+
+    length: int
+    columns: dict[Path, Column]
+    root_class: type | None = None
+    """The tensorclass that the steps came in, if any."""
+
+    def __getitem__(self, part: slice) -> Steps:
+        """Steps ``part.start`` to ``part.stop``, as views."""
+        start, stop, _ = part.indices(self.length)
+        columns = {path: _part(column, start, stop) for path, column in self.columns.items()}
+        return replace(self, length=stop - start, columns=columns)
+
+    def take(self, order: Tensor) -> Steps:
+        """The steps at the positions ``order``, int64 ``[N]``."""
+        places = order.tolist()
+
+        def taken(column: Column) -> Column:
+            if isinstance(column, Tensor):
+                return column.index_select(0, order.to(column.device))
+            return type(column)([column.items[i] for i in places])
+
+        columns = {path: taken(column) for path, column in self.columns.items()}
+        return replace(self, length=len(places), columns=columns)
+
+    def clone(self, device: torch.device | None = None) -> Steps:
+        """A copy that shares no memory with this one; Python objects are not copied."""
+
+        def cloned(tensor: Tensor) -> Tensor:
+            return tensor.to(device, copy=True) if device is not None else tensor.clone()
+
+        def copied(column: Column) -> Column:
+            if isinstance(column, Tensor):
+                return cloned(column)
+            if isinstance(column, Rows):
+                return Rows([cloned(item) for item in column.items])
+            return Objects(list(column.items))
+
+        columns = {path: copied(column) for path, column in self.columns.items()}
+        return replace(self, columns=columns)
+
+    @staticmethod
+    def concat(parts: Sequence[Steps]) -> Steps:
+        """One after the other, in the given order.
+
+        Raises:
+            ValueError: if the parts differ in their entries, or an entry in dtype or shape.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        for part in parts[1:]:
+            if part.columns.keys() != first.columns.keys():
+                odd = sorted(part.columns.keys() ^ first.columns.keys())
+                raise ValueError(
+                    f"every step of an episode must have the same keys; {odd} are in some only"
+                )
+        columns = {
+            path: _concat(path, [part.columns[path] for part in parts]) for path in first.columns
+        }
+        return replace(first, length=sum(part.length for part in parts), columns=columns)
+
+
+def unpack(data: Any) -> Steps:
+    """Take steps apart into columns.
+
+    Tensors are not copied. A tensorclass below the root stays whole: it counts as an object.
+
+    Args:
+        data: TensorDict, lazy stack of TensorDicts or tensorclass of batch size ``[T]``.
+
+    Returns:
+        the columns, detached.
+
+    Raises:
+        TypeError: if ``data`` is no tensor collection.
+        ValueError: if some steps have keys that others lack.
+
+    Examples:
+        >>> steps = unpack(TensorDict({"a": torch.zeros(2, 3), "next": {"b": torch.ones(2)}}, [2]))
+        >>> sorted(steps.columns)
+        [('a',), ('next', 'b')]
+    """
+    if not is_tensor_collection(data) or is_non_tensor(data):
+        raise TypeError(f"data must be a TensorDict or a tensorclass, got {type(data).__name__}")
+    columns: dict[Path, Column] = {}
+    root_class = None
+    if is_tensorclass(data):
+        root_class = type(data)
+        data = data._tensordict
+    if isinstance(data, LazyStackedTensorDict):
+        _unpack_rows((), list(data.unbind(0)), columns)
+    else:
+        _unpack_batch((), data, columns)
+    return Steps(length=data.batch_size[0], columns=columns, root_class=root_class)
+
+
+def pack(steps: Steps, device: torch.device | None = None) -> Any:
+    """Put columns together again: the inverse of :func:`unpack`.
+
+    A node that holds a column of :class:`Rows` becomes a ``LazyStackedTensorDict`` of its steps,
+    so ``td.get(key, as_list=True)`` gives the list of their tensors; every other node is a
+    TensorDict.
+
+    Args:
+        steps: what to put together.
+        device: the device that the TensorDicts declare.
+
+    Returns:
+        a TensorDict of batch size ``[T]``, or the tensorclass that the steps came in.
+    """
+    tree: dict[str, Any] = {}
+    for path, column in steps.columns.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = column
+    data = _pack_node(tree, steps.length, device)
+    if steps.root_class is not None:
+        return steps.root_class.from_tensordict(data)  # type: ignore[attr-defined]
+    return data
+
+
+def step_tensors(column: Any) -> Sequence[Tensor]:
+    """One tensor per step of a column that holds tensors."""
+    return column.items if isinstance(column, Rows) else column.unbind(0)
+
+
+def has_lazy_stack(data: Any) -> bool:
+    """Whether some node of ``data`` is a lazy stack."""
+    if is_tensorclass(data) and not is_non_tensor(data):
+        data = data._tensordict
+    if isinstance(data, LazyStackedTensorDict):
+        return True
+    if is_non_tensor(data):
+        return False
+    return any(has_lazy_stack(value) for value in data.values() if is_tensor_collection(value))
+
+
+def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column]) -> None:
+    """Take apart a node whose entries carry the batch dimension."""
+    for name, value in data.items():
+        where = (*path, name)
+        if isinstance(value, Tensor):
+            value = value.detach()
+            columns[where] = Rows(list(value.unbind(0))) if value.is_nested else value
+        elif isinstance(value, NonTensorStack):
+            columns[where] = Objects(value.tolist())
+        elif is_non_tensor(value):
+            columns[where] = Objects([value.data] * data.batch_size[0])
+        elif is_tensorclass(value):
+            columns[where] = Objects(list(value.unbind(0)))
+        elif isinstance(value, LazyStackedTensorDict):
+            _unpack_rows(where, list(value.unbind(0)), columns)
+        else:
+            _unpack_batch(where, value, columns)
+
+
+def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> None:
+    """Take apart a node that is given as one TensorDict per step."""
+    if not nodes:
+        return
+    if is_tensorclass(nodes[0]):
+        columns[path] = Objects(nodes)
+        return
+    keys = set(nodes[0].keys())
+    for node in nodes[1:]:
+        if node.keys() != keys and set(node.keys()) != keys:
+            odd = sorted(".".join((*path, str(name))) for name in set(node.keys()) ^ keys)
+            raise ValueError(
+                f"every step must have the same keys; {odd} are in some steps only: "
+                f"give the others a value too (None for Python objects)"
+            )
+    for name in list(nodes[0].keys()):
+        where = (*path, name)
+        values = [node.get(name) for node in nodes]
+        if all(isinstance(value, Tensor) for value in values):
+            columns[where] = Rows([value.detach() for value in values])
+        elif all(is_non_tensor(value) for value in values):
+            columns[where] = Objects(
+                [v.tolist() if isinstance(v, NonTensorStack) else v.data for v in values]
+            )
+        elif all(is_tensorclass(value) for value in values):
+            columns[where] = Objects(values)
+        elif all(isinstance(value, TensorDictBase) for value in values):
+            _unpack_rows(where, values, columns)
+        else:
+            kinds = sorted({type(value).__name__ for value in values})
+            raise ValueError(f"{where} must be of one kind in every step, got {kinds}")
+
+
+def _pack_node(tree: dict[str, Any], length: int, device: torch.device | None) -> TensorDictBase:
+    """A TensorDict, or the lazy stack of its steps if one of its own columns has :class:`Rows`."""
+    if any(isinstance(value, Rows) for value in tree.values()):
+        names = tuple(tree)
+        items = [_items(value, length, device) for value in tree.values()]
+        scalar = torch.Size([])
+        new = TensorDict._new_unsafe
+        nodes = [
+            new(dict(zip(names, step, strict=True)), batch_size=scalar, device=device, nested=False)
+            for step in zip(*items, strict=True)
+        ]
+        return LazyStackedTensorDict._new_lazy_unsafe(*nodes, batch_size=scalar, device=device)
+    values = {name: _whole(value, length, device) for name, value in tree.items()}
+    return TensorDict._new_unsafe(
+        values, batch_size=torch.Size([length]), device=device, nested=False
+    )
+
+
+def _whole(value: Any, length: int, device: torch.device | None) -> Any:
+    """A node's entry as one value with the batch dimension."""
+    if isinstance(value, dict):
+        return _pack_node(value, length, device)
+    if isinstance(value, Objects):
+        items = value.items
+        if not items:
+            return NonTensorData(None, batch_size=[0], device=device)
+        if all(is_tensorclass(item) for item in items) and not is_non_tensor(items[0]):
+            return lazy_stack(items)
+        return NonTensorStack(*[NonTensorData(item, device=device) for item in items])
+    return value
+
+
+def _items(value: Any, length: int, device: torch.device | None) -> Sequence[Any]:
+    """A node's entry as one value per step."""
+    if isinstance(value, dict):
+        return _pack_node(value, length, device).unbind(0)
+    if isinstance(value, Objects):
+        return [
+            item if is_tensorclass(item) else NonTensorData(item, device=device)
+            for item in value.items
+        ]
+    return value.items if isinstance(value, Rows) else value.unbind(0)
+
+
+def _part(column: Column, start: int, stop: int) -> Column:
+    """Steps ``start`` to ``stop`` of one column."""
+    if isinstance(column, Tensor):
+        return column[start:stop]
+    return type(column)(column.items[start:stop])
+
+
+def _concat(path: Path, parts: list[Column]) -> Column:
+    """One column after the other."""
+    if all(isinstance(part, Objects) for part in parts):
+        return Objects([item for part in parts for item in part.items])  # type: ignore[union-attr]
+    if any(isinstance(part, Objects) for part in parts):
+        raise ValueError(f"{path} must be of one kind in every step, got tensors and objects")
+    if all(isinstance(part, Tensor) for part in parts):
+        first = parts[0]
+        for part in parts[1:]:
+            if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:  # type: ignore[union-attr]
+                raise ValueError(
+                    f"{path} must keep its shape and dtype within an episode: expected "
+                    f"{_signature(first)}, got {_signature(part)}; variable lengths go in a "
+                    f"lazy stack of steps"
+                )
+        return torch.cat(parts)  # type: ignore[arg-type]
+    return Rows([item for part in parts for item in step_tensors(part)])
+
+
+def _signature(column: Any) -> str:
+    """Per-step shape and dtype of a dense column."""
+    return f"{tuple(column.shape[1:])} {column.dtype}"

@@ -1,0 +1,598 @@
+"""A storage of whole episodes within a budget of steps.
+
+An episode is stored whole or not at all, and leaves whole, the oldest first; a refused write
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torchrl.data import LazyStackStorage
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_mt.data.checkpoint import FileCheckpointer
+from torchrl_mt.data.columns import (
+    DenseColumn,
+    NextColumn,
+    ObjectColumn,
+    RaggedColumn,
+    RowPlan,
+    StoredColumn,
+)
+from torchrl_mt.data.ring import Ring
+from torchrl_mt.data.schema import Entry, Schema
+from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
+from torchrl_mt.data.table import EpisodeTable
+
+__all__ = ["EpisodeStorage", "Selection"]
+
+_USUAL_LENGTH = 32
+"""Episodes are taken to be at least this long on average until they prove shorter."""
+
+
+@dataclass
+class Selection:
+    """Stored steps that a sampler chose and the buffer is about to read.
+
+    It stays readable when episodes are written, or leave, in between.
+    """
+
+    index: Tensor
+    """int64 ``[N]``: storage indices, on the storage's device."""
+    plan: RowPlan
+    """The same steps as ring rows."""
+    version: int
+    """The index tensor's own version: told apart from an index that was changed since."""
+    read: dict[Path, Column] = field(default_factory=dict)
+    """Columns read so far."""
+
+
+class EpisodeStorage(LazyStackStorage):
+    """A storage of whole episodes, at most ``max_steps`` steps of them.
+
+    ``len(storage)`` counts steps, and index ``i`` is the ``i``-th oldest stored step. When a new
+    episode does not fit, the oldest whole episodes leave until it does, and no more than needed.
+    The first episode fixes the keys, per-step shapes and dtypes.
+
+    A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
+    episode instead of ``2 T``. Tensors whose shape varies from step to step come in lazy stacks and
+    are read as such. What is read equals what was written.
+
+    Compose it with :class:`~torchrl_mt.data.EpisodeWriter`.
+
+    Args:
+        max_steps: the budget, in steps.
+        device: where tensors are kept.
+        share_next: whether ``("next", k)`` may share the rows of ``k``.
+
+    Raises:
+        ValueError: if ``max_steps`` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+        >>> rb = ReplayBuffer(
+        ...     storage=EpisodeStorage(100),
+        ...     writer=EpisodeWriter(),
+        ...     sampler=ClipSampler(slice_len=2),
+        ...     batch_size=4,
+        ... )
+        >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
+        >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
+        >>> rb.extend(two_episodes)
+        tensor([0, 1, 2, 3, 4])
+        >>> rb.storage.lengths
+        tensor([3, 2])
+        >>> rb.sample().batch_size
+        torch.Size([4])
+    """
+
+    _default_checkpointer = FileCheckpointer
+
+    def __init__(
+        self,
+        max_steps: int,
+        *,
+        device: torch.device | str | int = "cpu",
+        share_next: bool = True,
+    ) -> None:
+        if isinstance(max_steps, bool) or int(max_steps) != max_steps or max_steps < 1:
+            raise ValueError(f"max_steps must be a positive number of steps, got {max_steps!r}")
+        super().__init__(max_size=int(max_steps))
+        self.device = torch.empty(0, device=device).device
+        self.share_next = share_next
+        self.table = EpisodeTable()
+        self.lock = threading.RLock()
+        self._schema: Schema | None = None
+        self._columns: dict[Path, StoredColumn] = {}
+        self._ring = Ring(0)
+        self._slack = 0
+        self._pad = 0
+        self._seen_steps = 0
+        self._revision = 0
+        self._selections = WeakTensorKeyDictionary()
+
+    # ---- what is stored -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        with self.lock:
+            return self.table.num_steps
+
+    @property
+    def _is_full(self) -> bool:
+        """False: read in order of age, the stored steps never wrap around."""
+        return False
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of stored episodes."""
+        return self.table.num_episodes
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 ``[num_episodes]``: steps of each episode, oldest first."""
+        with self.lock:
+            return self.table.lengths.clone()
+
+    @property
+    def revision(self) -> int:
+        """Changes whenever the stored steps do."""
+        return self._revision
+
+    def num_clips(self, span: int) -> int:
+        """Number of stored clips of ``span`` consecutive steps of one episode.
+
+        Args:
+            span: steps per clip, positive.
+        """
+        if span < 1:
+            raise ValueError(f"span must be a positive number of steps, got {span}")
+        with self.lock:
+            return self.table.total("clips", span)
+
+    def keys_of_kind(self, kind: str) -> list[NestedKey]:
+        """The stored keys of one kind.
+
+        Args:
+            kind: ``"dense"``, ``"ragged"`` (variable shape), ``"object"`` (non-tensor) or
+                ``"shared"`` (next entries that share the rows of their root entry).
+        """
+        kinds = ("dense", "ragged", "object", "shared")
+        if kind not in kinds:
+            raise ValueError(f"kind must be one of {kinds}, got {kind!r}")
+        entries = self._schema.entries if self._schema is not None else {}
+        return [
+            unravel_key(path)
+            for path, entry in entries.items()
+            if (entry.shared if kind == "shared" else entry.kind == kind)
+        ]
+
+    @property
+    def shared_keys(self) -> list[NestedKey]:
+        """The next entries that share the rows of their root entry."""
+        return self.keys_of_kind("shared")
+
+    @property
+    def ragged_keys(self) -> list[NestedKey]:
+        """The entries whose shape varies from step to step."""
+        return self.keys_of_kind("ragged")
+
+    @property
+    def object_keys(self) -> list[NestedKey]:
+        """The entries that hold Python objects."""
+        return self.keys_of_kind("object")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns hold, Python objects not counted."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def episode(self, i: int) -> Any:
+        """The ``i``-th oldest episode, as a TED TensorDict of batch size ``[T]``."""
+        with self.lock:
+            episodes = self.num_episodes
+            if not -episodes <= i < episodes:
+                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored")
+            i %= episodes
+            length = int(self.table.lengths[i])
+            return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
+
+    def episodes(self) -> Iterator[Any]:
+        """The stored episodes, oldest first; those that leave meanwhile are skipped."""
+        ordinal = self.table.oldest
+        while True:
+            with self.lock:
+                ordinal = max(ordinal, self.table.oldest)
+                if ordinal >= self.table.next:
+                    return
+                episode = self.episode(ordinal - self.table.oldest)
+            yield episode
+            ordinal += 1
+
+    def get(self, index: Any) -> Any:
+        """The steps at ``index``: an int, a slice, a mask or integers, counted by age."""
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        with self.lock:
+            if isinstance(index, Tensor) and index in self._selections:
+                selection = self._selections.pop(index)
+                if selection.version == _version(index):
+                    return self._pack(selection.plan, selection.read)
+            steps, shape = self._resolve(index)
+            episodes, offsets = self.table.find(steps)
+            data = self._pack(RowPlan(self.table.starts[episodes] + offsets))
+        if shape is None:
+            return data[0]
+        return data if len(shape) == 1 else data.reshape(shape)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(len(self)):
+            yield self.get(i)
+
+    def contains(self, item: Any) -> Any:
+        """Whether ``item`` is the index of a stored step; elementwise for a tensor."""
+        if isinstance(item, Tensor):
+            return (item < len(self)) & (item >= -len(self))
+        return -len(self) <= int(item) < len(self)
+
+    # ---- choosing -------------------------------------------------------------------------------
+
+    def select(self, episodes: Tensor, offsets: Tensor, spans: int | Tensor) -> Selection:
+        """Select runs of consecutive steps; ``get(selection.index)`` then reads them at once.
+
+        Args:
+            episodes: int64 ``[n]`` on the CPU, positions of the episodes (0 is the oldest).
+            offsets: int64 ``[n]`` on the CPU, first step of each run within its episode.
+            spans: steps per run: one for all, or int64 ``[n]``.
+
+        Returns:
+            the selection, whose ``index`` is flat: one run after the other.
+        """
+        with self.lock:
+            steps = self.table.first_steps()[episodes] + offsets
+            rows = self.table.starts[episodes] + offsets
+            if isinstance(spans, int):
+                index = (steps[:, None] + torch.arange(spans)).flatten()
+                plan = RowPlan(rows, spans)
+            else:
+                index, plan = _runs(steps, spans), RowPlan(_runs(rows, spans))
+            index = index.to(self.device)
+            selection = Selection(index, plan, _version(index))
+            self._selections[index] = selection
+            return selection
+
+    def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
+        """One entry of selected steps; None if it is not stored.
+
+        What is read here is not read again when the selection is.
+        """
+        path = _path(key)
+        with self.lock:
+            if path in self._columns and path not in selection.read:
+                selection.read[path] = self._columns[path].read(selection.plan)
+            return selection.read.get(path)
+
+    def first_values(self, key: NestedKey) -> Column:
+        """The entry ``key`` at the first step of each episode, oldest first.
+
+        Raises:
+            KeyError: if there is no such entry.
+        """
+        with self.lock:
+            column = self._columns.get(_path(key))
+            if column is None:
+                known = [unravel_key(path) for path in self._columns]
+                raise KeyError(f"{key!r} is not stored; the entries are {known}")
+            return column.read(RowPlan(self.table.starts.clone()))
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Not supported: steps are stored by whole episodes, and never changed afterwards."""
+        raise TypeError(
+            "EpisodeStorage takes whole episodes and never changes stored steps: use it with "
+            "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write"
+        )
+
+    def append(self, episode: Any) -> Tensor:
+        """Store one whole episode.
+
+        Args:
+            episode: TED TensorDict of batch size ``[T]``.
+
+        Returns:
+            int64 ``[T]``: the storage indices of its steps.
+
+        Raises:
+            ValueError: if it is empty, longer than ``max_steps`` or does not fit the schema.
+        """
+        return self.append_all([unpack(episode)])
+
+    def append_all(self, episodes: Sequence[Steps]) -> Tensor:
+        """Store whole episodes in the given order: all of them, or none if one is refused.
+
+        Args:
+            episodes: each with at least one step.
+
+        Returns:
+            int64 ``[N]``: the storage indices of their steps that are stored now.
+
+        Raises:
+            ValueError: if one is empty, longer than ``max_steps`` or does not fit the schema.
+        """
+        with self.lock:
+            schema = self._admit(episodes)
+            self._settle()
+            if schema is not None and schema is not self._schema:
+                self._adopt(schema, episodes[0].length)
+            first = self.table.next
+            for episode in episodes:
+                self._write(episode)
+            if episodes:
+                self._changed()
+            kept = self.table.lengths[max(first - self.table.oldest, 0) :]
+            stored = len(self)
+            return torch.arange(stored - int(kept.sum()), stored)
+
+    def _admit(self, episodes: Sequence[Steps]) -> Schema | None:
+        """The schema once the episodes are stored; raises if one is refused."""
+        schema = self._schema
+        for episode in episodes:
+            if episode.length < 1:
+                raise ValueError("an episode must have at least one step, got an empty one")
+            if episode.length > self.max_size:
+                raise ValueError(
+                    f"an episode of {episode.length} steps does not fit in max_steps="
+                    f"{self.max_size}: give EpisodeStorage a larger budget"
+                )
+            if schema is None:
+                schema = Schema.of(episode, share_next=self.share_next)
+            else:
+                schema = schema.admit(episode)
+        return schema
+
+    def _adopt(self, schema: Schema, length: int) -> None:
+        """Make the columns fit ``schema``; ``length`` is that of the first episode to come."""
+        if self._schema is None:
+            self._pad = int(any(entry.shared for entry in schema.entries.values()))
+            self._slack = min(length, self.max_size) + self._pad
+            usual = max(length, _USUAL_LENGTH)
+            rows = self.max_size + self._pad * math.ceil(self.max_size / usual) + self._slack
+            self._ring = Ring(rows)
+        entries = schema.entries
+        for path, entry in entries.items():
+            column = self._columns.get(path)
+            if isinstance(column, NextColumn) and not entry.shared:
+                column = self._columns[path] = column.unshared()
+            if isinstance(column, DenseColumn) and entry.kind == "ragged":
+                self._columns[path] = self._as_ragged(column, entry)
+            elif column is None and not entry.shared:
+                self._columns[path] = self._new_column(entry)
+        for path in entries:
+            if path not in self._columns:
+                source = self._columns[path[1:]]
+                assert isinstance(source, DenseColumn)
+                self._columns[path] = NextColumn(source)
+        self._columns = {path: self._columns[path] for path in entries}
+        self._schema = schema
+
+    def _new_column(self, entry: Entry) -> StoredColumn:
+        """An empty column for ``entry``."""
+        if entry.kind == "object":
+            return ObjectColumn(self._ring.capacity)
+        kind = DenseColumn if entry.kind == "dense" else RaggedColumn
+        return kind(entry, self._ring.capacity, self.device)
+
+    def _as_ragged(self, dense: DenseColumn, entry: Entry) -> RaggedColumn:
+        """A dense column's episodes, stored as ragged ones."""
+        ragged = RaggedColumn(entry, self._ring.capacity, self.device)
+        for start, length in zip(
+            self.table.starts.tolist(), self.table.lengths.tolist(), strict=True
+        ):
+            ragged.write(start, dense.data[start : start + length])
+        return ragged
+
+    def _write(self, episode: Steps) -> None:
+        """Store one admitted episode, after the oldest have made room for it."""
+        self._evict(self.table.episodes_holding(len(self) + episode.length - self.max_size))
+        size = episode.length + self._pad
+        start = self._ring.push(size)
+        if start is None:
+            self._grow(size)
+            start = self._ring.push(size)
+            assert start is not None
+        for path, column in self._columns.items():
+            column.write(start, episode.columns[path])
+        self.table.append(episode.length, start)
+        self._seen_steps += episode.length
+
+    def _evict(self, episodes: int) -> None:
+        """Let the oldest ``episodes`` leave."""
+        if not episodes:
+            return
+        starts = self.table.starts[: episodes + 1].tolist()
+        lengths = self.table.lengths[:episodes].tolist()
+        first = starts[episodes] if episodes < self.num_episodes else None
+        rows = [(s, s + n) for s, n in zip(starts, lengths, strict=False)]
+        for column in self._columns.values():
+            column.release(rows, first)
+        self.table.evict(episodes)
+        self._ring.pop(next_start=first, blocks=episodes)
+
+    def _grow(self, size: int) -> None:
+        """Lay the live rows out in a larger ring, in which ``size`` more rows find a place.
+
+        The budget counts steps, and a row more per episode where next entries are shared: the
+        ring aims at the rows that episodes of the mean length so far need. The slack for the
+        longest episode grows by half at least, so that the cost per write stays constant.
+        """
+        if size > self._slack:
+            self._slack = min(max(size, self._slack * 3 // 2), self.max_size + self._pad)
+        mean = max(self._seen_steps / max(self.table.next, 1), 1.0)
+        wanted = self.max_size + self._pad * math.ceil(self.max_size / mean) + self._slack
+        moves = self._ring.layout()
+        needed = moves.upper + moves.lower + size
+        if self._ring.capacity >= wanted:
+            wanted = self._ring.capacity + self._ring.capacity // 16
+        moves = self._ring.resize(max(wanted, needed))
+        for column in self._columns.values():
+            column.relayout(moves, self._ring.capacity)
+        self.table.move(moves)
+
+    def _changed(self) -> None:
+        """Note that the stored steps are others now."""
+        self._revision += 1
+        self._bump_mutation_revision()
+
+    def _empty(self) -> None:
+        """Let every episode leave; allocations and schema stay."""
+        with self.lock:
+            self._settle()
+            self._evict(self.num_episodes)
+            self._changed()
+
+    # ---- reading, inside ------------------------------------------------------------------------
+
+    def _pack(self, plan: RowPlan, read: dict[Path, Column] | None = None) -> Any:
+        """The steps at the rows of ``plan``; columns in ``read`` are taken from there."""
+        if self._schema is None:
+            raise IndexError("nothing is stored yet")
+        read = read or {}
+        columns = {
+            path: read[path] if path in read else column.read(plan)
+            for path, column in self._columns.items()
+        }
+        return pack(Steps(len(plan), columns, self._schema.root_class), self.device)
+
+    def _settle(self) -> None:
+        """Read what is selected but not read yet, before the rows change."""
+        for selection in self._selections.values():
+            for path, column in self._columns.items():
+                if path not in selection.read:
+                    selection.read[path] = column.read(selection.plan)
+
+    def _resolve(self, index: Any) -> tuple[Tensor, torch.Size | None]:
+        """Storage indices on the CPU, flat and not negative, and the shape that was asked for."""
+        stored = len(self)
+        if isinstance(index, slice):
+            steps = torch.arange(*index.indices(stored)) if stored else torch.zeros(0).long()
+            return steps, steps.shape
+        if index is None or index is Ellipsis or isinstance(index, (str, tuple)):
+            raise TypeError(f"index must be an int, a slice, a mask or integers, got {index!r}")
+        if isinstance(index, range):
+            index = list(index)
+        wanted = index.cpu() if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index))
+        if wanted.dtype == torch.bool:
+            if wanted.shape != (stored,):
+                raise IndexError(f"a mask must have shape {(stored,)}, got {tuple(wanted.shape)}")
+            wanted = wanted.nonzero().squeeze(1)
+        if wanted.numel() == 0:
+            wanted = wanted.long()
+        if wanted.is_floating_point() or wanted.is_complex():
+            raise TypeError(f"index must be of an integer dtype, got {wanted.dtype}")
+        steps = wanted.reshape(-1).long()
+        if steps.numel() and (int(steps.min()) < -stored or int(steps.max()) >= stored):
+            raise IndexError(
+                f"index must lie in [{-stored}, {stored}): {stored} steps are stored, got values "
+                f"from {int(steps.min())} to {int(steps.max())}"
+            )
+        return torch.where(steps < 0, steps + stored, steps), wanted.shape if wanted.ndim else None
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything stored, as copies."""
+        with self.lock:
+            episodes: dict[Path, Any] = {}
+            if self._schema is not None:
+                rows = RowPlan(_runs(self.table.starts, self.table.lengths))
+                episodes = {path: col.read(rows) for path, col in self._columns.items()}
+            return {
+                "max_steps": self.max_size,
+                "schema": self._schema,
+                "columns": episodes,
+                "lengths": self.table.lengths.clone(),
+                "oldest": self.table.oldest,
+                "seen_steps": self._seen_steps,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace everything stored by what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: if it holds more than ``max_steps`` steps.
+        """
+        lengths: list[int] = state_dict["lengths"].tolist()
+        if sum(lengths) > self.max_size:
+            raise ValueError(
+                f"the state holds {sum(lengths)} steps, more than max_steps={self.max_size}"
+            )
+        schema: Schema | None = state_dict["schema"]
+        with self.lock:
+            self._settle()
+            self._schema, self._columns = None, {}
+            self.table = EpisodeTable()
+            if schema is not None:
+                self._adopt(schema, max(lengths, default=1))
+                stored = Steps(sum(lengths), state_dict["columns"], schema.root_class)
+                first = 0
+                for length in lengths:
+                    self._write(stored[first : first + length])
+                    first += length
+            self.table.oldest = state_dict["oldest"]
+            self._seen_steps = state_dict["seen_steps"]
+            self._changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            raise RuntimeError(
+                "an EpisodeStorage cannot be shared between processes: write to it in the process "
+                "that samples from it"
+            )
+        state = copy(Storage.__getstate__(self))
+        del state["lock"], state["_selections"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.RLock()
+        self._selections = WeakTensorKeyDictionary()
+
+    def __repr__(self) -> str:
+        return (
+            f"EpisodeStorage(max_steps={self.max_size}, steps={len(self)}, "
+            f"episodes={self.num_episodes}, device={self.device})"
+        )
+
+
+def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
+    """int64: ``starts[k], starts[k] + 1, ...`` (``lengths[k]`` of them), one k after the other."""
+    ends = lengths.cumsum(0)
+    first = torch.repeat_interleave(starts - ends + lengths, lengths)
+    return first + torch.arange(len(first))
+
+
+def _version(index: Tensor) -> int:
+    """How often the tensor was changed in place, as far as torch tells."""
+    return 0 if index.is_inference() else index._version
+
+
+def _path(key: NestedKey) -> Path:
+    """A key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(unravel_key(key))

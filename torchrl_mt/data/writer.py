@@ -1,0 +1,342 @@
+"""A writer that stores whole episodes, whatever pieces they arrive in.
+
+A step is stored once its episode has ended; until then it is kept aside. A call that is refused
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection, lazy_stack
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_mt.data.checkpoint import load_state, save_state
+from torchrl_mt.data.grouping import Segment, group_steps
+from torchrl_mt.data.steps import Column, Path, Rows, Steps, has_lazy_stack, pack, unpack
+from torchrl_mt.data.storage import EpisodeStorage
+
+__all__ = ["EpisodeWriter"]
+
+_ID_KEYS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
+_DONE: Path = ("next", "done")
+_TRUNCATED: Path = ("next", "truncated")
+_END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
+
+
+class EpisodeWriter(Writer):
+    """Gathers steps into episodes and stores each episode once it has ended.
+
+    It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes, of
+    several environments in turn. Steps are told apart by the episode id under ``traj_key``, or, if
+    there is none, by the done flags, each row of a ``[B, T]`` batch being one environment and a
+    ``[N]`` batch a single one. An episode ends with the first step whose ``("next", "done")``,
+    ``("next", "terminated")`` or ``("next", "truncated")`` is true.
+
+    Args:
+        traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
+            ``"episode"`` if the data has one.
+        transform: called once with each whole episode (a TensorDict of batch size ``[T]``); what
+            it returns is stored.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+        >>> rb = ReplayBuffer(storage=EpisodeStorage(10), writer=EpisodeWriter())
+        >>> def steps(*done):
+        ...     return TensorDict({"next": {"done": torch.tensor(done)}}, [len(done)])
+        >>> rb.extend(steps(False, False))
+        tensor([], dtype=torch.int64)
+        >>> len(rb), len(rb.writer.open_episodes)
+        (0, 1)
+        >>> rb.extend(steps(True))
+        tensor([0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        *,
+        traj_key: NestedKey | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.traj_key = None if traj_key is None else unravel_key(traj_key)
+        self.transform = transform
+        self._open: dict[int, list[Steps]] = {}
+        self._told_by: tuple[Path | None, int] | None = None
+        self._write_count = 0
+
+    def register_storage(self, storage: Storage) -> None:
+        """Called by the replay buffer."""
+        if not isinstance(storage, EpisodeStorage):
+            raise TypeError(
+                f"EpisodeWriter writes to an EpisodeStorage, got {type(storage).__name__}: use "
+                f"ReplayBuffer(storage=EpisodeStorage(max_steps), writer=EpisodeWriter(), ...)"
+            )
+        super().register_storage(storage)
+
+    @property
+    def open_episodes(self) -> dict[int, Any]:
+        """The unfinished episodes by their id: the steps that came so far, as TensorDicts."""
+        return {key: pack(Steps.concat(parts)) for key, parts in self._open.items()}
+
+    def extend(self, data: Any) -> Tensor:
+        """Take a batch of steps, and store the episodes that end in it.
+
+        Args:
+            data: TED TensorDict or tensorclass, ``[N]`` or ``[B, T]``.
+
+        Returns:
+            int64 ``[K]``: the storage indices of the steps stored by this call, oldest first. A
+            ``TensorDictReplayBuffer`` sets the indices in ``data``: for it they have the batch
+            size of ``data``, with -1 for a step that is not stored (yet).
+
+        Raises:
+            TypeError: if ``data`` is no TensorDict.
+            ValueError: if ``data`` is empty, has no done flag, has one id in two rows, or an
+                episode is refused by the storage.
+            KeyError: if ``traj_key`` is not in ``data``.
+        """
+        if not is_tensor_collection(data):
+            raise TypeError(f"data must be a TensorDict, got {type(data).__name__}")
+        if not data.ndim:
+            raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
+        storage: EpisodeStorage = self._storage
+        with storage.lock:
+            sets_index = any(
+                isinstance(entity, TensorDictReplayBuffer) for entity in storage._attached_entities
+            )
+            shape = data.batch_size
+            steps = _flatten(data)
+            if sets_index:
+                steps.columns.pop(("index",), None)
+            told_by, ids = self._ids(steps, shape)
+            order, segments = group_steps(ids, _ended(steps).view(shape[:-1].numel(), -1))
+            if order is not None:
+                steps = steps.take(order)
+            ended, episodes, still_open = self._assemble(steps, segments)
+            stored = storage.append_all(episodes)
+            self._open, self._told_by = still_open, told_by
+            self._write_count += sum(episode.length for episode in episodes)
+            if sets_index:
+                return _aligned(ended, episodes, order, shape, len(storage))
+            return stored
+
+    def add(self, data: Any) -> int | Tensor | None:
+        """Take one step, or one step of each of ``B`` environments.
+
+        Args:
+            data: TED TensorDict of batch size ``[]`` or ``[B]``.
+
+        Returns:
+            as :meth:`extend`; of a single step its own index, or None if it is not stored yet.
+        """
+        if not is_tensor_collection(data):
+            raise TypeError(f"data must be a TensorDict, got {type(data).__name__}")
+        if data.ndim:
+            index = self.extend(lazy_stack([data], data.ndim))
+            return index.squeeze(-1) if index.shape == (*data.batch_size, 1) else index
+        index = self.extend(lazy_stack([data]))
+        last = int(index[-1]) if index.numel() else -1
+        return None if last < 0 else last
+
+    def flush(self) -> Tensor:
+        """Store the open episodes as they are, as truncated.
+
+        Returns:
+            int64 ``[K]``: the storage indices of their steps.
+
+        Raises:
+            ValueError: if their steps have neither ``("next", "truncated")`` nor
+                ``("next", "done")``.
+        """
+        with self._storage.lock:
+            episodes = [
+                self._transformed(_truncated(Steps.concat(parts))) for parts in self._open.values()
+            ]
+            stored = self._storage.append_all(episodes)
+            self._open = {}
+            self._write_count += sum(episode.length for episode in episodes)
+            return stored
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open episodes and the write count, as copies."""
+        return {
+            "open": {key: Steps.concat(parts).clone() for key, parts in self._open.items()},
+            "told_by": self._told_by,
+            "write_count": self._write_count,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave."""
+        self._open = {key: [steps.clone()] for key, steps in state_dict["open"].items()}
+        self._told_by = state_dict["told_by"]
+        self._write_count = state_dict["write_count"]
+
+    def dumps(self, path: str | FilePath) -> None:
+        """Save the state in the folder ``path``."""
+        save_state(self.state_dict(), path)
+
+    def loads(self, path: str | FilePath) -> None:
+        """Load the state from the folder ``path``."""
+        self.load_state_dict(load_state(path))
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        """Drop the open episodes."""
+        self._open, self._told_by = {}, None
+        if empty_write_count:
+            self._write_count = 0
+
+    def _ids(self, steps: Steps, shape: torch.Size) -> tuple[tuple[Path | None, int], Tensor]:
+        """How steps are told apart, and the id of each: int64 ``[B, T]``."""
+        rows = shape[:-1].numel()
+        key = self._id_key(steps)
+        told_by = (key, 0) if key is not None else (None, rows)
+        if self._open and told_by != self._told_by:
+            raise ValueError(
+                f"episodes are open that were told apart by {_describe(self._told_by)}, this batch "
+                f"would be by {_describe(told_by)}: send one kind of batch, or flush() first"
+            )
+        if key is None:
+            return told_by, torch.arange(rows)[:, None].expand(rows, shape[-1])
+        ids = _stacked(steps.columns[key])
+        if (
+            ids is None
+            or ids.is_floating_point()
+            or ids.is_complex()
+            or ids.numel() != steps.length
+        ):
+            got = "objects" if ids is None else f"{tuple(ids.shape)} {ids.dtype}"
+            raise ValueError(f"{key} must hold one integer id per step, got {got}")
+        return told_by, ids.reshape(rows, -1).long().cpu()
+
+    def _id_key(self, steps: Steps) -> Path | None:
+        """Where the ids are; None if the done flags are to tell."""
+        if self.traj_key is None:
+            return next((key for key in _ID_KEYS if key in steps.columns), None)
+        key = (self.traj_key,) if isinstance(self.traj_key, str) else self.traj_key
+        if key not in steps.columns:
+            raise KeyError(
+                f"traj_key {self.traj_key!r} is not in the data: {sorted(steps.columns)}"
+            )
+        return key
+
+    def _assemble(
+        self, steps: Steps, segments: list[Segment]
+    ) -> tuple[list[Segment], list[Steps], dict[int, list[Steps]]]:
+        """The segments that end an episode, those episodes, and what stays open."""
+        still_open = {key: list(parts) for key, parts in self._open.items()}
+        ended: list[Segment] = []
+        episodes: list[Steps] = []
+        for segment in segments:
+            part = steps[segment.start : segment.stop]
+            if segment.ended:
+                ended.append(segment)
+                parts = [*still_open.pop(segment.key, []), part]
+                episodes.append(self._transformed(Steps.concat(parts)))
+            else:
+                still_open.setdefault(segment.key, []).append(part.clone())
+        return ended, episodes, still_open
+
+    def _transformed(self, episode: Steps) -> Steps:
+        """The episode as it is to be stored."""
+        if self.transform is None:
+            return episode
+        result = self.transform(pack(episode))
+        if not is_tensor_collection(result) or result.ndim != 1:
+            raise TypeError(
+                f"transform must return an episode, a TensorDict of batch size [T], got "
+                f"{getattr(result, 'batch_size', type(result).__name__)}"
+            )
+        return unpack(result)
+
+
+def _flatten(data: Any) -> Steps:
+    """The steps of a batch, row after row."""
+    if not data.numel():
+        raise ValueError(
+            f"data must hold at least one step, got batch size {list(data.batch_size)}"
+        )
+    if data.ndim == 1:
+        return unpack(data)
+    if has_lazy_stack(data):
+        return Steps.concat([_flatten(row) for row in data.unbind(0)])
+    return unpack(data.reshape(-1))
+
+
+def _ended(steps: Steps) -> Tensor:
+    """Bool ``[N]`` on the CPU: the steps that end their episode."""
+    ended = torch.zeros(steps.length, dtype=torch.bool)
+    found = [flag for flag in map(steps.columns.get, _END_KEYS) if flag is not None]
+    if not found:
+        raise ValueError(
+            f'data must tell where episodes end: ("next", "done") (or terminated, truncated) is '
+            f"missing; the keys are {sorted(steps.columns)}"
+        )
+    for column in found:
+        flag = _stacked(column)
+        if flag is None:
+            raise ValueError("done flags must be tensors, got Python objects")
+        ended |= flag.reshape(steps.length, -1).bool().any(1).cpu()
+    return ended
+
+
+def _truncated(episode: Steps) -> Steps:
+    """The episode with its last step marked truncated."""
+    columns = dict(episode.columns)
+    marked = False
+    for key in (_DONE, _TRUNCATED):
+        flag = None if key not in columns else _stacked(columns[key])
+        if flag is not None:
+            flag = flag.clone()
+            flag[-1] = True
+            columns[key], marked = flag, True
+    if not marked:
+        raise ValueError(
+            'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
+            'or ("next", "done")'
+        )
+    return replace(episode, columns=columns)
+
+
+def _stacked(column: Column) -> Tensor | None:
+    """A column as one tensor; None if it holds objects."""
+    if isinstance(column, Rows):
+        return torch.stack(column.items)
+    return column if isinstance(column, Tensor) else None
+
+
+def _aligned(
+    ended: list[Segment],
+    episodes: list[Steps],
+    order: Tensor | None,
+    shape: torch.Size,
+    stored: int,
+) -> Tensor:
+    """The storage index of each step of the batch, -1 if it is not stored."""
+    index = torch.full((shape.numel(),), -1, dtype=torch.int64)
+    end = stored
+    for segment, episode in zip(reversed(ended), reversed(episodes), strict=True):
+        steps = segment.stop - segment.start
+        if end - episode.length >= 0 and episode.length >= steps:
+            places = torch.arange(segment.start, segment.stop)
+            index[places if order is None else order[places]] = torch.arange(end - steps, end)
+        end -= episode.length
+    return index.view(shape)
+
+
+def _describe(told_by: tuple[Path | None, int] | None) -> str:
+    """How steps are told apart, in words."""
+    if told_by is None or told_by[0] is not None:
+        return f"the ids under {told_by[0] if told_by else None}"
+    return f"the done flags of {told_by[1]} rows"

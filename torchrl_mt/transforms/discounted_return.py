@@ -1,0 +1,148 @@
+"""Discounted returns as a transform of whole episodes.
+
+A batch that holds a piece of an episode is refused: its returns would be wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+from torchrl.envs import EnvBase, Transform
+
+from torchrl_mt.transforms.returns import discounted_returns
+
+__all__ = ["DiscountedReturn"]
+
+_WHERE = (
+    "Put it in EpisodeWriter(transform=DiscountedReturn(...)), which calls it once with each whole "
+    "episode, or make it the transform of a buffer with an EpisodeSampler"
+)
+
+_ID_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "episode")
+
+
+class DiscountedReturn(Transform):
+    r"""Writes the discounted return :math:`G_t = r_t + \gamma G_{t+1}` of each step.
+
+    The batch holds whole episodes, one after the other; each ends where its done flag
+    (``"done"``, ``"terminated"`` or ``"truncated"``, next to ``in_key``) is true. In a ``[B, T]``
+    batch each row does. There are three places for it: as ``EpisodeWriter(transform=...)``; as the
+    transform of a buffer with an ``EpisodeSampler``; as ``postproc`` of a collector that yields
+    whole episodes.
+
+    Args:
+        gamma: discount per step, in [0, 1].
+        outcome_only: keep only the last step of each episode, with its own reward as its return.
+        in_key: the reward.
+        out_key: where the return goes.
+
+    Raises:
+        ValueError: if ``gamma`` is outside [0, 1].
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> reward = torch.tensor([[1.0], [1.0], [4.0]])
+        >>> done = torch.tensor([[False], [True], [True]])
+        >>> episodes = TensorDict({"next": {"reward": reward, "done": done}}, [3])
+        >>> DiscountedReturn(0.5)(episodes)["next", "return"].squeeze(-1)
+        tensor([1.5000, 1.0000, 4.0000])
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        *,
+        outcome_only: bool = False,
+        in_key: NestedKey = ("next", "reward"),
+        out_key: NestedKey = ("next", "return"),
+    ) -> None:
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+        super().__init__(in_keys=[unravel_key(in_key)], out_keys=[unravel_key(out_key)])
+        self.gamma = float(gamma)
+        self.outcome_only = outcome_only
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the returns.
+
+        Args:
+            tensordict: whole episodes, ``[N]`` or ``[B, T]``.
+
+        Returns:
+            the same TensorDict with ``out_key``; with ``outcome_only`` a new one, of each episode's
+            last step, ``[E]``.
+
+        Raises:
+            KeyError: if the reward or the done flag is missing.
+            ValueError: if an episode does not end in the batch.
+        """
+        in_key, out_key = self.in_keys[0], self.out_keys[0]
+        reward = tensordict.get(in_key, None)
+        if reward is None:
+            raise KeyError(f"in_key {in_key!r} is not in the data")
+        shape = tensordict.batch_size
+        if not shape:
+            raise ValueError("DiscountedReturn takes whole episodes, [N] or [B, T], got one step")
+        ended = self._ended(tensordict)
+        self._check_whole(tensordict, ended)
+        if self.outcome_only:
+            last = tensordict.reshape(-1) if len(shape) > 1 else tensordict
+            last = last[ended.reshape(-1).nonzero().squeeze(1)]
+            return last.set(out_key, last.get(in_key).clone())
+        flat = reward.reshape(shape.numel(), *reward.shape[len(shape) :])
+        returns = discounted_returns(flat, ended.reshape(-1), self.gamma)
+        return tensordict.set(out_key, returns.reshape(reward.shape))
+
+    def _ended(self, tensordict: TensorDictBase) -> Tensor:
+        """bool, of the batch's shape: the steps that end their episode."""
+        in_key = self.in_keys[0]
+        parent = in_key[:-1] if isinstance(in_key, tuple) else ()
+        ended: Tensor | None = None
+        for name in ("done", "terminated", "truncated"):
+            flag = tensordict.get((*parent, name), None)
+            if flag is not None:
+                flag = flag.reshape(*tensordict.batch_size, -1).bool().any(-1)
+                ended = flag if ended is None else ended | flag
+        if ended is None:
+            raise KeyError(
+                f"{(*parent, 'done')} is not in the data: returns need to know where episodes end"
+            )
+        return ended
+
+    def _check_whole(self, tensordict: TensorDictBase, ended: Tensor) -> None:
+        """Refuse a batch in which an episode breaks off."""
+        whole = ended[..., -1].all()
+        for key in _ID_KEYS:
+            ids = tensordict.get(key, None)
+            if isinstance(ids, Tensor) and ids.numel() == ended.numel():
+                ids = ids.reshape(ended.shape)
+                whole = whole & (ended[..., :-1] | (ids[..., 1:] == ids[..., :-1])).all()
+        if not bool(whole):
+            raise ValueError(
+                f"DiscountedReturn needs whole episodes, one after the other, and an episode of "
+                f"this batch breaks off without its end. {_WHERE}"
+            )
+
+    def inv(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Not supported: what is written to a buffer comes in pieces."""
+        raise NotImplementedError(f"DiscountedReturn has no inverse: {_WHERE}")
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Refuse to run on single steps or, with ``invert=True``, on what a buffer is written."""
+        raise NotImplementedError(
+            f"DiscountedReturn cannot run while a buffer is written or a step is made: the rewards "
+            f"that follow may be missing. {_WHERE}"
+        )
+
+    def set_container(self, container: Any) -> None:
+        """Refuse to be part of an environment."""
+        if isinstance(container, EnvBase) or container.parent is not None:
+            raise ValueError(
+                f"DiscountedReturn cannot run inside an environment, where the rewards that follow "
+                f"a step are not known. {_WHERE}"
+            )
+        super().set_container(container)

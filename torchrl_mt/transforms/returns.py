@@ -1,0 +1,48 @@
+"""Discounted returns of many episodes that lie one after the other.
+
+No reward reaches another episode, not even an infinite one, and no power of gamma is divided by.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["discounted_returns"]
+
+
+def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    r"""Sum of discounted rewards from each step to the end of its episode.
+
+    :math:`G_t = r_t + \gamma\, G_{t+1}`, and :math:`G_t = r_t` at the end of an episode (Sutton and
+    Barto, *Reinforcement Learning*, eq. 3.9). The recursion is solved in ``log2(N)`` passes over
+    the batch, each of which doubles the number of rewards that a step has added up.
+
+    Args:
+        reward: ``[N, ...]``, episodes one after the other, each in order of time.
+        end: bool ``[N]``: the last steps of the episodes; the last step of the batch counts as one.
+        gamma: discount per step.
+
+    Returns:
+        ``[N, ...]``, in the dtype of ``reward`` (the default dtype if that is no floating one).
+
+    Examples:
+        >>> discounted_returns(
+        ...     torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.tensor([False, False, True, True]), 0.5
+        ... )
+        tensor([1.7500, 1.5000, 1.0000, 5.0000])
+    """
+    if not reward.is_floating_point():
+        reward = reward.to(torch.get_default_dtype())
+    steps, dtype = len(reward), reward.dtype
+    total = reward.reshape(steps, -1).to(torch.promote_types(dtype, torch.float32), copy=True)
+    # After a pass, total[t] holds the k rewards from t on, or all that its episode has left;
+    # goes_on[t] tells whether the episode of t goes on at t + k.
+    goes_on = ~end.reshape(steps, 1)
+    k, discount = 1, float(gamma)
+    while k < steps and discount > 0:
+        # Masked, not multiplied by 0: an infinite reward must not reach its neighbours.
+        total[:-k] += torch.where(goes_on[:-k], discount * total[k:], 0.0)
+        goes_on = torch.cat([goes_on[:-k] & goes_on[k:], torch.zeros_like(goes_on[-k:])])
+        k, discount = 2 * k, discount * discount
+    return total.reshape(reward.shape).to(dtype)
