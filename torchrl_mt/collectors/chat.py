@@ -42,6 +42,9 @@ class ChatTokens:
             )
         self._tokenizer = tokenizer
         self._closing = self._after_answer([])
+        before, end, _ = self._closing.partition(str(tokenizer.eos_token))
+        # Where the end-of-turn token stops: a model that ended its answer has sampled it already.
+        self._end_of_turn = len(before + end) if end else 0
         # Conversations repeat themselves: the same rules, the same hints.
         self._open_cached = lru_cache(4096)(self._open)
         self._extend_cached = lru_cache(4096)(self._extend)
@@ -96,9 +99,7 @@ class ChatTokens:
                 "the tokenizer's chat template must render a message the same way when others follow "
                 f"it; it ends an answer with {self._closing!r}, but with {text[:40]!r} before these."
             )
-        if ended:
-            text = text.removeprefix(str(self._tokenizer.eos_token))
-        return self._encode(text)
+        return self._encode(text[self._end_of_turn :] if ended else text)
 
     def _after_answer(self, messages: list[dict[str, Any]]) -> str:
         """What the template writes behind an answer; with messages, up to the next answer."""

@@ -64,11 +64,11 @@ class Limits:
             prompt_length: tokens of the conversation so far.
 
         Returns:
-            The budget (``None``: no limit of ours; 0 or less: no room) and the limit that sets it.
+            The budget (``None``: no limit of ours; 0: no room) and the limit that sets it.
         """
         if self.max_episode_tokens is None:
             return self.max_response_tokens, StopReason.MAX_RESPONSE_TOKENS
-        room = self.max_episode_tokens - prompt_length
+        room = max(self.max_episode_tokens - prompt_length, 0)
         if self.max_response_tokens is None or room < self.max_response_tokens:
             return room, StopReason.MAX_EPISODE_TOKENS
         return self.max_response_tokens, StopReason.MAX_RESPONSE_TOKENS

@@ -246,7 +246,8 @@ class MultiTurnCollector(BaseCollector):
 
     def __len__(self) -> int:
         if self.total_episodes < 0:
-            raise RuntimeError("A collector without total_episodes has no length.")
+            # A TypeError is what list() and tqdm take for "length unknown".
+            raise TypeError("a collector without total_episodes has no length.")
         return -(-self.total_episodes // self.episodes_per_batch)
 
     def stats(self) -> dict[str, int | float | bool]:

@@ -50,7 +50,7 @@ async def play_episode(
                     *answer.token_ids,
                     *chat.extend(messages, ended=answer.finish_reason == "stop"),
                 ]
-                if (limits.response_budget(len(prompt_ids))[0] or 1) < 1:
+                if limits.response_budget(len(prompt_ids))[0] == 0:
                     _end(episode, StopReason.MAX_EPISODE_TOKENS, messages)
     finally:
         await _call(env, env.close)
@@ -67,7 +67,7 @@ async def _play_turn(
 ) -> list[Message]:
     """Play one turn, end the episode where it ends, and return the environment's messages."""
     budget, reached = limits.response_budget(len(prompt_ids))
-    if budget is not None and budget < 1:
+    if budget == 0:
         raise ValueError(
             f"max_episode_tokens={limits.max_episode_tokens} must leave room for a response, but "
             f"the opening has {len(prompt_ids)} tokens: raise the limit or shorten the prompt."
