@@ -113,13 +113,8 @@ class EpisodeWriter(Writer):
             raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
         storage: EpisodeStorage = self._storage
         with storage.lock:
-            sets_index = any(
-                isinstance(entity, TensorDictReplayBuffer) for entity in storage._attached_entities
-            )
             shape = data.batch_size
             steps = _flatten(data)
-            if sets_index:
-                steps.columns.pop(("index",), None)
             told_by, ids = self._ids(steps, shape)
             order, segments = group_steps(ids, _ended(steps).view(shape[:-1].numel(), -1))
             if order is not None:
@@ -128,7 +123,7 @@ class EpisodeWriter(Writer):
             stored = storage.append_all(episodes)
             self._open, self._told_by = still_open, told_by
             self._write_count += sum(episode.length for episode in episodes)
-            if sets_index:
+            if any(isinstance(e, TensorDictReplayBuffer) for e in storage._attached_entities):
                 return _aligned(ended, episodes, order, shape, len(storage))
             return stored
 
@@ -263,7 +258,7 @@ class EpisodeWriter(Writer):
 
 def _flatten(data: Any) -> Steps:
     """The steps of a batch, row after row."""
-    if not data.numel():
+    if not data.batch_size.numel():
         raise ValueError(
             f"data must hold at least one step, got batch size {list(data.batch_size)}"
         )

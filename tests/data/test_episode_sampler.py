@@ -1,0 +1,165 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+
+
+def buffer(cls=ReplayBuffer, max_steps=1000, batch_size=None, prefetch=None, **kwargs):
+    return cls(
+        storage=EpisodeStorage(max_steps),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(**kwargs),
+        generator=torch.Generator().manual_seed(0),
+        batch_size=batch_size,
+        prefetch=prefetch,
+    )
+
+
+def ids(make, sample):
+    """The episodes of a sample, which must be whole."""
+    split = make.split(sample)
+    for episode in split:
+        steps = episode["step"]
+        assert torch.equal(steps, torch.arange(len(steps)))
+    return [int(e["episode"][0]) for e in split]
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_samples_are_whole_episodes(make, cls, replacement):
+    rb = buffer(cls, replacement=replacement)
+    data = make.vectors([3, 1, 4, 2])
+    rb.extend(data.clone())
+    sample = rb.sample(3)
+    assert len(ids(make, sample)) == 3
+    stored = make.steps(data)
+    keys = [k for k in data.keys(True, True) if k != "index"]
+    assert all(step in stored for step in make.steps(sample.select(*keys)))
+
+
+def test_turns_are_sampled_whole(make):
+    rb = buffer(replacement=False, batch_size=2)
+    data = make.turns([3, 1, 4, 2])
+    rb.extend(data)
+    got = [make.steps(e) for batch in rb for e in make.split(batch)]
+    assert sorted(map(str, got)) == sorted(str(make.steps(e)) for e in make.split(data))
+
+
+def test_draws_with_replacement_are_uniform(make):
+    rb = buffer()
+    rb.extend(make.vectors([3, 1, 4, 2]))
+    counts = torch.bincount(torch.tensor(ids(make, rb.sample(8000))), minlength=4)
+    # The 0.9999 quantile of chi-square with 3 degrees of freedom is 21.1.
+    assert ((counts - 2000) ** 2 / 2000).sum() < 21.1
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_an_epoch_gives_each_stored_episode_once(make, data):
+    rb, born, epoch, given_out = buffer(max_steps=30, replacement=False), 0, set(), []
+    for _ in range(data.draw(st.integers(1, 25))):
+        if data.draw(st.booleans()) or not born:
+            lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+            rb.extend(make.vectors(lengths, seed=born, first_id=born))
+            born += len(lengths)
+            continue
+        live = set(range(born - rb.storage.num_episodes, born))
+        if not (epoch & live) or rb.sampler.ran_out:
+            epoch, given_out = set(live), []
+        epoch = (epoch & live) | (live - set(given_out))
+        n = data.draw(st.integers(1, 4))
+        got = ids(make, rb.sample(n))
+        assert len(got) == min(n, len(epoch))
+        assert set(got) <= epoch
+        assert len(set(got)) == len(got)
+        epoch -= set(got)
+        given_out += got
+        assert rb.sampler.ran_out == (not epoch)
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_on_policy_loop(make, prefetch):
+    rb = buffer(replacement=False, batch_size=3, prefetch=prefetch)
+    for k in range(4):
+        rb.extend(make.vectors([2, 3, 1, 4, 2, 2, 5], seed=k, first_id=7 * k))
+        got = [ids(make, batch) for batch in rb]
+        if prefetch is None:
+            assert [len(batch) for batch in got] == [3, 3, 1]
+            assert sorted(i for batch in got for i in batch) == list(range(7 * k, 7 * k + 7))
+        rb.empty()
+        assert len(rb) == 0
+
+
+@pytest.mark.parametrize("kind", ["tensor", "object"])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_groups_are_sampled_whole(make, kind, replacement):
+    rb = buffer(replacement=replacement, group_key="group", batch_size=2)
+    data = make.vectors([2, 1, 3, 2, 2, 1, 2])
+    of = torch.tensor([5, 9, 5, 7, 9, 5, 3])
+    group = of[data["episode"]]
+    data["group"] = group if kind == "tensor" else [f"g{g}" for g in group.tolist()]
+    rb.extend(data)
+    members = {5: [0, 2, 5], 9: [1, 4], 7: [3], 3: [6]}
+    epochs = []
+    for _ in range(2):
+        got = []
+        for _ in range(2):
+            batch = ids(make, rb.sample())
+            while batch:
+                group = members[int(of[batch[0]])]
+                assert batch[: len(group)] == group
+                batch = batch[len(group) :]
+                got.append(tuple(group))
+        epochs.append(got)
+        assert len(got) == 4
+        if not replacement:
+            assert len(set(got)) == 4
+            assert rb.sampler.ran_out
+    assert epochs[0] != epochs[1] or replacement
+
+
+def test_a_group_needs_one_value_per_step(make):
+    rb = buffer(group_key="observation")
+    rb.extend(make.vectors([2]))
+    with pytest.raises(ValueError, match="one value per step"):
+        rb.sample(1)
+    rb = buffer(group_key="group")
+    rb.extend(make.vectors([2]))
+    with pytest.raises(KeyError, match="'group' is not stored"):
+        rb.sample(1)
+
+
+def test_state_continues_the_epoch(make, tmp_path):
+    rb = buffer(replacement=False)
+    rb.extend(make.vectors([2, 3, 1, 4, 2, 2, 5]))
+    first = ids(make, rb.sample(3))
+    state = rb.state_dict()
+    rb.dumps(tmp_path)
+    rest = [ids(make, rb.sample(2)) for _ in range(3)]
+    for load in (lambda rb: rb.load_state_dict(state), lambda rb: rb.loads(tmp_path)):
+        other = buffer(replacement=False)
+        load(other)
+        assert [ids(make, other.sample(2)) for _ in range(3)] == rest
+    assert sorted(first + rest[0] + rest[1]) == list(range(7))
+
+
+def test_replacement_is_kept_by_the_metaclass():
+    assert type(EpisodeSampler(replacement=False)) is EpisodeSampler
+    assert not EpisodeSampler(replacement=False).replacement
+    assert EpisodeSampler(replacement=True).replacement
+
+
+def test_bad_calls_are_refused(make):
+    rb = buffer()
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        rb.sample(1)
+    assert not rb.can_sample(1)
+    rb.extend(make.vectors([2]))
+    assert rb.can_sample(1)
+    with pytest.raises(ValueError, match="must be positive"):
+        rb.sample(0)
+    with pytest.raises(TypeError, match="EpisodeStorage, got LazyTensorStorage"):
+        EpisodeSampler().sample(LazyTensorStorage(10), 4)

@@ -1,0 +1,75 @@
+import pytest
+import torch
+from tensordict import NonTensorData, TensorClass, TensorDict, lazy_stack
+from torchrl.data.llm import History
+
+from torchrl_mt.data.steps import Steps, pack, unpack
+
+
+class Pair(TensorClass):
+    a: torch.Tensor
+    b: str | None = None
+
+
+def test_vectors_and_turns_come_back(make):
+    for data in (make.vectors([3, 2]), make.turns([3, 2])):
+        assert make.steps(pack(unpack(data))) == make.steps(data)
+
+
+def test_variable_lengths_are_read_as_lists(make):
+    data = make.turns([3, 2])
+    rows = TensorDict({"x": torch.zeros(5), "tokens": data.get("tokens")}, [5])
+    for form in (data, rows):
+        back = pack(unpack(form))
+        prompts = back.get(("tokens", "prompt"), as_list=True)
+        expected = data.get(("tokens", "prompt"), as_list=True)
+        assert all(torch.equal(a, b) for a, b in zip(prompts, expected, strict=True))
+    assert type(back) is TensorDict
+    assert isinstance(back.get("tokens"), make.lazy)
+
+
+def test_tensorclasses_keep_their_class():
+    back = pack(unpack(Pair(a=torch.zeros(3, 2), b="x", batch_size=[3])))
+    assert isinstance(back, Pair)
+    assert back[1].b == "x"
+    inner = lazy_stack([TensorDict({"p": Pair(a=torch.ones(i), batch_size=[])}) for i in range(3)])
+    back = pack(unpack(inner))
+    assert isinstance(back[2].get("p"), Pair)
+    assert [a.tolist() for a in back.get(("p", "a"), as_list=True)] == [[], [1.0], [1.0, 1.0]]
+
+
+def test_histories_of_any_length_come_back():
+    histories = [
+        History(role=["user"] * k, content=[f"{k}.{j}" for j in range(k)], batch_size=[k])
+        for k in (1, 3)
+    ]
+    data = lazy_stack([TensorDict({"history": history}) for history in histories])
+    back = pack(unpack(data))
+    for step, history in zip(back.unbind(0), histories, strict=True):
+        assert step.get("history").content == history.content
+
+
+def test_one_object_for_all_steps_is_an_object_per_step():
+    steps = unpack(TensorDict({"x": torch.zeros(2), "t": NonTensorData("a", batch_size=[2])}, [2]))
+    assert steps.columns[("t",)].items == ["a", "a"]
+
+
+def test_concat_refuses_what_does_not_fit():
+    a = unpack(TensorDict({"x": torch.zeros(2, 3)}, [2]))
+    with pytest.raises(ValueError, match="same keys"):
+        Steps.concat([a, unpack(TensorDict({"y": torch.zeros(2, 3)}, [2]))])
+    with pytest.raises(ValueError, match=r"\('x',\) must keep its shape"):
+        Steps.concat([a, unpack(TensorDict({"x": torch.zeros(2, 4)}, [2]))])
+
+
+def test_a_key_in_some_steps_only_is_refused():
+    data = lazy_stack(
+        [TensorDict({"x": torch.zeros(2), "why": "end"}), TensorDict({"x": torch.zeros(2)})]
+    )
+    with pytest.raises(ValueError, match=r"why.*in some steps only"):
+        unpack(data)
+
+
+def test_only_tensor_collections_are_taken():
+    with pytest.raises(TypeError, match="must be a TensorDict"):
+        unpack({"x": torch.zeros(2)})

@@ -1,0 +1,369 @@
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+
+lengths_of_writes = st.lists(st.integers(1, 12), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=lengths_of_writes, budget=st.integers(12, 30), share=st.booleans(), turns=st.booleans()
+)
+def test_storage_is_a_queue_of_whole_episodes(make, lengths, budget, share, turns):
+    storage, model = EpisodeStorage(budget, share_next=share), []
+    maker = make.turns if turns else make.vectors
+    for k, length in enumerate(lengths):
+        episode = maker([length], seed=k, first_id=k)
+        index = storage.append(episode)
+        model.append(episode)
+        while sum(len(e) for e in model) > budget:
+            model.pop(0)
+        stored = [step for e in model for step in make.steps(e)]
+        assert len(storage) == len(stored)
+        assert storage.num_episodes == len(model)
+        assert storage.lengths.tolist() == [len(e) for e in model]
+        assert index.tolist() == list(range(len(stored) - length, len(stored)))
+        for span in (1, 4):
+            assert storage.num_clips(span) == sum(max(0, len(e) - span + 1) for e in model)
+    assert make.steps(storage[:]) == stored
+    assert [make.steps(e) for e in storage.episodes()] == [make.steps(e) for e in model]
+    assert make.steps(storage.episode(-1)) == make.steps(model[-1])
+    picks = torch.randint(-len(stored), len(stored), (7,))
+    assert make.steps(storage[picks]) == [stored[i] for i in picks.tolist()]
+
+
+def test_every_index_form_reads_the_same_steps(make):
+    storage = EpisodeStorage(20)
+    storage.append(make.vectors([5]))
+    storage.append(make.vectors([4], seed=1))
+    stored = make.steps(storage[:])
+    assert make.steps(storage[2:7:2]) == stored[2:7:2]
+    assert make.steps(storage[::-1]) == stored[::-1]
+    assert make.steps(storage[[1, -1]]) == [stored[1], stored[-1]]
+    assert make.steps(storage[range(3)]) == stored[:3]
+    assert make.steps(storage[torch.tensor([1, 3]).numpy()]) == [stored[1], stored[3]]
+    assert make.steps(storage[(torch.tensor([4]),)]) == [stored[4]]
+    mask = torch.arange(9) > 6
+    assert make.steps(storage[mask]) == stored[7:]
+    assert storage[3].batch_size == ()
+    assert storage[torch.tensor([[1, 2], [3, 4]])].batch_size == (2, 2)
+    assert storage[[]].batch_size == (0,)
+    assert [len(s.batch_size) for s in storage] == [0] * 9
+    assert 8 in storage
+    assert 9 not in storage
+    for bad in (9, -10, [0, 9]):
+        with pytest.raises(IndexError, match="9 steps are stored"):
+            storage[bad]
+    with pytest.raises(TypeError, match="integer dtype"):
+        storage[torch.tensor([0.5])]
+    with pytest.raises(IndexError, match="mask must have shape"):
+        storage[torch.tensor([True])]
+
+
+def test_what_is_read_is_a_copy(make):
+    storage = EpisodeStorage(20)
+    storage.append(make.vectors([5]))
+    before = make.steps(storage[:])
+    storage[:].zero_()
+    storage.episode(0).zero_()
+    assert make.steps(storage[:]) == before
+
+
+def test_every_dtype_comes_back_bit_for_bit(make):
+    dtypes = (
+        torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.uint8, torch.int16,
+        torch.bool, torch.float8_e4m3fn,
+    )  # fmt: skip
+    data = {str(d): torch.randint(2, (4, 2)).to(d) for d in dtypes}
+    data["nan"] = torch.tensor([float("nan"), -0.0, 0.0, float("inf")])
+    data["empty"] = torch.zeros(4, 0)
+    data["next"] = {"nan": data["nan"].roll(-1), "done": torch.tensor([False, False, False, True])}
+    storage = EpisodeStorage(6)
+    for _ in range(3):
+        storage.append(TensorDict(data, [4]))
+    assert make.steps(storage[:]) == make.steps(TensorDict(data, [4]))
+    assert ("next", "nan") in storage.shared_keys
+
+
+def test_next_entries_share_rows_until_they_disagree(make):
+    storage = EpisodeStorage(30)
+    first, second, third = (make.vectors([6], seed=s) for s in range(3))
+    storage.append(first)
+    assert set(storage.shared_keys) == {("next", "observation"), ("next", "done")}
+    shared = storage.nbytes
+    second["next", "observation"][2] += 1
+    storage.append(second)
+    assert storage.shared_keys == [("next", "done")]
+    assert storage.nbytes > shared
+    for episode in (third, first, second, third):
+        storage.append(episode)
+    expected = [s for e in (second, third, first, second, third) for s in make.steps(e)]
+    assert make.steps(storage[:]) == expected
+
+
+def test_zeros_of_different_sign_do_not_agree(make):
+    storage = EpisodeStorage(10)
+    here = torch.tensor([0.0, 0.0])
+    episode = TensorDict({"x": here, "next": {"x": -here, "done": torch.tensor([0, 1]) > 0}}, [2])
+    storage.append(episode)
+    assert ("next", "x") not in storage.shared_keys
+    assert make.steps(storage[:]) == make.steps(episode)
+
+
+def test_images_take_half_the_bytes_of_a_plain_buffer():
+    generator = torch.Generator().manual_seed(0)
+
+    def episode(length):
+        seen = torch.randint(256, (length + 1, 64, 64, 3), generator=generator, dtype=torch.uint8)
+        done = torch.arange(length)[:, None] == length - 1
+        return TensorDict(
+            {"pixels": seen[:-1], "next": {"pixels": seen[1:], "done": done}}, [length]
+        )
+
+    storage, plain = EpisodeStorage(3000), LazyTensorStorage(3000)
+    for _ in range(40):
+        storage.append(episode(int(torch.randint(70, 101, (), generator=generator))))
+    plain.set(torch.arange(3000), episode(1).expand(3000).contiguous())
+    pixels = 2 * plain[:]["pixels"].numel()
+    assert storage.nbytes <= 0.53 * pixels
+
+
+def test_a_variable_length_may_show_up_later(make):
+    storage = EpisodeStorage(30)
+
+    def turns(sizes):
+        done = [i + 1 == len(sizes) for i in range(len(sizes))]
+        return lazy_stack(
+            [
+                TensorDict({"tokens": torch.arange(n), "x": torch.zeros(2), "next": {"done": d}})
+                for n, d in zip(sizes, done, strict=True)
+            ]
+        )
+
+    model = [turns(s) for s in ([4, 4], [4, 4, 4], [0, 3], [5])]
+    storage.append(model[0])
+    assert storage.ragged_keys == []
+    for episode in model[1:]:
+        storage.append(episode)
+    assert storage.ragged_keys == ["tokens"]
+    assert make.steps(storage[:]) == [s for e in model for s in make.steps(e)]
+
+
+def test_a_dense_entry_of_another_shape_is_refused_by_name(make):
+    storage = EpisodeStorage(30)
+    storage.append(make.vectors([3]))
+    wrong = make.vectors([3])
+    wrong["observation"] = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"'observation'.*\(3,\).*\(4,\)"):
+        storage.append(wrong)
+
+
+def breakages(episode):
+    longer = episode.clone()
+    longer["zzz"] = torch.zeros(episode.batch_size[0])
+    shape, dtype, kind = (episode.clone() for _ in range(3))
+    shape["next", "reward"] = torch.zeros(episode.batch_size[0], 2)
+    dtype["next", "reward"] = dtype["next", "reward"].double()
+    kind["next", "reward"] = ["a"] * episode.batch_size[0]
+    return {
+        "keys of the first one: 'zzz'": longer,
+        "'action'\\) is missing|'action' is missing": episode.exclude("action"),
+        r"\('next', 'reward'\).*\(1,\).*\(2,\)": shape,
+        r"\('next', 'reward'\).*float32.*float64": dtype,
+        r"\('next', 'reward'\).*Python object": kind,
+    }
+
+
+def test_a_refused_write_changes_nothing(make):
+    storage = EpisodeStorage(8)
+    storage.append(make.vectors([5]))
+    storage.append(make.vectors([3], seed=1))
+    before, state = make.steps(storage[:]), copy.deepcopy(storage.table.state_dict())
+    for message, bad in breakages(make.vectors([4])).items():
+        writer = EpisodeWriter(transform=lambda e, bad=bad: bad if e["episode"][0] else e)
+        rb = ReplayBuffer(storage=storage, writer=writer)
+        with pytest.raises(ValueError, match=message):
+            storage.append(bad)
+        with pytest.raises(ValueError, match=message):
+            rb.extend(make.vectors([2, 4]))
+        assert make.steps(storage[:]) == before
+        assert str(storage.table.state_dict()) == str(state)
+        assert rb.writer.open_episodes == {}
+    with pytest.raises(ValueError, match="9 steps does not fit in max_steps=8"):
+        storage.append(make.vectors([9]))
+    assert make.steps(storage[:]) == before
+
+
+def test_emptying_keeps_the_schema(make):
+    storage = EpisodeStorage(20)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    rb.extend(make.turns([3, 4]))
+    held = storage.nbytes
+    rb.empty()
+    assert (len(rb), storage.num_episodes, storage.nbytes) == (0, 0, held)
+    with pytest.raises(ValueError, match="keys of the first one"):
+        rb.extend(make.vectors([3]))
+    data = make.turns([2, 5], seed=3)
+    rb.extend(data)
+    assert make.steps(rb[:]) == make.steps(data)
+
+
+def test_objects_of_episodes_that_left_are_let_go(make):
+    import gc
+    import weakref
+
+    class Thing:
+        pass
+
+    storage, thing = EpisodeStorage(4), Thing()
+    watch = weakref.ref(thing)
+    for item in (thing, None, None):
+        data = TensorDict({"next": {"done": torch.tensor([False, True])}}, [2])
+        data["thing"] = [item, item]
+        storage.append(data)
+        del data
+    del thing, item
+    gc.collect()
+    assert watch() is None
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_state_comes_back_exactly(make, turns, tmp_path):
+    maker = make.turns if turns else make.vectors
+
+    def buffer():
+        return ReplayBuffer(
+            storage=EpisodeStorage(20),
+            writer=EpisodeWriter(),
+            sampler=ClipSampler(slice_len=2),
+            batch_size=8,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    rb = buffer()
+    for k in range(6):
+        rb.extend(maker([4, 3], seed=k, first_id=2 * k))
+    rb.extend(maker([5], seed=9, first_id=20)[:2])
+    state = rb.state_dict()
+    rb.dumps(tmp_path)
+    expected = [make.steps(rb.sample()) for _ in range(3)]
+    held = make.steps(rb[:])
+    loaded = buffer()
+    loaded.extend(maker([3]))
+    from_disk = buffer()
+    loaded.load_state_dict(state)
+    from_disk.loads(tmp_path)
+    for other in (loaded, from_disk):
+        assert make.steps(other[:]) == held
+        assert other.storage.shared_keys == rb.storage.shared_keys
+        assert other.storage.ragged_keys == rb.storage.ragged_keys
+        assert [make.steps(other.sample()) for _ in range(3)] == expected
+        other.extend(maker([5], seed=9, first_id=20)[2:])
+        assert make.steps(other.storage.episode(-1)) == make.steps(maker([5], seed=9, first_id=20))
+    assert make.steps(pickle.loads(pickle.dumps(rb.storage))[:]) == held
+
+
+def test_a_state_that_does_not_fit_is_refused(make):
+    storage, small = EpisodeStorage(20), EpisodeStorage(5)
+    storage.append(make.vectors([6]))
+    with pytest.raises(ValueError, match="6 steps, more than max_steps=5"):
+        small.load_state_dict(storage.state_dict())
+
+
+def test_a_foreign_writer_is_refused(make):
+    for cls in (ReplayBuffer, TensorDictReplayBuffer):
+        rb = cls(storage=EpisodeStorage(20))
+        with pytest.raises(TypeError, match="writer=EpisodeWriter"):
+            rb.extend(make.vectors([3]))
+        with pytest.raises(TypeError, match="writer=EpisodeWriter"):
+            rb.add(make.vectors([3])[0])
+        assert len(rb) == 0
+    with pytest.raises(TypeError, match="EpisodeStorage"):
+        ReplayBuffer(storage=LazyTensorStorage(20), writer=EpisodeWriter())
+
+
+def test_stored_steps_cannot_be_set(make):
+    rb = ReplayBuffer(storage=EpisodeStorage(20), writer=EpisodeWriter())
+    rb.extend(make.vectors([3]))
+    with pytest.raises(TypeError, match="never changes stored steps"):
+        rb[0] = rb[1]
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_random_sampler_and_an_ensemble_need_no_collate_fn(make, turns):
+    maker = make.turns if turns else make.vectors
+    buffers = [
+        ReplayBuffer(storage=EpisodeStorage(50), writer=EpisodeWriter(), batch_size=4)
+        for _ in range(2)
+    ]
+    for k, rb in enumerate(buffers):
+        rb.extend(maker([5, 6], seed=k))
+        stored = make.steps(rb[:])
+        assert all(step in stored for step in make.steps(rb.sample()))
+        assert len(list(rb.storage)) == 11
+    ensemble = ReplayBufferEnsemble(*buffers, batch_size=8)
+    assert ensemble.sample().batch_size == (2, 4)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True])
+def test_budget_must_be_positive(bad):
+    with pytest.raises(ValueError, match="max_steps must be a positive"):
+        EpisodeStorage(bad)
+
+
+def test_kinds_are_checked():
+    with pytest.raises(ValueError, match="kind must be one of"):
+        EpisodeStorage(3).keys_of_kind("x")
+    with pytest.raises(ValueError, match="span must be"):
+        EpisodeStorage(3).num_clips(0)
+    with pytest.raises(IndexError, match="nothing is stored"):
+        EpisodeStorage(3)[:]
+
+
+def test_threads_never_see_half_a_write(make):
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(40),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=3),
+        batch_size=12,
+        prefetch=2,
+    )
+    rb.extend(make.vectors([6]))
+    stop, failures = threading.Event(), []
+
+    def write():
+        k = 1
+        while not stop.is_set():
+            rb.writer.extend(make.vectors([3 + k % 7], seed=k, first_id=k))
+            k += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(300):
+            clips = rb.sample().view(4, 3)
+            if not (clips["episode"] == clips["episode"][:, :1]).all():
+                failures.append(clips["episode"])
+            if not (clips["step"][:, 1:] - clips["step"][:, :-1] == 1).all():
+                failures.append(clips["step"])
+            follows = clips["next", "observation"][:, :-1] == clips["observation"][:, 1:]
+            if not follows.all():
+                failures.append(follows)
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures

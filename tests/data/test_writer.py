@@ -1,0 +1,219 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+
+episode_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=12)
+
+
+def buffer(cls=ReplayBuffer, max_steps=1000, **kwargs):
+    return cls(storage=EpisodeStorage(max_steps), writer=EpisodeWriter(**kwargs))
+
+
+def interleaved(make, turns, lengths, draw, environments):
+    """The episodes, and their steps in an order in which several environments run at once."""
+    maker = make.turns if turns else make.vectors
+    episodes = [maker([n], seed=k, first_id=k) for k, n in enumerate(lengths)]
+    waiting, running, steps = list(range(len(lengths))), {}, []
+    finished = []
+    while waiting or running:
+        while waiting and len(running) < environments:
+            running[waiting.pop(0)] = 0
+        k = draw(st.sampled_from(sorted(running)))
+        steps.append(episodes[k][running[k]])
+        running[k] += 1
+        if running[k] == lengths[k]:
+            finished.append(k)
+            del running[k]
+    return [episodes[k] for k in finished], steps
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), lengths=episode_lengths, turns=st.booleans(), cls=st.booleans())
+def test_pieces_of_interleaved_episodes_are_put_together(make, data, lengths, turns, cls):
+    rb = buffer(TensorDictReplayBuffer if cls else ReplayBuffer)
+    expected, steps = interleaved(make, turns, lengths, data.draw, data.draw(st.integers(1, 3)))
+    ended = 0
+    while steps:
+        n = data.draw(st.integers(1, len(steps)))
+        piece, steps = steps[:n], steps[n:]
+        rb.extend(lazy_stack(piece) if turns else torch.stack(piece))
+        while ended < len(rb.storage.lengths):
+            assert make.steps(rb.storage.episode(ended)) == make.steps(expected[ended])
+            ended += 1
+    assert ended == len(expected)
+    assert rb.writer.open_episodes == {}
+    assert rb.write_count == sum(lengths)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), with_ids=st.booleans(), turns=st.booleans())
+def test_rows_of_batches_are_environments(make, data, with_ids, turns):
+    rows, maker, key = [], make.turns if turns else make.vectors, 0
+    environments, total = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 12))
+    for b in range(environments):
+        lengths = []
+        while sum(lengths) < total:
+            lengths.append(data.draw(st.integers(1, 5)))
+        row = maker(lengths, seed=b, first_id=key)
+        key += len(lengths)
+        if not with_ids:
+            row = lazy_stack([s.exclude("episode", "collector") for s in row.unbind(0)])
+        rows.append(row)
+    rb, expected, t = buffer(), [], 0
+    while t < total:
+        n = data.draw(st.integers(1, total - t))
+        batch = [row[t : t + n] for row in rows]
+        rb.extend(lazy_stack(batch) if turns or not with_ids else torch.stack(batch))
+        for row in rows:
+            begins = 0
+            for episode in make.split(row):
+                begins += len(episode)
+                if t < begins <= t + n:
+                    expected.append(episode)
+        t += n
+    assert [make.steps(e) for e in rb.storage.episodes()] == [make.steps(e) for e in expected]
+
+
+def test_indices_of_whole_episodes_read_them_back(make):
+    rb = buffer()
+    data = make.vectors([3, 4, 2])
+    assert make.steps(rb[rb.extend(data)]) == make.steps(data)
+    assert make.steps(rb[rb.extend(data)]) == make.steps(data)
+
+
+def test_indices_of_what_left_in_the_same_call_are_not_given():
+    rb = buffer(max_steps=5)
+    done = torch.tensor([False, True] * 4)
+    data = TensorDict({"x": torch.arange(8), "next": {"done": done}}, [8])
+    assert rb.extend(data).tolist() == [0, 1, 2, 3]
+    assert rb[:]["x"].tolist() == [4, 5, 6, 7]
+
+
+def test_an_id_that_comes_back_starts_another_episode(make):
+    rb = buffer()
+    data = make.vectors([3, 2])
+    data["episode"].zero_()
+    rb.extend(data[:4])
+    assert rb.storage.lengths.tolist() == [3]
+    rb.extend(data[4:])
+    assert rb.storage.lengths.tolist() == [3, 2]
+
+
+def test_truncation_and_termination_end_an_episode_too():
+    for flag in ("terminated", "truncated"):
+        rb = buffer()
+        end = torch.tensor([False, True, False])
+        rb.extend(TensorDict({"x": torch.arange(3), "next": {flag: end}}, [3]))
+        assert rb.storage.lengths.tolist() == [2]
+        assert len(rb.writer.open_episodes) == 1
+
+
+def test_steps_can_be_added_one_by_one(make):
+    for maker in (make.vectors, make.turns):
+        for cls in (ReplayBuffer, TensorDictReplayBuffer):
+            rb, data = buffer(cls), maker([3, 2])
+            index = [rb.add(step.clone()) for step in data.unbind(0)]
+            assert index == [None, None, 2, None, 4]
+            assert make.steps(rb[:]) == make.steps(data)
+
+
+def test_one_step_of_several_environments_can_be_added(make):
+    rb = buffer()
+    rows = [make.vectors([3], seed=s).exclude("episode") for s in range(2)]
+    for t in range(3):
+        rb.add(torch.stack([row[t] for row in rows]))
+    assert [make.steps(e) for e in rb.storage.episodes()] == [make.steps(r) for r in rows]
+
+
+def test_flush_stores_open_episodes_as_truncated(make):
+    rb = buffer()
+    data = make.vectors([4, 4])
+    rb.extend(torch.cat([data[:3], data[4:6]]))
+    assert sorted(rb.writer.open_episodes) == [0, 1]
+    assert make.steps(rb.writer.open_episodes[1]) == make.steps(data[4:6])
+    assert rb.writer.flush().tolist() == list(range(5))
+    assert rb.writer.open_episodes == {}
+    assert rb.storage.lengths.tolist() == [3, 2]
+    for episode in rb.storage.episodes():
+        for flag in ("done", "truncated"):
+            assert episode["next", flag].squeeze(-1).nonzero().tolist() == [[len(episode) - 1]]
+        assert not episode["next", "terminated"].any()
+    assert not data["next", "done"][2]
+
+
+def test_open_episodes_do_not_change_with_the_callers_data(make):
+    rb, data = buffer(), make.vectors([4])
+    first = data[:2].clone()
+    rb.extend(first)
+    first.zero_()
+    rb.extend(data[2:])
+    assert make.steps(rb[:]) == make.steps(data)
+
+
+def test_transform_runs_once_on_each_whole_episode(make):
+    seen = []
+
+    def transform(episode):
+        seen.append(len(episode))
+        return episode.set("length", torch.full((len(episode),), len(episode)))
+
+    rb, data = buffer(transform=transform), make.vectors([3, 4])
+    for piece in data.split(2):
+        rb.extend(piece)
+    assert seen == [3, 4]
+    assert rb[:]["length"].tolist() == [3] * 3 + [4] * 4
+    rb = buffer(transform=lambda episode: None)
+    with pytest.raises(TypeError, match="transform must return an episode"):
+        rb.extend(data)
+
+
+def test_a_tensordict_buffer_marks_what_is_stored(make):
+    rb = buffer(TensorDictReplayBuffer)
+    data = make.vectors([3, 4])
+    index = [rb.extend(piece).tolist() for piece in data.split(2)]
+    assert index == [[-1, -1], [2, -1], [-1, -1], [6]]
+    assert make.steps(rb[:]) == make.steps(data)
+    batch = torch.stack([make.vectors([2]), make.vectors([2], first_id=1)])
+    assert rb.extend(batch).tolist() == [[7, 8], [9, 10]]
+    batch["episode"] = torch.tensor([[2, 1], [3, 3]])
+    batch["next", "done"][0] = True
+    assert rb.extend(batch.reshape(-1)).tolist() == [11, 12, 13, 14]
+
+
+def test_bad_batches_are_refused_by_name(make):
+    rb, data = buffer(), make.vectors([3, 2])
+    rb.extend(data[:2])
+    two_rows = torch.stack([data[:2], data[:2]])
+    for bad, error, message in (
+        (data[:0], ValueError, "at least one step"),
+        (data[0], ValueError, "use add"),
+        ({"x": 1}, TypeError, "must be a TensorDict"),
+        (two_rows, ValueError, "id 0 is in more than one row"),
+        (data.exclude("next"), ValueError, r'\("next", "done"\)'),
+        (data.exclude("episode"), ValueError, "episodes are open that were told apart by"),
+        (data.clone().set("episode", torch.zeros(5, 2)), ValueError, "one integer id per step"),
+    ):
+        with pytest.raises(error, match=message):
+            rb.writer.extend(bad)
+        assert make.steps(rb.writer.open_episodes[0]) == make.steps(data[:2])
+    with pytest.raises(KeyError, match="traj_key 'traj' is not in the data"):
+        buffer(traj_key="traj").extend(data)
+    rb = buffer()
+    rb.extend(data.exclude("episode", ("next", "done"), ("next", "truncated"))[:2])
+    with pytest.raises(ValueError, match=r'need \("next", "truncated"\)'):
+        rb.writer.flush()
+    assert len(rb.writer.open_episodes) == 1
+
+
+def test_traj_key_can_be_chosen(make):
+    rb, data = buffer(traj_key=("my", "id")), make.vectors([3, 2])
+    ids = data.pop("episode").clone()
+    data["my"] = TensorDict({"id": ids[:, None]}, [5])
+    data["episode"] = torch.arange(5)
+    rb.extend(data[torch.tensor([0, 3, 1, 4, 2])])
+    assert rb.storage.lengths.tolist() == [2, 3]
