@@ -34,6 +34,7 @@ class GuessNumber(TextEnv):
     Args:
         numbers: how many numbers there are.
         turns: how many guesses an episode has.
+        prompt: the opening message; ``{numbers}`` is filled in.
         seed: seed of the numbers drawn for episodes whose data gives none.
 
     Raises:
@@ -52,8 +53,16 @@ class GuessNumber(TextEnv):
 
     inline = True
 
-    def __init__(self, numbers: int = 16, turns: int = 5, *, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        numbers: int = 16,
+        turns: int = 5,
+        *,
+        prompt: str = "guess 1 to {numbers}",
+        seed: int | None = None,
+    ) -> None:
         _require_game(numbers, turns)
+        self.prompt = prompt
         self.numbers = numbers
         self.turns = turns
         self._rng = random.Random(seed)
@@ -75,7 +84,7 @@ class GuessNumber(TextEnv):
         """
         self._number = self._draw(data)
         self._guesses = 0
-        return [_user(f"guess 1 to {self.numbers}")]
+        return [_user(self.prompt.format(numbers=self.numbers))]
 
     def step(self, response: str) -> TextStep:
         """Answer a guess.

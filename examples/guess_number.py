@@ -1,0 +1,419 @@
+"""Train a language model to play a multi-turn game by reinforcement learning.
+
+A number is hidden; each turn the model answers with a number and is told "higher", "lower" or
+"correct". Found at turn k it is worth 0.9 ** (k - 1). The best possible expected return is known, so
+the run ends by saying what share of it was learned.
+
+Without ``--model``, a small tokenizer and model are built on the spot and taught the rules on random
+games; then everything is learned from the game's own answers.
+
+    python examples/guess_number.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from tensordict import TensorDictBase
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.data import ReplayBuffer
+from tqdm import tqdm, trange
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from torchrl_mt.collectors import ChatTokens, Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.transforms import DiscountedReturn, MergeTurns
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+GAMMA = 0.9
+EPISODES_PER_UPDATE = 128
+CONCURRENCY = 64
+MAX_RESPONSE_TOKENS = 8
+PROMPT = "guess 1 to {numbers}"
+PROMPT_FOR_LARGER_MODELS = (
+    "I think of a number from 1 to {numbers}. Guess it: answer with a number and nothing else, and "
+    "I will say higher, lower or correct."
+)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Collect, learn, update the sampler's weights; and again."""
+    torch.manual_seed(args.seed)
+    if args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model).to(args.device)
+    else:
+        tokenizer = build_tokenizer(args.numbers)
+        model = build_model(tokenizer).to(args.device)
+        warm_start(model, tokenizer, args)
+
+    env = GuessNumber(args.numbers, args.turns, prompt=args.prompt)
+    limits = Limits(max_turns=args.turns, max_response_tokens=MAX_RESPONSE_TOKENS)
+    engine = TransformersEngine(model, tokenizer)
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(EPISODES_PER_UPDATE * args.turns),
+        writer=EpisodeWriter(transform=DiscountedReturn(GAMMA)),
+        sampler=EpisodeSampler(replacement=False),
+        transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
+        batch_size=EPISODES_PER_UPDATE,
+    )
+    collector = MultiTurnCollector(
+        env,
+        engine,
+        GuessNumber.data(numbers=args.numbers, seed=args.seed),
+        episodes_per_batch=EPISODES_PER_UPDATE,
+        total_episodes=args.updates * EPISODES_PER_UPDATE,
+        max_concurrency=CONCURRENCY,
+        limits=limits,
+        replay_buffer=buffer,
+    )
+    evaluate = Evaluation(env, engine, limits, args)
+    maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.003)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(args.updates))
+    report = Report(args, before=evaluate())
+
+    with contextlib.suppress(KeyboardInterrupt), tqdm(collector, unit="update") as progress:
+        for _ in progress:
+            report.collected()
+            rows = maker(buffer.sample().to(args.device))
+            for _ in range(2):
+                for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
+                    losses = loss_module(batch)
+                    sum(losses[key] for key in losses.keys() if key.startswith("loss_")).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            schedule.step()
+            collector.update_policy_weights_(model)
+            progress.set_postfix(report.updated(buffer.storage, losses, collector.stats()))
+            buffer.empty()
+
+    collector.shutdown()
+    report.finish(after=evaluate())
+    engine.close()
+
+
+# What plays: a model and its tokenizer
+
+
+def build_tokenizer(numbers: int) -> PreTrainedTokenizerBase:
+    """A tokenizer with a word for everything that is said in the game."""
+    words = ["<pad>", "<end>", "<user>", "<assistant>"]
+    words += ["guess", "to", "higher", "lower", "correct", "invalid"]
+    words += [str(number) for number in range(1, numbers + 1)]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A Qwen2 of two layers, with random weights."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.1,  # the usual 0.02 is meant for wide models: this one learns faster
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def warm_start(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+) -> None:
+    """Teach the rules by imitation of random games: any guess that the hints leave possible."""
+    rng = random.Random(args.seed)
+    chat = ChatTokens(tokenizer)
+
+    def random_game() -> tuple[torch.Tensor, torch.Tensor]:
+        """A game's tokens, and the same with -100 wherever the player does not speak."""
+        number = rng.randint(1, args.numbers)
+        game = play_guess_number(rng.randint, number, numbers=args.numbers, turns=args.turns)
+        opening, *rest = game.messages
+        tokens = chat.open([opening])
+        labels = [-100] * len(tokens)
+        for said, hint in zip(rest[::2], rest[1::2], strict=True):
+            guess = tokenizer(said["content"], add_special_tokens=False)["input_ids"]
+            answered = chat.extend([hint], ended=True)
+            tokens += [*guess, tokenizer.eos_token_id, *answered]
+            labels += [*guess, tokenizer.eos_token_id, *[-100] * len(answered)]
+        return torch.tensor(tokens), torch.tensor(labels)
+
+    steps = args.warm_start_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(steps))
+    for _ in trange(steps, desc="warm start"):
+        tokens, labels = zip(*(random_game() for _ in range(64)), strict=True)
+        loss = model(
+            input_ids=pad_sequence(tokens, batch_first=True).to(args.device),
+            labels=pad_sequence(labels, batch_first=True, padding_value=-100).to(args.device),
+        ).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def warmup_then_decay(steps: int) -> Callable[[int], float]:
+    """Factor of the learning rate: up over the first tenth, then down to zero."""
+    return lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
+
+
+# What is measured
+
+
+class Evaluation:
+    """Play the same games again: 1024 hidden numbers that training does not choose."""
+
+    def __init__(
+        self,
+        env: GuessNumber,
+        engine: TransformersEngine,
+        limits: Limits,
+        args: argparse.Namespace,
+    ) -> None:
+        self.collector = MultiTurnCollector(
+            env,
+            engine,
+            list(GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32)),
+            episodes_per_batch=args.eval_episodes,
+            max_concurrency=CONCURRENCY,
+            limits=limits,
+            postproc=DiscountedReturn(GAMMA),
+        )
+
+    def __call__(self) -> dict[str, Any]:
+        (batch,) = (batch for batch, _ in zip(self.collector, range(1), strict=False))
+        return {**outcome(batch), "games": transcript(batch, 5)}
+
+
+def outcome(steps: TensorDictBase) -> dict[str, float]:
+    """Mean discounted return and share of games won, from whole episodes with returns."""
+    done = steps["next", "done"][:, 0]
+    first = torch.cat([done.new_ones(1), done[:-1]])
+    returns, rewards = steps["next", "return"][:, 0], steps["next", "reward"][:, 0]
+    return {
+        "return": returns[first].mean().item(),
+        "success": (rewards.sum() / first.sum()).item(),
+    }
+
+
+def transcript(steps: TensorDictBase, games: int) -> str:
+    """The first games, as people read them."""
+    lines: list[str] = []
+    for messages, done in zip(steps["text"], steps["next", "done"][:, 0].tolist(), strict=True):
+        lines += [f"{message['role']:>9}: {message['content']}" for message in messages]
+        if done:
+            lines.append("")
+            games -= 1
+        if not games:
+            break
+    return "\n".join(lines)
+
+
+class Report:
+    """Keep what was measured, and write it to the output folder."""
+
+    def __init__(self, args: argparse.Namespace, before: dict[str, Any]) -> None:
+        self.out: Path = args.out
+        self.optimum = optimal_return(args.numbers, args.turns, GAMMA)
+        self.before = before
+        self.metrics: list[dict[str, float]] = []
+        self.seconds = {"rollout": 0.0, "training": 0.0}
+        print(
+            f"start: return {before['return']:.3f}, success {before['success']:.3f} "
+            f"(optimum {self.optimum:.3f})"
+        )
+        self.clock = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self.clock
+        self.clock = now
+
+    def collected(self) -> None:
+        """A batch of episodes is in the buffer."""
+        self.lap("rollout")
+
+    def updated(
+        self, storage: EpisodeStorage, losses: TensorDictBase, stats: dict[str, Any]
+    ) -> dict[str, str]:
+        """An update is done: enter it, and say how it went."""
+        self.lap("training")
+        self.metrics.append(
+            {
+                "episodes": stats["accepted"],
+                "tokens": stats["tokens"],
+                **outcome(storage[:]),
+                **{key: losses[key].item() for key in ("entropy", "approx_kl", "clip_fraction")},
+                **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
+            }
+        )
+        recent = self.metrics[-5:]
+        running = sum(row["return"] for row in recent) / len(recent)
+        return {"return": f"{running:.3f}", "optimum": f"{self.optimum:.3f}"}
+
+    def finish(self, after: dict[str, Any]) -> None:
+        """Write everything, and say what was reached."""
+        if self.metrics:
+            with replacing(self.out / "metrics.csv") as path, path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self.metrics[0])
+                writer.writeheader()
+                writer.writerows(self.metrics)
+            with replacing(self.out / "curve.png") as path:
+                self.draw(path)
+        with replacing(self.out / "episodes.txt") as path:
+            path.write_text(
+                f"BEFORE\n\n{self.before['games']}\nAFTER\n\n{after['games']}", encoding="utf-8"
+            )
+        last = self.metrics[-1] if self.metrics else {"episodes": 0, "tokens": 0}
+        print(f"return      {after['return']:.3f}  (before: {self.before['return']:.3f})")
+        print(f"success     {after['success']:.3f}  (before: {self.before['success']:.3f})")
+        print(f"optimum     {self.optimum:.3f}")
+        print(f"of optimum  {after['return'] / self.optimum:.1%}")
+        print(f"episodes    {last['episodes']}")
+        print(f"tokens      {last['tokens']} generated")
+        print(
+            f"seconds     {self.seconds['rollout']:.0f} rollout, "
+            f"{self.seconds['training']:.0f} training"
+        )
+        print(f"written to  {self.out}")
+
+    def draw(self, path: Path) -> None:
+        """Return and success over the episodes, the optimum as a line."""
+        episodes = [row["episodes"] for row in self.metrics]
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        axes.plot(episodes, [row["return"] for row in self.metrics], label="discounted return")
+        axes.plot(episodes, [row["success"] for row in self.metrics], label="success")
+        axes.axhline(self.optimum, color="black", linestyle="--", label="best possible return")
+        axes.set(xlabel="episodes", ylim=(0, 1.02))
+        axes.legend(loc="lower right")
+        figure.savefig(path, format="png", dpi=120)
+        plt.close(figure)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Any:
+    """A file to write to that takes the place of ``path`` once it is whole."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+# The command line
+
+
+def positive(text: str) -> int:
+    """An argument that must be a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--numbers", type=positive, default=16, help="the number is from 1 to this")
+    parser.add_argument("--turns", type=positive, default=5, help="guesses a game allows")
+    parser.add_argument("--updates", type=positive, default=100, help="rounds of play and training")
+    parser.add_argument(
+        "--model",
+        metavar="NAME_OR_PATH",
+        help="a Hugging Face causal LM with a chat template; without it, a small model is built and "
+        "taught the rules first",
+    )
+    parser.add_argument(
+        "--prompt",
+        help="what the model is told first; {numbers} is filled in. Default: as suits it",
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--device", default="cpu", help="where the model lives")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/guess_number"), help="folder for the results"
+    )
+    parser.add_argument(
+        "--warm-start-steps", type=positive, default=300, help="steps of imitation, without --model"
+    )
+    parser.add_argument(
+        "--eval-episodes", type=positive, default=1024, help="games to measure with"
+    )
+    args = parser.parse_args(argv)
+    args.prompt = args.prompt or (PROMPT_FOR_LARGER_MODELS if args.model else PROMPT)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
