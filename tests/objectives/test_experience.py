@@ -116,6 +116,25 @@ def test_turn_advantage_takes_the_returns_that_came_with_the_rows(model, rows):
     torch.testing.assert_close(out["advantage"], made["advantage"])
 
 
+@pytest.mark.parametrize("advantage", KINDS)
+@pytest.mark.parametrize("given_returns", [False, True])
+def test_making_experience_twice_is_making_it_once(
+    model, other_model, rows, advantage, given_returns
+):
+    batch = rows()
+    if given_returns:
+        given = torch.randn(batch["rewards", "full"].shape)
+        batch["returns", "full"] = given
+    maker = ExperienceMaker(model, ref=other_model, kl_coef=0.1, advantage=advantage, gamma=0.9)
+    once = maker(batch).clone()
+    if given_returns:
+        assert torch.equal(once["rewards", "to_go"], given)
+    twice = maker(batch)
+    assert set(twice.keys(True, True)) == set(once.keys(True, True))
+    for key in once.keys(True, True):
+        torch.testing.assert_close(twice[key], once[key])
+
+
 @pytest.mark.parametrize("advantage", ["dr_grpo", "turn"])
 @pytest.mark.parametrize("given_returns", [False, True])
 def test_kl_penalty_is_a_reward_on_each_token(model, other_model, rows, advantage, given_returns):
@@ -157,6 +176,18 @@ def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, adva
 
 
 @pytest.mark.parametrize("advantage", KINDS)
+def test_copies_of_an_episode_are_episodes_of_their_own(model, rows, advantage):
+    batch = torch.cat([rows(), rows()])
+    batch["episode_index"] = batch["episode"] + 100 * (torch.arange(12) >= 6)
+    renamed = torch.cat([rows(), rows()])
+    renamed["episode"] = batch["episode_index"]
+    maker = ExperienceMaker(model, advantage=advantage, gamma=0.9)
+    got, expected = maker(batch), maker(renamed)
+    torch.testing.assert_close(got["returns"], expected["returns"])
+    torch.testing.assert_close(got["advantage"], expected["advantage"])
+
+
+@pytest.mark.parametrize("advantage", KINDS)
 def test_nothing_sampled_is_finite(model, other_model, rows, advantage):
     batch = rows()
     batch["masks", "all_assistant_mask"].zero_()
@@ -195,6 +226,8 @@ def test_bad_arguments_are_refused_by_name(model, rows):
 
 
 def test_a_refused_call_changes_nothing(model, rows):
+    with pytest.raises(KeyError, match="old_log_probs='actor' does without"):
+        ExperienceMaker(model)(rows().exclude("log_probs"))
     batch = rows().exclude("group")
     before = batch.clone()
     with pytest.raises(KeyError, match="rows lack the entry 'group'"):

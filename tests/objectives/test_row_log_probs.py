@@ -82,9 +82,12 @@ def test_any_module_with_logits_will_do(rows):
             self.table = nn.Embedding(24, 24)
 
         def forward(self, input_ids, attention_mask):
+            assert attention_mask.any(-1).all(), "attention over nothing is not a number"
             return self.table(input_ids)
 
-    model, batch = Bigram(), rows(suffix_padding=True)
+    model, batch = Bigram(), rows()
+    batch["masks", "all_attention_mask"][1] = False
+    batch["masks", "all_assistant_mask"][1] = False
     tokens, _, mask = entries(batch)
     expected = model.table.weight.log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]]
     got = row_log_probs(model, *entries(batch))[0]

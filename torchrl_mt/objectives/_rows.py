@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tensordict import NestedKey, TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 TOKENS = ("tokens", "full")
@@ -14,7 +15,9 @@ REF_LOG_PROBS = ("log_probs", "ref")
 TURNS = ("turns", "full")
 REWARDS = ("rewards", "full")
 TURN_RETURNS = ("returns", "full")
+KEPT_TURN_RETURNS = ("rewards", "to_go")
 EPISODE = "episode"
+EPISODE_INDEX = "episode_index"
 GROUP = "group"
 
 
@@ -25,3 +28,20 @@ def read_entry(rows: TensorDictBase, key: NestedKey, hint: str = "") -> Tensor:
         found = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
         raise KeyError(f"rows lack the entry {key!r}{hint}; found {', '.join(found)}.")
     return value
+
+
+def read_turn_returns(rows: TensorDictBase) -> Tensor | None:
+    """Read the turns' returns that came with the rows, from before or after they were moved aside."""
+    value = rows.get(TURN_RETURNS[0], None)
+    if is_tensor_collection(value):
+        return value.get(TURN_RETURNS[1], None)
+    return rows.get(KEPT_TURN_RETURNS, None)
+
+
+def read_episode(rows: TensorDictBase) -> Tensor:
+    """Read which rows are one episode; copies of an episode in one batch are episodes of their own."""
+    episode = read_entry(rows, EPISODE)
+    copy = rows.get(EPISODE_INDEX, None)
+    if copy is None:
+        return episode
+    return torch.unique(torch.stack([episode, copy]), dim=1, return_inverse=True)[1]

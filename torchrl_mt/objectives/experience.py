@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import read_entry
+from torchrl_mt.objectives._rows import read_entry, read_episode, read_turn_returns
 from torchrl_mt.objectives.functional import (
     kl_estimate,
     outcome_advantage,
@@ -47,7 +47,8 @@ class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
 
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
-    whatever rows its forks lie in. The advantage is
+    whatever rows its forks lie in. Rows are one episode if they agree on ``"episode"`` and, where it
+    is present, on ``"episode_index"``, which tells copies of one episode apart. The advantage is
 
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"batch"``: the episode's return (that of its first turn)
       compared with its group, each episode counting once, on all of its sampled tokens
@@ -55,7 +56,7 @@ class ExperienceMaker(TensorDictModuleBase):
     - ``"turn"``: each turn's return, normalised among the turns of the batch that have the same turn
       id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). The rows' own
       ``("returns", "full")`` are used where present, in place of ``("rewards", "full")`` and
-      ``gamma``;
+      ``gamma``; as ``"returns"`` is an output, they move to ``("rewards", "to_go")``;
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
     No gradient flows; the models' modes and the random state are left as they were.
@@ -179,7 +180,8 @@ class ExperienceMaker(TensorDictModuleBase):
         mask = read_entry(tensordict, _rows.ASSISTANT_MASK)
         out: dict = {}
         if self.old_log_probs == "sampler":
-            old = read_entry(tensordict, _rows.SAMPLER_LOG_PROBS)
+            hint = "; old_log_probs='actor' does without"
+            old = read_entry(tensordict, _rows.SAMPLER_LOG_PROBS, hint)
             check_shape(str(_rows.SAMPLER_LOG_PROBS), old, mask.shape)
             out[_rows.OLD_LOG_PROBS] = torch.where(mask, old.float(), 0.0)
         else:
@@ -188,27 +190,31 @@ class ExperienceMaker(TensorDictModuleBase):
             out[_rows.REF_LOG_PROBS] = self._score(self.ref, tensordict)
             kl = kl_estimate(out[_rows.OLD_LOG_PROBS], out[_rows.REF_LOG_PROBS], self.kl_kind)
             out["kl"] = torch.where(mask, kl, 0.0)
-        out["returns"] = self._returns(tensordict, mask, out.get("kl"))
+        given = read_turn_returns(tensordict)
+        if given is not None:
+            check_shape(str(_rows.TURN_RETURNS), given, mask.shape)
+            out[_rows.KEPT_TURN_RETURNS] = given
+        use_given = given if self.advantage == "turn" else None
+        out["returns"] = self._returns(tensordict, mask, out.get("kl"), use_given)
         advantage = self._advantage(tensordict, mask, out)
         out["advantage"] = torch.where(mask, advantage, 0.0).unsqueeze(-1)
         for key, value in out.items():
             tensordict.set(key, value)
         return tensordict
 
-    def _returns(self, rows: TensorDictBase, mask: Tensor, kl: Tensor | None) -> Tensor:
+    def _returns(
+        self, rows: TensorDictBase, mask: Tensor, kl: Tensor | None, given: Tensor | None
+    ) -> Tensor:
         """Return-to-go of each turn, less the KL's part in the reward."""
-        given = rows.get(_rows.TURN_RETURNS, None) if self.advantage == "turn" else None
         if given is None:
             reward = read_entry(rows, _rows.REWARDS).float()
-        else:
-            check_shape(str(_rows.TURN_RETURNS), given, mask.shape)
+        elif self.kl_coef:
             reward = torch.zeros_like(given, dtype=torch.float32)
-        if self.kl_coef:
-            assert kl is not None
-            reward = reward - self.kl_coef * kl
-        if given is not None and not self.kl_coef:
+        else:
             return torch.where(mask, given.float(), 0.0)
-        turns, episode = read_entry(rows, _rows.TURNS), read_entry(rows, _rows.EPISODE)
+        if kl is not None and self.kl_coef:
+            reward = reward - self.kl_coef * kl
+        turns, episode = read_entry(rows, _rows.TURNS), read_episode(rows)
         returns = turn_returns(reward, mask, turns, self.gamma, episode=episode)
         # Returns are linear in rewards: those of the KL add to those that came with the rows.
         return returns if given is None else torch.where(mask, given.float(), 0.0) + returns
@@ -222,7 +228,7 @@ class ExperienceMaker(TensorDictModuleBase):
             advantage = self.advantage(completed)
             check_shape("the result of advantage(rows)", advantage, mask.shape)
             return advantage.float()
-        turns, episode = read_entry(rows, _rows.TURNS), read_entry(rows, _rows.EPISODE)
+        turns, episode = read_entry(rows, _rows.TURNS), read_episode(rows)
         if self.advantage == "turn":
             return turn_normalize(out["returns"], mask, turns, episode=episode)
         kind: GroupKind = self.advantage

@@ -196,7 +196,7 @@ class MultiTurnLoss(LossModule):
         loss, clipped = self.objective(log_prob, old, advantage, mask, self.clip_epsilon)
         out = {"loss_objective": reduce(loss)}
         if self.kl_coef is not None and ref is not None:
-            kl = kl_estimate(log_prob, torch.where(mask, ref, 0.0), self.kl_kind)
+            kl = kl_estimate(log_prob, ref, self.kl_kind)
             out["loss_kl"] = self.kl_coef * reduce(kl)
             out["kl_to_ref"] = aggregate(kl.detach(), mask)
         if self.entropy_coef is not None:

@@ -99,6 +99,13 @@ def test_lone_and_equal_turns_get_zero():
     assert not turn_normalize(returns, turns >= 0, turns).any()
 
 
+def test_equal_returns_come_out_equal_whatever_the_order_of_the_sums():
+    reward = torch.tensor([[100.0, 0.1, 0.2, 0.3], [0.3, 0.2, 0.1, 100.0]])
+    turns = torch.zeros(2, 4, dtype=torch.long)
+    returns = turn_returns(reward, turns == 0, turns, 1.0)
+    assert not turn_normalize(returns, turns == 0, turns).any()
+
+
 def test_index_is_ordered_and_invertible():
     mask = torch.tensor([[True, False, True, True], [True, True, False, True]])
     turns = torch.tensor([[2, -1, 2, 4], [1, 3, 3, 3]])

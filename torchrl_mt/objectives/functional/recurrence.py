@@ -38,6 +38,11 @@ def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
     return y
 
 
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Name the type that sums over time are taken in: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def sampled_recurrence(x: Tensor, mask: Tensor, decay: float) -> Tensor:
     """Solve ``y[i] = x[i] + decay * y[i + 1]`` over a row's sampled tokens ``i`` only.
 
@@ -56,7 +61,7 @@ def sampled_recurrence(x: Tensor, mask: Tensor, decay: float) -> Tensor:
         >>> sampled_recurrence(torch.tensor([1.0, 0.0, 4.0]), mask, 0.5)
         tensor([3., 0., 4.])
     """
-    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    dtype = accumulation_dtype(x.device)
     # A masked token hands on what comes after it: factor 1, so no time passes.
     factors = torch.ones_like(x, dtype=dtype).masked_fill(mask, decay)
     return torch.where(mask, reverse_linear_recurrence(x.to(dtype), factors).float(), 0.0)

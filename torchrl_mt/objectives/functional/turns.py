@@ -17,7 +17,10 @@ from torchrl_mt.objectives.functional._checks import (
     check_unit_interval,
 )
 from torchrl_mt.objectives.functional.group import group_advantage
-from torchrl_mt.objectives.functional.recurrence import reverse_linear_recurrence
+from torchrl_mt.objectives.functional.recurrence import (
+    accumulation_dtype,
+    reverse_linear_recurrence,
+)
 from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 
 
@@ -149,11 +152,14 @@ def turn_returns(
     check_mask("mask", mask, reward.shape)
     check_unit_interval("gamma", gamma)
     index = index_turns(mask, turns, episode)
-    earned = index.total(rewards_on_sampled(reward, mask))
+    # Equal returns must come out equal whatever the order of the sums: group statistics divide by
+    # their spread.
+    dtype = accumulation_dtype(reward.device)
+    earned = index.total(rewards_on_sampled(reward, mask).to(dtype))
     wait = index.turn[1:] - index.turn[:-1]
     decay = torch.zeros_like(earned)
-    decay[:-1] = torch.where(index.opens_episode()[1:], 0.0, gamma ** wait.clamp(min=0).float())
-    return index.write(reverse_linear_recurrence(earned, decay))
+    decay[:-1] = torch.where(index.opens_episode()[1:], 0.0, gamma ** wait.clamp(min=0).to(dtype))
+    return index.write(reverse_linear_recurrence(earned, decay).float())
 
 
 def turn_normalize(
