@@ -100,8 +100,9 @@ def test_lone_and_equal_turns_get_zero():
 
 
 def test_equal_returns_come_out_equal_whatever_the_order_of_the_sums():
-    reward = torch.tensor([[100.0, 0.1, 0.2, 0.3], [0.3, 0.2, 0.1, 100.0]])
-    turns = torch.zeros(2, 4, dtype=torch.long)
+    reward = 100 * torch.rand(1, 12, generator=torch.Generator().manual_seed(0))
+    reward = torch.cat([reward, reward.flip(-1)])
+    turns = torch.zeros(2, 12, dtype=torch.long)
     returns = turn_returns(reward, turns == 0, turns, 1.0)
     assert not turn_normalize(returns, turns == 0, turns).any()
 
