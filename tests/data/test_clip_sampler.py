@@ -1,3 +1,4 @@
+import gc
 from itertools import pairwise
 
 import pytest
@@ -170,6 +171,15 @@ def test_a_selection_outlives_a_write(make):
     index, _ = rb.sampler.sample(rb.storage, 6)
     rb.extend(make.vectors([9], seed=1, first_id=1))
     assert make.steps(rb.storage.get(index)) == [stored[i] for i in index.tolist()]
+
+
+def test_selections_that_are_not_read_are_forgotten(make):
+    rb = buffer(slice_len=3)
+    rb.extend(make.vectors([9]))
+    for _ in range(5):
+        rb.sampler.sample(rb.storage, 6)
+    gc.collect()
+    assert len(rb.storage._selections) == 0
 
 
 def test_prefetching_gives_whole_clips(make):

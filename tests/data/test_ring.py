@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data.ring import Ring
+from torchrl_mt.data.ring import Blocks, Ring
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=120)
 
@@ -59,3 +59,24 @@ def test_a_ring_that_cannot_hold_its_blocks_is_refused():
     ring.push(3)
     with pytest.raises(ValueError, match="at least the 3 live rows"):
         ring.resize(2)
+
+
+def test_several_blocks_are_placed_or_none():
+    ring = Ring(6)
+    assert ring.push_all([2, 3]) == [0, 2]
+    before = vars(ring).copy()
+    assert ring.push_all([1, 1]) is None
+    assert vars(ring) == before
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=9))
+def test_pieces_are_the_rows_of_the_blocks(blocks):
+    starts, lengths = map(torch.tensor, zip(*blocks, strict=True))
+    rows = [start + k for start, n in blocks for k in range(n)]
+    blocks = Blocks(starts, lengths)
+    assert blocks.rows.tolist() == rows
+    got = {}
+    for row, first, stop in blocks.pieces:
+        got.update({first + k: row + k for k in range(stop - first)})
+    assert got == dict(enumerate(rows))
+    assert all(a[0] + a[2] - a[1] != b[0] for a, b in pairwise(blocks.pieces))

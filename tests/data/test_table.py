@@ -4,22 +4,24 @@ from hypothesis import strategies as st
 
 from torchrl_mt.data.table import EpisodeTable
 
-events = st.lists(st.one_of(st.integers(1, 7), st.just("evict")), min_size=1, max_size=200)
+events = st.lists(
+    st.one_of(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 9)), max_size=80
+)
 
 
 @given(events=events, span=st.integers(1, 8), late=st.integers(1, 8))
 def test_table_equals_a_plain_list(events, span, late):
     table, model, stored = EpisodeTable(), [], 0
     for event in events:
-        if event == "evict":
-            if not model:
-                continue
-            table.evict(1)
-            model.pop(0)
+        if isinstance(event, int):
+            episodes = min(event, len(model))
+            table.evict(episodes)
+            del model[:episodes]
         else:
-            table.append(event, start=stored)
-            model.append((event, stored))
-            stored += 1
+            starts = range(stored, stored + len(event))
+            table.extend(torch.tensor(event), torch.tensor(starts))
+            model += zip(event, starts, strict=True)
+            stored += len(event)
         lengths = [n for n, _ in model]
         assert table.lengths.tolist() == lengths
         assert table.starts.tolist() == [s for _, s in model]
@@ -43,6 +45,7 @@ def test_table_equals_a_plain_list(events, span, late):
         assert list(zip(*(x.tolist() for x in found), strict=True)) == steps
         ends = torch.tensor([n for n, _ in model]).cumsum(0).tolist()
         for need in range(1, len(steps) + 1):
+            assert table.first_steps(torch.arange(len(ends))).tolist() == [0, *ends[:-1]]
             assert table.episodes_holding(need) == 1 + next(
                 i for i, e in enumerate(ends) if e >= need
             )

@@ -99,8 +99,8 @@ class ClipSampler(Sampler):
                 lengths = storage.table.lengths[episodes]
                 if bool((lengths < span).any()):
                     spans = lengths.clamp_max(span)
-            selection = storage.select(episodes, offsets, spans)
-            return selection.index, self._marks(storage, selection, spans, num_slices)
+            index, selection = storage.select(episodes, offsets, spans)
+            return index, self._marks(storage, selection, index, spans)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -152,20 +152,19 @@ class ClipSampler(Sampler):
         return total
 
     def _marks(
-        self, storage: EpisodeStorage, selection: Selection, spans: int | Tensor, num_slices: int
+        self, storage: EpisodeStorage, selection: Selection, index: Tensor, spans: int | Tensor
     ) -> dict[Any, Any]:
         """The sample's ``info``: ends and starts of clips, OR-ed with the stored flags."""
         info: dict[Any, Any] = {}
-        index = selection.index
         if isinstance(spans, int):
-            ends = torch.arange(1, num_slices + 1, device=index.device) * spans
-            starts = ends - spans
+            starts: Any = slice(0, None, spans)
+            ends: Any = slice(spans - 1, None, spans)
         else:
-            ends = spans.cumsum(0)
-            ends, starts = ends.to(index.device), (ends - spans).to(index.device)
+            ends = spans.cumsum(0).to(index.device) - 1
+            starts = ends - spans.to(index.device) + 1
         if self.truncated_key is not None:
-            truncated = torch.zeros(len(index), 1, dtype=torch.bool, device=index.device)
-            truncated[ends - 1] = True
+            truncated = torch.zeros((index.shape[0], 1), dtype=torch.bool, device=index.device)
+            truncated[ends] = True
             done_key = _replace_last(self.truncated_key, "done")
             terminated_key = _replace_last(self.truncated_key, "terminated")
             done = storage.read_selected(selection, done_key)

@@ -5,15 +5,15 @@ What is read equals, bit for bit, what was written. A column knows rows, not epi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.ring import Moves, Ring
-from torchrl_mt.data.schema import Entry
+from torchrl_mt.data.ring import Blocks, Moves, Ring
+from torchrl_mt.data.schema import Entry, bits
 from torchrl_mt.data.steps import Column, Objects, Rows, step_tensors
 
 __all__ = ["DenseColumn", "NextColumn", "ObjectColumn", "RaggedColumn", "RowPlan", "StoredColumn"]
@@ -33,7 +33,7 @@ class RowPlan:
         self._moved: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self.starts) * self.span
+        return self.starts.shape[0] * self.span
 
     def starts_on(self, device: torch.device) -> Tensor:
         """``starts`` on ``device``; copied there once."""
@@ -51,14 +51,14 @@ class RowPlan:
 class StoredColumn(Protocol):
     """What the storage asks of a column."""
 
-    def write(self, start: int, column: Any) -> None:
-        """Store an episode's column in the rows from ``start``."""
+    def write(self, blocks: Blocks, column: Any) -> None:
+        """Store a column of whole episodes in the rows of ``blocks``."""
 
     def read(self, plan: RowPlan) -> Column:
         """The rows of ``plan``, as new memory."""
 
-    def release(self, rows: Sequence[tuple[int, int]], first: int | None) -> None:
-        """Let go of row ranges; ``first`` is the row that is now the oldest, None if none is."""
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Let go of the oldest episodes; ``first`` is the oldest row that stays, None if none."""
 
     def relayout(self, moves: Moves, capacity: int) -> None:
         """Follow the rows to a ring of ``capacity`` rows."""
@@ -71,34 +71,49 @@ class StoredColumn(Protocol):
 class DenseColumn:
     """Tensors of one shape: row ``r`` of ``data`` is the value at ring row ``r``."""
 
-    def __init__(self, entry: Entry, capacity: int, device: torch.device) -> None:
-        self.data = torch.empty((capacity, *entry.shape), dtype=entry.dtype, device=device)
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self._width = math.prod(data.shape[1:])
+
+    @classmethod
+    def empty(cls, entry: Entry, capacity: int, device: torch.device) -> DenseColumn:
+        """A column of ``capacity`` rows for ``entry``."""
+        return cls(torch.empty((capacity, *entry.shape), dtype=entry.dtype, device=device))
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self.data.numel() * self.data.element_size()
 
-    def write(self, start: int, column: Any) -> None:
-        """Store an episode's column in the rows from ``start``."""
+    def write(self, blocks: Blocks, column: Any) -> None:
+        """Store a column of whole episodes in the rows of ``blocks``."""
         if isinstance(column, Rows):
             column = torch.stack(column.items)
-        self.data[start : start + len(column)].copy_(column)
+        if len(blocks.pieces) == 1:
+            row, first, stop = blocks.pieces[0]
+            self.data[row : row + stop - first].copy_(column)
+        else:
+            self.put(blocks.rows, column)
+
+    def put(self, rows: Tensor, values: Tensor) -> None:
+        """Store one value in each of the rows."""
+        device = self.data.device
+        values = values.to(device, self.data.dtype)
+        bits(self.data).index_copy_(0, rows.to(device), bits(values))
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
-        data, span = self.data, plan.span
-        width = data[0].numel()
+        data, span, width = self.data, plan.span, self._width
         starts = plan.starts_on(data.device)
-        if span == 1 or width == 0 or not len(starts):
-            rows = plan.rows().to(data.device) if span > 1 else starts
+        if span == 1 or width == 0:
+            rows = starts if span == 1 else plan.rows().to(data.device)
             return data.index_select(0, rows + shift if shift else rows)
         windows = data.as_strided(
             (data.shape[0] - span + 1 - shift, span * width), (width, 1), shift * width
         )
-        return windows.index_select(0, starts).view(len(starts) * span, *data.shape[1:])
+        return windows.index_select(0, starts).view(-1, *data.shape[1:])
 
-    def release(self, rows: Sequence[tuple[int, int]], first: int | None) -> None:
+    def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of: rows are overwritten."""
 
     def relayout(self, moves: Moves, capacity: int) -> None:
@@ -119,16 +134,20 @@ class NextColumn:
         """Bytes of memory held: none of its own."""
         return 0
 
-    def write(self, start: int, column: Any) -> None:
-        """Store the last step's value in the row after the episode's last."""
-        items = step_tensors(column)
-        self.source.data[start + len(items)].copy_(items[-1])
+    def write(self, blocks: Blocks, column: Any) -> None:
+        """Store each episode's last value in the row after its last."""
+        last = blocks.lengths.cumsum(0) - 1
+        if isinstance(column, Rows):
+            values = torch.stack([column.items[i] for i in last.tolist()])
+        else:
+            values = column.index_select(0, last.to(column.device))
+        self.source.put(blocks.starts + blocks.lengths, values)
 
     def read(self, plan: RowPlan) -> Tensor:
         """The rows of ``plan``, as new memory."""
         return self.source.read(plan, shift=1)
 
-    def release(self, rows: Sequence[tuple[int, int]], first: int | None) -> None:
+    def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of."""
 
     def relayout(self, moves: Moves, capacity: int) -> None:
@@ -136,11 +155,9 @@ class NextColumn:
 
     def unshared(self) -> DenseColumn:
         """The same values in rows of their own."""
-        data = self.source.data
-        own = DenseColumn.__new__(DenseColumn)
-        own.data = torch.empty_like(data)
-        own.data[:-1].copy_(data[1:])
-        return own
+        data = torch.empty_like(self.source.data)
+        data[:-1].copy_(self.source.data[1:])
+        return DenseColumn(data)
 
 
 class ObjectColumn:
@@ -154,19 +171,19 @@ class ObjectColumn:
         """Bytes of memory held, the objects themselves not counted."""
         return self.data.nbytes
 
-    def write(self, start: int, column: Any) -> None:
-        """Store an episode's column in the rows from ``start``."""
-        for row, item in enumerate(column.items, start):
+    def write(self, blocks: Blocks, column: Any) -> None:
+        """Store a column of whole episodes in the rows of ``blocks``."""
+        for row, item in zip(blocks.rows.tolist(), column.items, strict=True):
             self.data[row] = item
 
     def read(self, plan: RowPlan) -> Objects:
         """The rows of ``plan``."""
         return Objects([self.data[row] for row in plan.rows().tolist()])
 
-    def release(self, rows: Sequence[tuple[int, int]], first: int | None) -> None:
-        """Drop the objects of the rows."""
-        for start, stop in rows:
-            self.data[start:stop] = None
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Drop the objects of the episodes."""
+        for row, begin, stop in blocks.pieces:
+            self.data[row : row + stop - begin] = None
 
     def relayout(self, moves: Moves, capacity: int) -> None:
         """Follow the rows to a ring of ``capacity`` rows."""
@@ -193,23 +210,21 @@ class RaggedColumn:
         tensors = (self.values, self.offset, self.shape)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def write(self, start: int, column: Any) -> None:
-        """Store an episode's column in the rows from ``start``."""
+    def write(self, blocks: Blocks, column: Any) -> None:
+        """Store a column of whole episodes in the rows of ``blocks``."""
         items = step_tensors(column)
-        stop = start + len(items)
-        sizes = torch.tensor([item.numel() for item in items])
-        total = int(sizes.sum())
-        first = self.ring.push(total)
-        if first is None:
-            self._grow(total)
-            first = self.ring.push(total)
-            assert first is not None
-        if total:
-            device = self.values.device
-            flat = torch.cat([item.reshape(-1) for item in items])
-            self.values[first : first + total].copy_(flat.to(device))
-        self.offset[start:stop] = first + sizes.cumsum(0) - sizes
-        self.shape[start:stop] = torch.tensor([item.shape for item in items]).view(len(items), -1)
+        shapes = torch.tensor([item.shape for item in items], dtype=torch.int64)
+        sizes = shapes.view(len(items), -1).prod(1)
+        before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        ends = before[blocks.lengths.cumsum(0)]
+        totals = ends.diff(prepend=ends.new_zeros(1))
+        starts = torch.tensor(self._push(totals.tolist()))
+        flat = torch.cat([item.reshape(-1) for item in items])
+        for row, first, stop in Blocks(starts, totals).pieces:
+            self.values[row : row + stop - first].copy_(flat[first:stop])
+        shift = torch.repeat_interleave(starts - ends + totals, blocks.lengths)
+        self.offset[blocks.rows] = before[:-1] + shift
+        self.shape[blocks.rows] = shapes.view(len(items), -1)
 
     def read(self, plan: RowPlan) -> Rows:
         """The rows of ``plan``, as views of one new tensor."""
@@ -217,22 +232,24 @@ class RaggedColumn:
         offsets, shapes = self.offset[rows], self.shape[rows]
         sizes = shapes.prod(1)
         ends = offsets + sizes
-        breaks = torch.ones(len(rows), dtype=torch.bool)
+        breaks = torch.ones(rows.shape[0], dtype=torch.bool)
         breaks[1:] = offsets[1:] != ends[:-1]
         first = breaks.nonzero().squeeze(1)
-        last = torch.cat([first[1:], torch.tensor([len(rows)])]) - 1
-        runs = zip(offsets[first].tolist(), ends[last].tolist(), strict=True)
-        pieces = [self.values[start:stop] for start, stop in runs]
+        last = torch.cat([first[1:], torch.tensor([rows.shape[0]])]) - 1
+        pieces = [
+            self.values[start:stop]
+            for start, stop in zip(offsets[first].tolist(), ends[last].tolist(), strict=True)
+        ]
         flat = torch.cat(pieces) if pieces else self.values[:0]
-        items = list(flat.split(sizes.tolist()))
+        items: Any = flat.split(sizes.tolist())
         if shapes.shape[1] != 1:
-            items = [i.view(s) for i, s in zip(items, shapes.tolist(), strict=True)]
-        return Rows(items)
+            items = (i.view(s) for i, s in zip(items, shapes.tolist(), strict=True))
+        return Rows(list(items))
 
-    def release(self, rows: Sequence[tuple[int, int]], first: int | None) -> None:
+    def release(self, blocks: Blocks, first: int | None) -> None:
         """Free the elements of the oldest episodes."""
         next_start = None if first is None else int(self.offset[first])
-        self.ring.pop(next_start=next_start, blocks=len(rows))
+        self.ring.pop(next_start=next_start, blocks=blocks.starts.shape[0])
 
     def relayout(self, moves: Moves, capacity: int) -> None:
         """Follow the rows to a ring of ``capacity`` rows."""
@@ -242,12 +259,17 @@ class RaggedColumn:
             moves.rows(old, new)
             setattr(self, name, new)
 
-    def _grow(self, size: int) -> None:
-        """Make room for ``size`` more elements, in at least half as much room again."""
-        live = self.ring.layout()
-        capacity = max(live.upper + live.lower + size, self.ring.capacity * 3 // 2)
-        moves = self.ring.resize(capacity)
-        old = self.values
-        self.values = torch.empty(capacity, dtype=old.dtype, device=old.device)
-        moves.rows(old, self.values)
-        self.offset.copy_(moves.positions(self.offset))
+    def _push(self, sizes: list[int]) -> list[int]:
+        """Places for blocks of elements; makes room, half as much again at least, if needed."""
+        starts = self.ring.push_all(sizes)
+        if starts is None:
+            live = self.ring.layout()
+            needed = live.upper + live.lower + sum(sizes)
+            moves = self.ring.resize(max(needed, self.ring.capacity * 3 // 2))
+            old = self.values
+            self.values = torch.empty(self.ring.capacity, dtype=old.dtype, device=old.device)
+            moves.rows(old, self.values)
+            self.offset.copy_(moves.positions(self.offset))
+            starts = self.ring.push_all(sizes)
+            assert starts is not None
+        return starts

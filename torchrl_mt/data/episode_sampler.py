@@ -98,8 +98,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             spans: int | Tensor = lengths
             if bool((lengths == lengths[0]).all()):
                 spans = int(lengths[0])
-            selection = storage.select(episodes, torch.zeros_like(episodes), spans)
-            return selection.index, {}
+            index, _ = storage.select(episodes, torch.zeros_like(episodes), spans)
+            return index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether an episode is stored."""

@@ -6,12 +6,61 @@ a ring of ``M + L`` rows always has a place for the next block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["Moves", "Ring"]
+__all__ = ["Blocks", "Moves", "Ring", "runs"]
+
+
+def runs(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Every row of some blocks, one block after the other.
+
+    Args:
+        starts: int64 ``[n]``, first row of each block.
+        lengths: int64 ``[n]``, rows per block.
+
+    Returns:
+        int64 ``[sum(lengths)]``.
+
+    Examples:
+        >>> runs(torch.tensor([4, 0]), torch.tensor([2, 3]))
+        tensor([4, 5, 0, 1, 2])
+    """
+    ends = lengths.cumsum(0)
+    first = torch.repeat_interleave(starts - ends + lengths, lengths)
+    return first + torch.arange(first.shape[0])
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of rows; data for them comes one block after the other."""
+
+    starts: Tensor
+    """int64 ``[n]``: first row of each block."""
+    lengths: Tensor
+    """int64 ``[n]``: rows of each block that data is for."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64: every row."""
+        return runs(self.starts, self.lengths)
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """``(row, first, last + 1)`` of the data, as few pieces as the rows allow."""
+        pieces: list[tuple[int, int, int]] = []
+        done = 0
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            if pieces and pieces[-1][0] + pieces[-1][2] - pieces[-1][1] == start:
+                pieces[-1] = (pieces[-1][0], pieces[-1][1], done + length)
+            else:
+                pieces.append((start, done, done + length))
+            done += length
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -89,6 +138,18 @@ class Ring:
             self.upper_end = self.tail
         self.blocks += 1
         return start
+
+    def push_all(self, sizes: Sequence[int]) -> list[int] | None:
+        """Place several blocks: their first rows, or None if one finds no place (none is placed)."""
+        before = replace(self)
+        starts: list[int] = []
+        for size in sizes:
+            start = self.push(size)
+            if start is None:
+                self.__dict__.update(before.__dict__)
+                return None
+            starts.append(start)
+        return starts
 
     def pop(self, *, next_start: int | None, blocks: int = 1) -> None:
         """Free the oldest ``blocks``.

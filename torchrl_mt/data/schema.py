@@ -16,7 +16,9 @@ from torch import Tensor
 
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps
 
-__all__ = ["Entry", "Schema", "same_bits"]
+__all__ = ["Entry", "Schema", "bits", "same_bits"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Kind = Literal["dense", "ragged", "object"]
 
@@ -50,11 +52,12 @@ class Schema:
     root_class: type | None = None
 
     @staticmethod
-    def of(steps: Steps, *, share_next: bool) -> Schema:
-        """The schema that a first episode fixes.
+    def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:
+        """The schema that the first episodes fix.
 
         Args:
-            steps: the whole episode.
+            steps: whole episodes, one after the other.
+            lengths: int64 ``[E]``, steps of each.
             share_next: whether a ``("next", k)`` that agrees with ``k`` is to be shared.
 
         Raises:
@@ -63,15 +66,19 @@ class Schema:
         entries = {path: _entry(path, column) for path, column in steps.columns.items()}
         if share_next:
             for path, entry in entries.items():
-                if _source(path) in entries and _agrees(steps, path):
+                if _source(path) in entries and _agrees(steps, lengths, path):
                     entries[path] = replace(entry, shared=True)
         return Schema(entries, steps.root_class)
 
-    def admit(self, steps: Steps) -> Schema:
-        """The schema after one more episode: this one, unless an entry has to change its kind.
+    def admit(self, steps: Steps, lengths: Tensor) -> Schema:
+        """The schema after more episodes: this one, unless an entry has to change its kind.
+
+        Args:
+            steps: whole episodes, one after the other.
+            lengths: int64 ``[E]``, steps of each.
 
         Raises:
-            ValueError: if the episode does not fit; names the key, what was expected and what came.
+            ValueError: if they do not fit; names the key, what was expected and what came.
         """
         missing = self.entries.keys() - steps.columns.keys()
         if missing:
@@ -98,7 +105,8 @@ class Schema:
             if not expected.shared:
                 continue
             either = (changed.get(path, expected), changed.get(path[1:]))
-            if any(e is not None and e.kind != "dense" for e in either) or not _agrees(steps, path):
+            varies = any(e is not None and e.kind != "dense" for e in either)
+            if varies or not _agrees(steps, lengths, path):
                 changed[path] = replace(changed.get(path, expected), shared=False)
         return replace(self, entries={**self.entries, **changed}) if changed else self
 
@@ -114,9 +122,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
         False
     """
-    if a.dtype.is_floating_point or a.dtype.is_complex:
-        a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
-    return torch.equal(a, b)
+    return torch.equal(bits(a), bits(b))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's memory as integers, which every operation takes as they are."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def _source(path: Path) -> Path:
@@ -124,18 +137,24 @@ def _source(path: Path) -> Path:
     return path[1:] if path[0] == "next" else ()
 
 
-def _agrees(steps: Steps, path: Path) -> bool:
-    """Whether ``path`` at each step is its source at the following step, bit for bit."""
+def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
+    """Whether ``path`` at each step is its source at the episode's next one, bit for bit."""
     here, following = steps.columns[_source(path)], steps.columns[path]
     if isinstance(here, Rows) and isinstance(following, Rows):
-        pairs = zip(here.items[1:], following.items[:-1], strict=True)
-        uniform = {(x.shape, x.dtype) for column in (here, following) for x in column.items}
-        return len(uniform) == 1 and all(same_bits(a, b) for a, b in pairs)
+        if len({(x.shape, x.dtype) for column in (here, following) for x in column.items}) > 1:
+            return False
+        here, following = torch.stack(here.items), torch.stack(following.items)
     if not (isinstance(here, Tensor) and isinstance(following, Tensor)):
         return False
     if here.shape != following.shape or here.dtype != following.dtype:
         return False
-    return same_bits(here[1:], following[:-1])
+    here, following = bits(here), bits(following)
+    if lengths.shape[0] == 1:
+        return torch.equal(here[1:], following[:-1])
+    goes_on = torch.ones(steps.length, dtype=torch.bool)
+    goes_on[lengths.cumsum(0) - 1] = False
+    step = goes_on.nonzero().squeeze(1).to(here.device)
+    return torch.equal(here.index_select(0, step + 1), following.index_select(0, step))
 
 
 def _entry(path: Path, column: Column) -> Entry:

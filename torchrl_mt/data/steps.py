@@ -114,7 +114,7 @@ class Steps:
             if part.columns.keys() != first.columns.keys():
                 odd = sorted(part.columns.keys() ^ first.columns.keys())
                 raise ValueError(
-                    f"every step of an episode must have the same keys; {odd} are in some only"
+                    f"every step must have the same keys; {odd} are in some steps only"
                 )
         columns = {
             path: _concat(path, [part.columns[path] for part in parts]) for path in first.columns
@@ -312,7 +312,7 @@ def _concat(path: Path, parts: list[Column]) -> Column:
         for part in parts[1:]:
             if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:  # type: ignore[union-attr]
                 raise ValueError(
-                    f"{path} must keep its shape and dtype within an episode: expected "
+                    f"{path} must keep its shape and dtype: expected "
                     f"{_signature(first)}, got {_signature(part)}; variable lengths go in a "
                     f"lazy stack of steps"
                 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
@@ -31,7 +31,7 @@ from torchrl_mt.data.columns import (
     RowPlan,
     StoredColumn,
 )
-from torchrl_mt.data.ring import Ring
+from torchrl_mt.data.ring import Blocks, Ring, runs
 from torchrl_mt.data.schema import Entry, Schema
 from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
 from torchrl_mt.data.table import EpisodeTable
@@ -49,12 +49,10 @@ class Selection:
     It stays readable when episodes are written, or leave, in between.
     """
 
-    index: Tensor
-    """int64 ``[N]``: storage indices, on the storage's device."""
     plan: RowPlan
-    """The same steps as ring rows."""
+    """The steps as ring rows."""
     version: int
-    """The index tensor's own version: told apart from an index that was changed since."""
+    """How often the index tensor had been changed in place: one changed since is read anew."""
     read: dict[Path, Column] = field(default_factory=dict)
     """Columns read so far."""
 
@@ -253,8 +251,10 @@ class EpisodeStorage(LazyStackStorage):
 
     # ---- choosing -------------------------------------------------------------------------------
 
-    def select(self, episodes: Tensor, offsets: Tensor, spans: int | Tensor) -> Selection:
-        """Select runs of consecutive steps; ``get(selection.index)`` then reads them at once.
+    def select(
+        self, episodes: Tensor, offsets: Tensor, spans: int | Tensor
+    ) -> tuple[Tensor, Selection]:
+        """Select runs of consecutive steps; ``get(index)`` then reads them at once.
 
         Args:
             episodes: int64 ``[n]`` on the CPU, positions of the episodes (0 is the oldest).
@@ -262,20 +262,20 @@ class EpisodeStorage(LazyStackStorage):
             spans: steps per run: one for all, or int64 ``[n]``.
 
         Returns:
-            the selection, whose ``index`` is flat: one run after the other.
+            the storage indices, int64 ``[N]`` on the storage's device, one run after the other,
+            and the selection, which lives as long as they do.
         """
         with self.lock:
-            steps = self.table.first_steps()[episodes] + offsets
+            steps = self.table.first_steps(episodes) + offsets
             rows = self.table.starts[episodes] + offsets
             if isinstance(spans, int):
                 index = (steps[:, None] + torch.arange(spans)).flatten()
                 plan = RowPlan(rows, spans)
             else:
-                index, plan = _runs(steps, spans), RowPlan(_runs(rows, spans))
+                index, plan = runs(steps, spans), RowPlan(runs(rows, spans))
             index = index.to(self.device)
-            selection = Selection(index, plan, _version(index))
-            self._selections[index] = selection
-            return selection
+            selection = self._selections[index] = Selection(plan, _version(index))
+            return index, selection
 
     def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
         """One entry of selected steps; None if it is not stored.
@@ -322,13 +322,15 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if it is empty, longer than ``max_steps`` or does not fit the schema.
         """
-        return self.append_all([unpack(episode)])
+        steps = unpack(episode)
+        return self.append_all(steps, torch.tensor([steps.length]))
 
-    def append_all(self, episodes: Sequence[Steps]) -> Tensor:
+    def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
         """Store whole episodes in the given order: all of them, or none if one is refused.
 
         Args:
-            episodes: each with at least one step.
+            steps: the episodes, one after the other.
+            lengths: int64 ``[E]``, steps of each.
 
         Returns:
             int64 ``[N]``: the storage indices of their steps that are stored now.
@@ -337,42 +339,47 @@ class EpisodeStorage(LazyStackStorage):
             ValueError: if one is empty, longer than ``max_steps`` or does not fit the schema.
         """
         with self.lock:
-            schema = self._admit(episodes)
-            self._settle()
-            if schema is not None and schema is not self._schema:
-                self._adopt(schema, episodes[0].length)
+            if not lengths.shape[0]:
+                return torch.zeros(0, dtype=torch.int64)
+            schema = self._admit(steps, lengths)
+            if self._selections:
+                self._settle()
+            if schema is not self._schema:
+                self._adopt(schema, lengths)
             first = self.table.next
-            for episode in episodes:
-                self._write(episode)
-            if episodes:
-                self._changed()
+            ends = lengths.cumsum(0)
+            done = 0
+            while done < lengths.shape[0]:
+                # As many episodes at once as the budget holds.
+                begin = int(ends[done] - lengths[done])
+                stop = int(torch.searchsorted(ends, begin + self.max_size, right=True))
+                self._write(steps[begin : int(ends[stop - 1])], lengths[done:stop])
+                done = stop
+            self._changed()
             kept = self.table.lengths[max(first - self.table.oldest, 0) :]
             stored = len(self)
             return torch.arange(stored - int(kept.sum()), stored)
 
-    def _admit(self, episodes: Sequence[Steps]) -> Schema | None:
+    def _admit(self, steps: Steps, lengths: Tensor) -> Schema:
         """The schema once the episodes are stored; raises if one is refused."""
-        schema = self._schema
-        for episode in episodes:
-            if episode.length < 1:
-                raise ValueError("an episode must have at least one step, got an empty one")
-            if episode.length > self.max_size:
-                raise ValueError(
-                    f"an episode of {episode.length} steps does not fit in max_steps="
-                    f"{self.max_size}: give EpisodeStorage a larger budget"
-                )
-            if schema is None:
-                schema = Schema.of(episode, share_next=self.share_next)
-            else:
-                schema = schema.admit(episode)
-        return schema
+        if int(lengths.min()) < 1:
+            raise ValueError("an episode must have at least one step, got an empty one")
+        longest = int(lengths.max())
+        if longest > self.max_size:
+            raise ValueError(
+                f"an episode of {longest} steps does not fit in max_steps={self.max_size}: give "
+                f"EpisodeStorage a larger budget"
+            )
+        if self._schema is None:
+            return Schema.of(steps, lengths, share_next=self.share_next)
+        return self._schema.admit(steps, lengths)
 
-    def _adopt(self, schema: Schema, length: int) -> None:
-        """Make the columns fit ``schema``; ``length`` is that of the first episode to come."""
+    def _adopt(self, schema: Schema, lengths: Tensor) -> None:
+        """Make the columns fit ``schema``; ``lengths`` are those of the episodes to come."""
         if self._schema is None:
             self._pad = int(any(entry.shared for entry in schema.entries.values()))
-            self._slack = min(length, self.max_size) + self._pad
-            usual = max(length, _USUAL_LENGTH)
+            self._slack = int(lengths.max()) + self._pad
+            usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
             rows = self.max_size + self._pad * math.ceil(self.max_size / usual) + self._slack
             self._ring = Ring(rows)
         entries = schema.entries
@@ -396,58 +403,59 @@ class EpisodeStorage(LazyStackStorage):
         """An empty column for ``entry``."""
         if entry.kind == "object":
             return ObjectColumn(self._ring.capacity)
-        kind = DenseColumn if entry.kind == "dense" else RaggedColumn
-        return kind(entry, self._ring.capacity, self.device)
+        if entry.kind == "dense":
+            return DenseColumn.empty(entry, self._ring.capacity, self.device)
+        return RaggedColumn(entry, self._ring.capacity, self.device)
 
     def _as_ragged(self, dense: DenseColumn, entry: Entry) -> RaggedColumn:
         """A dense column's episodes, stored as ragged ones."""
         ragged = RaggedColumn(entry, self._ring.capacity, self.device)
-        for start, length in zip(
-            self.table.starts.tolist(), self.table.lengths.tolist(), strict=True
-        ):
-            ragged.write(start, dense.data[start : start + length])
+        if self.num_episodes:
+            blocks = Blocks(self.table.starts, self.table.lengths)
+            ragged.write(blocks, dense.read(RowPlan(blocks.rows)))
         return ragged
 
-    def _write(self, episode: Steps) -> None:
-        """Store one admitted episode, after the oldest have made room for it."""
-        self._evict(self.table.episodes_holding(len(self) + episode.length - self.max_size))
-        size = episode.length + self._pad
-        start = self._ring.push(size)
-        if start is None:
-            self._grow(size)
-            start = self._ring.push(size)
-            assert start is not None
+    def _write(self, steps: Steps, lengths: Tensor) -> None:
+        """Store admitted episodes that the budget holds, after the oldest have made room."""
+        self._evict(self.table.episodes_holding(len(self) + steps.length - self.max_size))
+        sizes = (lengths + self._pad).tolist()
+        starts = self._ring.push_all(sizes)
+        if starts is None:
+            self._grow(sizes)
+            starts = self._ring.push_all(sizes)
+            assert starts is not None
+        blocks = Blocks(torch.tensor(starts), lengths)
         for path, column in self._columns.items():
-            column.write(start, episode.columns[path])
-        self.table.append(episode.length, start)
-        self._seen_steps += episode.length
+            column.write(blocks, steps.columns[path])
+        self.table.extend(lengths, blocks.starts)
+        self._seen_steps += steps.length
 
     def _evict(self, episodes: int) -> None:
         """Let the oldest ``episodes`` leave."""
         if not episodes:
             return
-        starts = self.table.starts[: episodes + 1].tolist()
-        lengths = self.table.lengths[:episodes].tolist()
-        first = starts[episodes] if episodes < self.num_episodes else None
-        rows = [(s, s + n) for s, n in zip(starts, lengths, strict=False)]
+        stays = episodes < self.num_episodes
+        first = int(self.table.starts[episodes]) if stays else None
+        blocks = Blocks(self.table.starts[:episodes], self.table.lengths[:episodes])
         for column in self._columns.values():
-            column.release(rows, first)
+            column.release(blocks, first)
         self.table.evict(episodes)
         self._ring.pop(next_start=first, blocks=episodes)
 
-    def _grow(self, size: int) -> None:
-        """Lay the live rows out in a larger ring, in which ``size`` more rows find a place.
+    def _grow(self, sizes: list[int]) -> None:
+        """Lay the live rows out in a larger ring, in which these blocks find a place.
 
         The budget counts steps, and a row more per episode where next entries are shared: the
         ring aims at the rows that episodes of the mean length so far need. The slack for the
         longest episode grows by half at least, so that the cost per write stays constant.
         """
-        if size > self._slack:
-            self._slack = min(max(size, self._slack * 3 // 2), self.max_size + self._pad)
+        longest = max(sizes)
+        if longest > self._slack:
+            self._slack = min(max(longest, self._slack * 3 // 2), self.max_size + self._pad)
         mean = max(self._seen_steps / max(self.table.next, 1), 1.0)
         wanted = self.max_size + self._pad * math.ceil(self.max_size / mean) + self._slack
         moves = self._ring.layout()
-        needed = moves.upper + moves.lower + size
+        needed = moves.upper + moves.lower + sum(sizes)
         if self._ring.capacity >= wanted:
             wanted = self._ring.capacity + self._ring.capacity // 16
         moves = self._ring.resize(max(wanted, needed))
@@ -463,7 +471,8 @@ class EpisodeStorage(LazyStackStorage):
     def _empty(self) -> None:
         """Let every episode leave; allocations and schema stay."""
         with self.lock:
-            self._settle()
+            if self._selections:
+                self._settle()
             self._evict(self.num_episodes)
             self._changed()
 
@@ -521,7 +530,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             episodes: dict[Path, Any] = {}
             if self._schema is not None:
-                rows = RowPlan(_runs(self.table.starts, self.table.lengths))
+                rows = RowPlan(runs(self.table.starts, self.table.lengths))
                 episodes = {path: col.read(rows) for path, col in self._columns.items()}
             return {
                 "max_steps": self.max_size,
@@ -538,23 +547,20 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if it holds more than ``max_steps`` steps.
         """
-        lengths: list[int] = state_dict["lengths"].tolist()
-        if sum(lengths) > self.max_size:
-            raise ValueError(
-                f"the state holds {sum(lengths)} steps, more than max_steps={self.max_size}"
-            )
+        lengths: Tensor = state_dict["lengths"]
+        stored = int(lengths.sum())
+        if stored > self.max_size:
+            raise ValueError(f"the state holds {stored} steps, more than max_steps={self.max_size}")
         schema: Schema | None = state_dict["schema"]
         with self.lock:
             self._settle()
             self._schema, self._columns = None, {}
             self.table = EpisodeTable()
             if schema is not None:
-                self._adopt(schema, max(lengths, default=1))
-                stored = Steps(sum(lengths), state_dict["columns"], schema.root_class)
-                first = 0
-                for length in lengths:
-                    self._write(stored[first : first + length])
-                    first += length
+                self._adopt(schema, lengths if stored else torch.ones(1))
+            if schema is not None and stored:
+                columns = state_dict["columns"]
+                self._write(Steps(stored, columns, schema.root_class), lengths)
             self.table.oldest = state_dict["oldest"]
             self._seen_steps = state_dict["seen_steps"]
             self._changed()
@@ -579,13 +585,6 @@ class EpisodeStorage(LazyStackStorage):
             f"EpisodeStorage(max_steps={self.max_size}, steps={len(self)}, "
             f"episodes={self.num_episodes}, device={self.device})"
         )
-
-
-def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """int64: ``starts[k], starts[k] + 1, ...`` (``lengths[k]`` of them), one k after the other."""
-    ends = lengths.cumsum(0)
-    first = torch.repeat_interleave(starts - ends + lengths, lengths)
-    return first + torch.arange(len(first))
 
 
 def _version(index: Tensor) -> int:

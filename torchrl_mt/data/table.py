@@ -51,7 +51,7 @@ class EpisodeTable:
     """Length and first row of every stored episode, oldest first.
 
     Episodes have *ordinals*: 0 for the first ever stored, and never used again. Cumulative counts
-    are kept since the first episode and never reset, so that evicting changes none of them.
+    start where the table was last empty, so that evicting changes none of them.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,10 @@ class EpisodeTable:
         self._tail = 0
         self._length = torch.zeros(64, dtype=torch.int64)
         self._start = torch.zeros(64, dtype=torch.int64)
-        self._steps = torch.zeros(64, dtype=torch.int64)
+        self._steps = torch.zeros(65, dtype=torch.int64)
+        """Steps before each episode; one entry more than there are episodes."""
         self._tallies: OrderedDict[tuple[Weight, int], Tensor] = OrderedDict()
+        """Units of choice before each episode, for the spans last asked for."""
 
     @property
     def num_episodes(self) -> int:
@@ -72,21 +74,12 @@ class EpisodeTable:
     @property
     def num_steps(self) -> int:
         """Number of stored steps."""
-        if not self.num_episodes:
-            return 0
-        return int(self._steps[self._tail - 1]) - self.steps_left
+        return int(self._steps[self._tail] - self._steps[self._head])
 
     @property
     def next(self) -> int:
         """Ordinal that the next episode will have."""
         return self.oldest + self.num_episodes
-
-    @property
-    def steps_left(self) -> int:
-        """Number of steps that were stored once and left."""
-        if not self.num_episodes:
-            return 0
-        return int(self._steps[self._head] - self._length[self._head])
 
     @property
     def lengths(self) -> Tensor:
@@ -98,24 +91,28 @@ class EpisodeTable:
         """int64 ``[E]``: first ring row of each episode, oldest first (a view)."""
         return self._start[self._head : self._tail]
 
-    def first_steps(self) -> Tensor:
-        """int64 ``[E]``: storage index of each episode's first step."""
-        ends = self._steps[self._head : self._tail]
-        return ends - self.lengths - self.steps_left
+    def first_steps(self, episodes: Tensor) -> Tensor:
+        """Storage index of the first step of the episodes at these positions: int64 ``[n]``."""
+        return self._steps[self._head + episodes] - self._steps[self._head]
 
-    def append(self, length: int, start: int) -> None:
-        """Add the newest episode: ``length`` steps, first row ``start``."""
-        if self._tail == len(self._length):
-            self._compact()
-        tail = self._tail
-        before = int(self._steps[tail - 1]) if self.num_episodes else 0
-        self._length[tail] = length
-        self._start[tail] = start
-        self._steps[tail] = before + length
+    def extend(self, lengths: Tensor, starts: Tensor) -> None:
+        """Add the newest episodes.
+
+        Args:
+            lengths: int64 ``[n]``, steps of each.
+            starts: int64 ``[n]``, first ring row of each.
+        """
+        tail = self._tail + lengths.shape[0]
+        if tail > self._length.shape[0]:
+            self._compact(lengths.shape[0])
+            tail = self._tail + lengths.shape[0]
+        new = slice(self._tail, tail)
+        self._length[new] = lengths
+        self._start[new] = starts
+        self._accumulate(self._steps, new, lengths)
         for (weight, span), tally in self._tallies.items():
-            so_far = int(tally[tail - 1]) if self.num_episodes else 0
-            tally[tail] = so_far + weigh(self._length[tail : tail + 1], span, weight)[0]
-        self._tail += 1
+            self._accumulate(tally, new, weigh(lengths, span, weight))
+        self._tail = tail
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
@@ -123,96 +120,90 @@ class EpisodeTable:
         self.oldest += episodes
         if self._head == self._tail:
             self._head = self._tail = 0
-
-    def clear(self) -> None:
-        """Remove every episode; ordinals go on."""
-        self.evict(self.num_episodes)
+            for counts in (self._steps, *self._tallies.values()):
+                counts[0] = 0
 
     def episodes_holding(self, steps: int) -> int:
         """The least number of oldest episodes that together hold at least ``steps`` steps."""
         if steps <= 0:
             return 0
-        ends = self._steps[self._head : self._tail]
-        return int(torch.searchsorted(ends, self.steps_left + steps)) + 1
+        before = self._steps[self._head : self._tail + 1]
+        return int(torch.searchsorted(before, before[0] + steps))
 
     def find(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """The episode of each stored step.
 
         Args:
-            steps: int64 ``[N]`` storage indices: 0 is the oldest stored step.
+            steps: int64 ``[n]`` storage indices: 0 is the oldest stored step.
 
         Returns:
-            int64 ``[N]`` positions of the episodes (0 is the oldest) and int64 ``[N]`` offsets in
+            int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
             the episodes.
         """
-        ends = self._steps[self._head : self._tail]
-        steps = steps + self.steps_left
-        episodes = torch.searchsorted(ends, steps, right=True)
-        return episodes, steps - ends[episodes] + self.lengths[episodes]
+        return self._search(self._steps, steps)
 
     def total(self, weight: Weight, span: int) -> int:
         """Units of choice that the stored episodes offer together (see :func:`weigh`)."""
-        if not self.num_episodes:
-            return 0
         tally = self._tally(weight, span)
-        return int(tally[self._tail - 1]) - self._tally_left(tally, weight, span)
+        return int(tally[self._tail] - tally[self._head])
 
     def locate(self, units: Tensor, weight: Weight, span: int) -> tuple[Tensor, Tensor]:
         """The episode of each unit of choice.
 
         Args:
-            units: int64 ``[N]`` in ``[0, total(weight, span))``.
+            units: int64 ``[n]`` in ``[0, total(weight, span))``.
             weight: what a unit is (see :func:`weigh`).
             span: steps per clip.
 
         Returns:
-            int64 ``[N]`` positions of the episodes and int64 ``[N]`` units within the episodes.
+            int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
         """
-        tally = self._tally(weight, span)
-        ends = tally[self._head : self._tail]
-        units = units + self._tally_left(tally, weight, span)
-        episodes = torch.searchsorted(ends, units, right=True)
-        return episodes, units - ends[episodes] + weigh(self.lengths[episodes], span, weight)
+        return self._search(self._tally(weight, span), units)
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
         self.starts.copy_(moves.positions(self.starts))
 
-    def state_dict(self) -> dict[str, object]:
-        """The lengths, oldest first, and the oldest ordinal."""
-        return {"lengths": self.lengths.clone(), "oldest": self.oldest}
+    def _search(self, counts: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+        """The episode that holds each unit, given the units before each episode."""
+        before = counts[self._head : self._tail + 1]
+        units = units + before[0]
+        episodes = torch.searchsorted(before, units, right=True).sub_(1)
+        return episodes, units.sub_(before[episodes])
 
     def _tally(self, weight: Weight, span: int) -> Tensor:
-        """Cumulative units per episode, kept for the spans last asked for."""
+        """Units before each episode, kept for the spans last asked for."""
         key = (weight, span)
         tally = self._tallies.get(key)
         if tally is None:
-            tally = torch.zeros_like(self._length)
-            tally[self._head : self._tail] = weigh(self.lengths, span, weight).cumsum(0)
+            tally = torch.zeros_like(self._steps)
+            stored = slice(self._head, self._tail)
+            self._accumulate(tally, stored, weigh(self.lengths, span, weight))
             self._tallies[key] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)
         self._tallies.move_to_end(key)
         return tally
 
-    def _tally_left(self, tally: Tensor, weight: Weight, span: int) -> int:
-        """Units of the episodes that left."""
-        first = weigh(self._length[self._head : self._head + 1], span, weight)
-        return int(tally[self._head] - first[0])
+    @staticmethod
+    def _accumulate(counts: Tensor, new: slice, units: Tensor) -> None:
+        """Continue cumulative counts over the episodes at ``new``."""
+        counts[new.start + 1 : new.stop + 1] = counts[new.start] + units.cumsum(0)
 
-    def _compact(self) -> None:
-        """Make room at the end: move the live part to the front, in twice the room if needed."""
-        live = self.num_episodes
-        size = len(self._length) * (2 if 2 * live > len(self._length) else 1)
+    def _compact(self, more: int) -> None:
+        """Make room for ``more`` episodes: move the live part to the front of enough memory."""
+        live, head = self.num_episodes, self._head
+        size = self._length.shape[0]
+        while size < 2 * live + more:
+            size *= 2
 
-        def moved(old: Tensor) -> Tensor:
-            new = torch.zeros(size, dtype=torch.int64)
-            new[:live] = old[self._head : self._tail]
+        def moved(old: Tensor, extra: int) -> Tensor:
+            new = torch.zeros(size + extra, dtype=torch.int64)
+            new[: live + extra] = old[head : head + live + extra]
             return new
 
-        self._length, self._start, self._steps = map(
-            moved, (self._length, self._start, self._steps)
-        )
+        self._length, self._start = moved(self._length, 0), moved(self._start, 0)
+        self._steps = moved(self._steps, 1)
         for key, tally in self._tallies.items():
-            self._tallies[key] = moved(tally)
+            self._tallies[key] = moved(tally, 1)
         self._head, self._tail = 0, live

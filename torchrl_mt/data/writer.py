@@ -119,12 +119,12 @@ class EpisodeWriter(Writer):
             order, segments = group_steps(ids, _ended(steps).view(shape[:-1].numel(), -1))
             if order is not None:
                 steps = steps.take(order)
-            ended, episodes, still_open = self._assemble(steps, segments)
-            stored = storage.append_all(episodes)
+            episodes, lengths, still_open = self._assemble(steps, segments)
+            stored = storage.append_all(episodes, lengths)
             self._open, self._told_by = still_open, told_by
-            self._write_count += sum(episode.length for episode in episodes)
+            self._write_count += episodes.length
             if any(isinstance(e, TensorDictReplayBuffer) for e in storage._attached_entities):
-                return _aligned(ended, episodes, order, shape, len(storage))
+                return _aligned(segments, lengths, order, shape, len(storage))
             return stored
 
     def add(self, data: Any) -> int | Tensor | None:
@@ -156,12 +156,15 @@ class EpisodeWriter(Writer):
                 ``("next", "done")``.
         """
         with self._storage.lock:
+            if not self._open:
+                return torch.zeros(0, dtype=torch.int64)
             episodes = [
                 self._transformed(_truncated(Steps.concat(parts))) for parts in self._open.values()
             ]
-            stored = self._storage.append_all(episodes)
+            lengths = torch.tensor([episode.length for episode in episodes])
+            stored = self._storage.append_all(Steps.concat(episodes), lengths)
             self._open = {}
-            self._write_count += sum(episode.length for episode in episodes)
+            self._write_count += int(lengths.sum())
             return stored
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,20 +231,33 @@ class EpisodeWriter(Writer):
 
     def _assemble(
         self, steps: Steps, segments: list[Segment]
-    ) -> tuple[list[Segment], list[Steps], dict[int, list[Steps]]]:
-        """The segments that end an episode, those episodes, and what stays open."""
+    ) -> tuple[Steps, Tensor, dict[int, list[Steps]]]:
+        """The episodes that end, one after the other; the length of each; what stays open."""
         still_open = {key: list(parts) for key, parts in self._open.items()}
-        ended: list[Segment] = []
-        episodes: list[Steps] = []
+        pieces: list[Steps] = []
+        lengths: list[int] = []
+        first = last = 0  # steps of the batch that follow the pieces so far
+
         for segment in segments:
-            part = steps[segment.start : segment.stop]
-            if segment.ended:
-                ended.append(segment)
-                parts = [*still_open.pop(segment.key, []), part]
-                episodes.append(self._transformed(Steps.concat(parts)))
-            else:
-                still_open.setdefault(segment.key, []).append(part.clone())
-        return ended, episodes, still_open
+            if not segment.ended:
+                part = steps[segment.start : segment.stop].clone()
+                still_open.setdefault(segment.key, []).append(part)
+                continue
+            begun = still_open.pop(segment.key, [])
+            if begun or self.transform is not None or segment.start != last:
+                if last > first:
+                    pieces.append(steps[first:last])
+                first = segment.start
+            last = segment.stop
+            lengths.append(sum(part.length for part in begun) + last - segment.start)
+            pieces += begun
+            if self.transform is not None:
+                episode = self._transformed(Steps.concat([*begun, steps[first:last]]))
+                pieces[len(pieces) - len(begun) :] = [episode]
+                lengths[-1], first = episode.length, last
+        if last > first or not pieces:
+            pieces.append(steps[first:last])
+        return Steps.concat(pieces), torch.tensor(lengths, dtype=torch.int64), still_open
 
     def _transformed(self, episode: Steps) -> Steps:
         """The episode as it is to be stored."""
@@ -312,21 +328,18 @@ def _stacked(column: Column) -> Tensor | None:
 
 
 def _aligned(
-    ended: list[Segment],
-    episodes: list[Steps],
-    order: Tensor | None,
-    shape: torch.Size,
-    stored: int,
+    segments: list[Segment], lengths: Tensor, order: Tensor | None, shape: torch.Size, stored: int
 ) -> Tensor:
     """The storage index of each step of the batch, -1 if it is not stored."""
     index = torch.full((shape.numel(),), -1, dtype=torch.int64)
+    ended = [segment for segment in segments if segment.ended]
     end = stored
-    for segment, episode in zip(reversed(ended), reversed(episodes), strict=True):
+    for segment, length in zip(reversed(ended), reversed(lengths.tolist()), strict=True):
         steps = segment.stop - segment.start
-        if end - episode.length >= 0 and episode.length >= steps:
+        if end >= length >= steps:
             places = torch.arange(segment.start, segment.stop)
             index[places if order is None else order[places]] = torch.arange(end - steps, end)
-        end -= episode.length
+        end -= length
     return index.view(shape)
 
 
