@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
     ReplayBuffer,
@@ -89,6 +90,18 @@ def test_marks_are_those_of_slice_sampler(make, cls, form):
     if cls is TensorDictReplayBuffer:
         assert torch.equal(a["next", "truncated"], info_a["next", "truncated"])
         assert torch.equal(a["is_init"], info_a["is_init"])
+
+
+def test_marks_take_the_shape_of_the_done_flag():
+    for done in (torch.tensor([0, 0, 1, 0, 1]) > 0, torch.ones(5, 2, 1) > 0):
+        rb = buffer(TensorDictReplayBuffer, slice_len=2)
+        if done.ndim > 1:
+            done = done & (torch.arange(5) == 4)[:, None, None]
+        rb.extend(TensorDict({"next": {"done": done}}, [5]))
+        sample = rb.sample(6)
+        for flag in ("done", "truncated", "terminated"):
+            assert sample["next", flag].shape == (6, *done.shape[1:])
+        assert sample["next", "truncated"].reshape(3, 2, -1).any(-1).tolist() == [[False, True]] * 3
 
 
 def test_marks_can_be_switched_off(make):

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorClass, TensorDict, lazy_stack
 from torchrl.data import (
     LazyTensorStorage,
+    PrioritizedSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 
@@ -62,6 +64,9 @@ def test_every_index_form_reads_the_same_steps(make):
     assert storage[3].batch_size == ()
     assert storage[torch.tensor([[1, 2], [3, 4]])].batch_size == (2, 2)
     assert storage[[]].batch_size == (0,)
+    for empty in (slice(5, 2), slice(2, 5, -1), slice(9, None)):
+        assert storage[empty].batch_size == (0,)
+    assert make.steps(storage[-1:3:-2]) == stored[-1:3:-2]
     assert [len(s.batch_size) for s in storage] == [0] * 9
     assert 8 in storage
     assert 9 not in storage
@@ -198,7 +203,7 @@ def test_a_refused_write_changes_nothing(make):
         rb = ReplayBuffer(storage=storage, writer=writer)
         with pytest.raises(ValueError, match=message):
             storage.append(bad)
-        with pytest.raises(ValueError, match="zzz|action|reward"):
+        with pytest.raises(ValueError, match=r"zzz|action|reward"):
             rb.extend(make.vectors([2, 4]))
         assert make.steps(storage[:]) == before
         assert str(vars(storage.table)) == str(state)
@@ -367,3 +372,83 @@ def test_threads_never_see_half_a_write(make):
         stop.set()
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_inference_mode_and_default_devices_do_not_matter(make, turns):
+    maker = make.turns if turns else make.vectors
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(20),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=2),
+        batch_size=4,
+    )
+    data = [maker([4, 3], seed=k, first_id=2 * k) for k in range(6)]
+    with torch.inference_mode():
+        rb.extend(data[0].clone())
+        rb.sample()
+        rb.extend(data[1][:2].clone())
+    rb.extend(data[1][2:])
+    with torch.device("meta"):
+        for piece in data[2:]:
+            rb.extend(piece)
+            rb.sample()
+            assert len(rb.storage.state_dict()["lengths"]) == rb.storage.num_episodes
+    assert make.steps(rb[:])[-7:] == make.steps(data[-1])
+
+
+def test_tensors_that_require_grad_or_share_memory_are_copied(make):
+    storage, weight = EpisodeStorage(20), torch.ones(1, 2, requires_grad=True)
+    done = torch.tensor([False, True])
+    data = TensorDict({"x": weight.expand(2, 2), "next": {"done": done}}, [2])
+    for _ in range(3):
+        storage.append(data)
+    assert not storage[:]["x"].requires_grad
+    assert storage[:]["x"].tolist() == [[1.0, 1.0]] * 6
+
+
+def test_tensorclasses_come_back_as_such():
+    class Step(TensorClass):
+        x: torch.Tensor
+        next: TensorDict
+
+    def step(n):
+        done = torch.arange(n) == n - 1
+        return Step(x=torch.randn(n), next=TensorDict({"done": done}, [n]), batch_size=[n])
+
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(20),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=2),
+        batch_size=4,
+    )
+    data = step(5)
+    for piece in (data[:2], data[2:]):
+        rb.extend(piece)
+    assert isinstance(rb[:], Step)
+    assert torch.equal(rb[:].x, data.x)
+    assert isinstance(rb.sample(), Step)
+    with pytest.raises(ValueError, match="expected Step, got TensorDict"):
+        rb.extend(data.to_tensordict())
+
+
+def test_what_ties_something_to_an_index_is_refused(make):
+    rb = TensorDictReplayBuffer(storage=EpisodeStorage(20), writer=EpisodeWriter())
+    # Made without its C++ trees, which not every build of TorchRL has.
+    rb.set_sampler(object.__new__(PrioritizedSampler))
+    with pytest.raises(TypeError, match="use ClipSampler or EpisodeSampler"):
+        rb.extend(make.vectors([3]))
+
+
+def test_torchrls_own_tools_read_the_storage(make):
+    rb = TensorDictReplayBuffer(
+        storage=EpisodeStorage(9),
+        writer=EpisodeWriter(),
+        sampler=SliceSampler(slice_len=2, traj_key="episode"),
+        batch_size=8,
+    )
+    rb.extend(make.vectors([4, 3, 2]))
+    assert rb.stats()["utilization"] == 1.0
+    clips = rb.sample().view(4, 2)
+    assert (clips["step"].diff() == 1).all()
+    assert [len(t.data) for t in rb.query(trajectory_key="episode")] == [4, 3, 2]

@@ -163,12 +163,13 @@ class ClipSampler(Sampler):
             ends = spans.cumsum(0).to(index.device) - 1
             starts = ends - spans.to(index.device) + 1
         if self.truncated_key is not None:
-            truncated = torch.zeros((index.shape[0], 1), dtype=torch.bool, device=index.device)
-            truncated[ends] = True
             done_key = _replace_last(self.truncated_key, "done")
             terminated_key = _replace_last(self.truncated_key, "terminated")
             done = storage.read_selected(selection, done_key)
             terminated = storage.read_selected(selection, terminated_key)
+            shape = done.shape if isinstance(done, Tensor) else (index.shape[0], 1)
+            truncated = torch.zeros(shape, dtype=torch.bool, device=index.device)
+            truncated[ends] = True
             info[self.truncated_key] = truncated
             info[done_key] = done | truncated if isinstance(done, Tensor) else truncated.clone()
             info[terminated_key] = (

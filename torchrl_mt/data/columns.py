@@ -45,7 +45,7 @@ class RowPlan:
         """int64 ``[n * span]`` on the CPU: every row."""
         if self.span == 1:
             return self.starts
-        return (self.starts[:, None] + torch.arange(self.span)).flatten()
+        return (self.starts[:, None] + torch.arange(self.span, device="cpu")).flatten()
 
 
 class StoredColumn(Protocol):
@@ -201,8 +201,8 @@ class RaggedColumn:
     def __init__(self, entry: Entry, capacity: int, device: torch.device) -> None:
         self.values = torch.empty(0, dtype=entry.dtype, device=device)
         self.ring = Ring(0)
-        self.offset = torch.empty(capacity, dtype=torch.int64)
-        self.shape = torch.empty(capacity, len(entry.shape), dtype=torch.int64)
+        self.offset = torch.empty(capacity, dtype=torch.int64, device="cpu")
+        self.shape = torch.empty(capacity, len(entry.shape), dtype=torch.int64, device="cpu")
 
     @property
     def nbytes(self) -> int:
@@ -213,12 +213,12 @@ class RaggedColumn:
     def write(self, blocks: Blocks, column: Any) -> None:
         """Store a column of whole episodes in the rows of ``blocks``."""
         items = step_tensors(column)
-        shapes = torch.tensor([item.shape for item in items], dtype=torch.int64)
+        shapes = torch.tensor([item.shape for item in items], dtype=torch.int64, device="cpu")
         sizes = shapes.view(len(items), -1).prod(1)
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         ends = before[blocks.lengths.cumsum(0)]
         totals = ends.diff(prepend=ends.new_zeros(1))
-        starts = torch.tensor(self._push(totals.tolist()))
+        starts = torch.tensor(self._push(totals.tolist()), device="cpu")
         flat = torch.cat([item.reshape(-1) for item in items])
         for row, first, stop in Blocks(starts, totals).pieces:
             self.values[row : row + stop - first].copy_(flat[first:stop])
@@ -232,10 +232,10 @@ class RaggedColumn:
         offsets, shapes = self.offset[rows], self.shape[rows]
         sizes = shapes.prod(1)
         ends = offsets + sizes
-        breaks = torch.ones(rows.shape[0], dtype=torch.bool)
+        breaks = torch.ones(rows.shape[0], dtype=torch.bool, device="cpu")
         breaks[1:] = offsets[1:] != ends[:-1]
         first = breaks.nonzero().squeeze(1)
-        last = torch.cat([first[1:], torch.tensor([rows.shape[0]])]) - 1
+        last = torch.cat([first[1:], torch.tensor([rows.shape[0]], device="cpu")]) - 1
         pieces = [
             self.values[start:stop]
             for start, stop in zip(offsets[first].tolist(), ends[last].tolist(), strict=True)
@@ -255,7 +255,7 @@ class RaggedColumn:
         """Follow the rows to a ring of ``capacity`` rows."""
         for name in ("offset", "shape"):
             old = getattr(self, name)
-            new = torch.empty((capacity, *old.shape[1:]), dtype=torch.int64)
+            new = torch.empty((capacity, *old.shape[1:]), dtype=torch.int64, device="cpu")
             moves.rows(old, new)
             setattr(self, name, new)
 

@@ -65,7 +65,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
     def __init__(self, *, replacement: bool = True, group_key: NestedKey | None = None) -> None:
         self.replacement = replacement
         self.group_key = group_key
-        self._left = torch.zeros(0, dtype=torch.int64)
+        self._left = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._known = 0
         self._ran_out = False
 
@@ -121,7 +121,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         """Positions of episodes drawn independently."""
         if self.group_key is None:
             return draw_integers(storage.num_episodes, batch_size, self._rng)
-        groups, number = self._groups(storage, torch.arange(storage.num_episodes))
+        groups, number = self._groups(storage, torch.arange(storage.num_episodes, device="cpu"))
         return _members(groups, draw_integers(number, batch_size, self._rng))
 
     def _next(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
@@ -129,14 +129,20 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         oldest, following = storage.table.oldest, storage.table.next
         left = self._left[self._left >= oldest]
         if len(left):
-            left = torch.cat([left, torch.arange(max(self._known, oldest), following)])
+            left = torch.cat(
+                [left, torch.arange(max(self._known, oldest), following, device="cpu")]
+            )
         else:
-            left = torch.arange(oldest, following)
+            left = torch.arange(oldest, following, device="cpu")
         positions = left - oldest
-        groups, number = self._groups(storage, positions)
-        drawn = draw_order(number, self._rng)[:batch_size]
-        members = _members(groups, drawn)
-        stays = torch.ones(len(left), dtype=torch.bool)
+        if self.group_key is None:
+            number = len(left)
+            members = drawn = draw_order(number, self._rng)[:batch_size]
+        else:
+            groups, number = self._groups(storage, positions)
+            drawn = draw_order(number, self._rng)[:batch_size]
+            members = _members(groups, drawn)
+        stays = torch.ones(len(left), dtype=torch.bool, device="cpu")
         stays[members] = False
         self._left, self._known = left[stays], following
         self._ran_out = not len(self._left)
@@ -146,8 +152,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
     def _groups(self, storage: EpisodeStorage, positions: Tensor) -> tuple[Tensor, int]:
         """The group of each episode, numbered from 0: int64 ``[E]``; and how many there are."""
-        if self.group_key is None:
-            return torch.arange(len(positions)), len(positions)
+        assert self.group_key is not None
         column = storage.first_values(self.group_key)
         if isinstance(column, Tensor) and column[:1].numel() == 1:
             values = column.reshape(-1).cpu()[positions]
@@ -156,7 +161,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         if isinstance(column, Objects):
             numbers: dict[Any, int] = {}
             of = [numbers.setdefault(column.items[i], len(numbers)) for i in positions.tolist()]
-            return torch.tensor(of), len(numbers)
+            return torch.tensor(of, device="cpu"), len(numbers)
         got = "varying shapes" if isinstance(column, Rows) else f"shape {tuple(column.shape[1:])}"
         raise ValueError(f"group_key {self.group_key!r} must hold one value per step, got {got}")
 
@@ -186,7 +191,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
     def _empty(self) -> None:
         """Forget the epoch."""
-        self._left = torch.zeros(0, dtype=torch.int64)
+        self._left = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._known = 0
         self._ran_out = False
         self._remaining_batches = Sampler._remaining_batches
@@ -203,4 +208,4 @@ def _members(groups: Tensor, drawn: Tensor) -> Tensor:
     sizes = sizes[drawn]
     total = sizes.cumsum(0)
     first = torch.repeat_interleave(ends - total, sizes)
-    return by_group[first + torch.arange(len(first))]
+    return by_group[first + torch.arange(len(first), device="cpu")]

@@ -58,10 +58,10 @@ def group_steps(ids: Tensor, ended: Tensor) -> tuple[Tensor | None, list[Segment
     if bool((ids[1:] < ids[:-1]).any()):
         order = torch.argsort(ids, stable=True)
         ids, ended = ids[order], ended[order]
-    first = torch.ones(rows * steps, dtype=torch.bool)
+    first = torch.ones(rows * steps, dtype=torch.bool, device="cpu")
     first[1:] = (ids[1:] != ids[:-1]) | ended[:-1]
     starts = first.nonzero().squeeze(1)
-    stops = torch.cat([starts[1:], torch.tensor([rows * steps])])
+    stops = torch.cat([starts[1:], torch.tensor([rows * steps], device="cpu")])
     last = stops - 1 if order is None else order[stops - 1]
     by_age = torch.argsort(last)
     starts, stops = starts[by_age], stops[by_age]
@@ -80,7 +80,7 @@ def group_steps(ids: Tensor, ended: Tensor) -> tuple[Tensor | None, list[Segment
 
 def _check_rows(ids: Tensor) -> None:
     """Refuse an id that runs in two rows of the batch."""
-    rows = torch.arange(len(ids))[:, None].expand_as(ids)
+    rows = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids)
     pairs = torch.unique(torch.stack([ids.reshape(-1), rows.reshape(-1)]), dim=1)
     twice = pairs[0, 1:][pairs[0, 1:] == pairs[0, :-1]]
     if len(twice):

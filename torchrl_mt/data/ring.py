@@ -32,7 +32,7 @@ def runs(starts: Tensor, lengths: Tensor) -> Tensor:
     """
     ends = lengths.cumsum(0)
     first = torch.repeat_interleave(starts - ends + lengths, lengths)
-    return first + torch.arange(first.shape[0])
+    return first + torch.arange(first.shape[0], device="cpu")
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
     here, following = bits(here), bits(following)
     if lengths.shape[0] == 1:
         return torch.equal(here[1:], following[:-1])
-    goes_on = torch.ones(steps.length, dtype=torch.bool)
+    goes_on = torch.ones(steps.length, dtype=torch.bool, device="cpu")
     goes_on[lengths.cumsum(0) - 1] = False
     step = goes_on.nonzero().squeeze(1).to(here.device)
     return torch.equal(here.index_select(0, step + 1), following.index_select(0, step))

@@ -269,7 +269,7 @@ class EpisodeStorage(LazyStackStorage):
             steps = self.table.first_steps(episodes) + offsets
             rows = self.table.starts[episodes] + offsets
             if isinstance(spans, int):
-                index = (steps[:, None] + torch.arange(spans)).flatten()
+                index = (steps[:, None] + torch.arange(spans, device="cpu")).flatten()
                 plan = RowPlan(rows, spans)
             else:
                 index, plan = runs(steps, spans), RowPlan(runs(rows, spans))
@@ -323,8 +323,10 @@ class EpisodeStorage(LazyStackStorage):
             ValueError: if it is empty, longer than ``max_steps`` or does not fit the schema.
         """
         steps = unpack(episode)
-        return self.append_all(steps, torch.tensor([steps.length]))
+        return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
         """Store whole episodes in the given order: all of them, or none if one is refused.
 
@@ -340,7 +342,7 @@ class EpisodeStorage(LazyStackStorage):
         """
         with self.lock:
             if not lengths.shape[0]:
-                return torch.zeros(0, dtype=torch.int64)
+                return torch.zeros(0, dtype=torch.int64, device="cpu")
             schema = self._admit(steps, lengths)
             if self._selections:
                 self._settle()
@@ -358,7 +360,7 @@ class EpisodeStorage(LazyStackStorage):
             self._changed()
             kept = self.table.lengths[max(first - self.table.oldest, 0) :]
             stored = len(self)
-            return torch.arange(stored - int(kept.sum()), stored)
+            return torch.arange(stored - int(kept.sum()), stored, device="cpu")
 
     def _admit(self, steps: Steps, lengths: Tensor) -> Schema:
         """The schema once the episodes are stored; raises if one is refused."""
@@ -424,7 +426,7 @@ class EpisodeStorage(LazyStackStorage):
             self._grow(sizes)
             starts = self._ring.push_all(sizes)
             assert starts is not None
-        blocks = Blocks(torch.tensor(starts), lengths)
+        blocks = Blocks(torch.tensor(starts, device="cpu"), lengths)
         for path, column in self._columns.items():
             column.write(blocks, steps.columns[path])
         self.table.extend(lengths, blocks.starts)
@@ -468,6 +470,7 @@ class EpisodeStorage(LazyStackStorage):
         self._revision += 1
         self._bump_mutation_revision()
 
+    @torch.inference_mode(False)
     def _empty(self) -> None:
         """Let every episode leave; allocations and schema stay."""
         with self.lock:
@@ -500,13 +503,16 @@ class EpisodeStorage(LazyStackStorage):
         """Storage indices on the CPU, flat and not negative, and the shape that was asked for."""
         stored = len(self)
         if isinstance(index, slice):
-            steps = torch.arange(*index.indices(stored)) if stored else torch.zeros(0).long()
-            return steps, steps.shape
+            part = range(*index.indices(stored))
+            if not part:
+                return torch.zeros(0, dtype=torch.int64, device="cpu"), torch.Size([0])
+            stop = part.start + len(part) * part.step
+            return torch.arange(part.start, stop, part.step, device="cpu"), torch.Size([len(part)])
         if index is None or index is Ellipsis or isinstance(index, (str, tuple)):
             raise TypeError(f"index must be an int, a slice, a mask or integers, got {index!r}")
         if isinstance(index, range):
             index = list(index)
-        wanted = index.cpu() if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index))
+        wanted = index.cpu() if isinstance(index, Tensor) else torch.from_numpy(np.asarray(index))
         if wanted.dtype == torch.bool:
             if wanted.shape != (stored,):
                 raise IndexError(f"a mask must have shape {(stored,)}, got {tuple(wanted.shape)}")
@@ -541,6 +547,7 @@ class EpisodeStorage(LazyStackStorage):
                 "seen_steps": self._seen_steps,
             }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace everything stored by what :meth:`state_dict` gave.
 
@@ -557,7 +564,7 @@ class EpisodeStorage(LazyStackStorage):
             self._schema, self._columns = None, {}
             self.table = EpisodeTable()
             if schema is not None:
-                self._adopt(schema, lengths if stored else torch.ones(1))
+                self._adopt(schema, lengths if stored else torch.ones(1, device="cpu"))
             if schema is not None and stored:
                 columns = state_dict["columns"]
                 self._write(Steps(stored, columns, schema.root_class), lengths)

@@ -59,9 +59,9 @@ class EpisodeTable:
         """Ordinal of the oldest stored episode."""
         self._head = 0
         self._tail = 0
-        self._length = torch.zeros(64, dtype=torch.int64)
-        self._start = torch.zeros(64, dtype=torch.int64)
-        self._steps = torch.zeros(65, dtype=torch.int64)
+        self._length = torch.zeros(64, dtype=torch.int64, device="cpu")
+        self._start = torch.zeros(64, dtype=torch.int64, device="cpu")
+        self._steps = torch.zeros(65, dtype=torch.int64, device="cpu")
         """Steps before each episode; one entry more than there are episodes."""
         self._tallies: OrderedDict[tuple[Weight, int], Tensor] = OrderedDict()
         """Units of choice before each episode, for the spans last asked for."""
@@ -171,6 +171,7 @@ class EpisodeTable:
         episodes = torch.searchsorted(before, units, right=True).sub_(1)
         return episodes, units.sub_(before[episodes])
 
+    @torch.inference_mode(False)
     def _tally(self, weight: Weight, span: int) -> Tensor:
         """Units before each episode, kept for the spans last asked for."""
         key = (weight, span)
@@ -198,7 +199,7 @@ class EpisodeTable:
             size *= 2
 
         def moved(old: Tensor, extra: int) -> Tensor:
-            new = torch.zeros(size + extra, dtype=torch.int64)
+            new = torch.zeros(size + extra, dtype=torch.int64, device="cpu")
             new[: live + extra] = old[head : head + live + extra]
             return new
 

@@ -15,7 +15,7 @@ import torch
 from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
@@ -113,6 +113,7 @@ class EpisodeWriter(Writer):
             raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
         storage: EpisodeStorage = self._storage
         with storage.lock:
+            _check_samplers(storage)
             shape = data.batch_size
             steps = _flatten(data)
             told_by, ids = self._ids(steps, shape)
@@ -157,11 +158,11 @@ class EpisodeWriter(Writer):
         """
         with self._storage.lock:
             if not self._open:
-                return torch.zeros(0, dtype=torch.int64)
+                return torch.zeros(0, dtype=torch.int64, device="cpu")
             episodes = [
                 self._transformed(_truncated(Steps.concat(parts))) for parts in self._open.values()
             ]
-            lengths = torch.tensor([episode.length for episode in episodes])
+            lengths = torch.tensor([episode.length for episode in episodes], device="cpu")
             stored = self._storage.append_all(Steps.concat(episodes), lengths)
             self._open = {}
             self._write_count += int(lengths.sum())
@@ -206,7 +207,7 @@ class EpisodeWriter(Writer):
                 f"would be by {_describe(told_by)}: send one kind of batch, or flush() first"
             )
         if key is None:
-            return told_by, torch.arange(rows)[:, None].expand(rows, shape[-1])
+            return told_by, torch.arange(rows, device="cpu")[:, None].expand(rows, shape[-1])
         ids = _stacked(steps.columns[key])
         if (
             ids is None
@@ -257,7 +258,11 @@ class EpisodeWriter(Writer):
                 lengths[-1], first = episode.length, last
         if last > first or not pieces:
             pieces.append(steps[first:last])
-        return Steps.concat(pieces), torch.tensor(lengths, dtype=torch.int64), still_open
+        return (
+            Steps.concat(pieces),
+            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
+            still_open,
+        )
 
     def _transformed(self, episode: Steps) -> Steps:
         """The episode as it is to be stored."""
@@ -270,6 +275,17 @@ class EpisodeWriter(Writer):
                 f"{getattr(result, 'batch_size', type(result).__name__)}"
             )
         return unpack(result)
+
+
+def _check_samplers(storage: EpisodeStorage) -> None:
+    """Refuse samplers that tie something to a storage index: it is a step's age, and shifts."""
+    for buffer in storage._attached_entities:
+        if isinstance(getattr(buffer, "_sampler", None), PrioritizedSampler):
+            raise TypeError(
+                "PrioritizedSampler keeps priorities by storage index, and the index of a step in "
+                "an EpisodeStorage changes when older episodes leave: use ClipSampler or "
+                "EpisodeSampler"
+            )
 
 
 def _flatten(data: Any) -> Steps:
@@ -287,7 +303,7 @@ def _flatten(data: Any) -> Steps:
 
 def _ended(steps: Steps) -> Tensor:
     """Bool ``[N]`` on the CPU: the steps that end their episode."""
-    ended = torch.zeros(steps.length, dtype=torch.bool)
+    ended = torch.zeros(steps.length, dtype=torch.bool, device="cpu")
     found = [flag for flag in map(steps.columns.get, _END_KEYS) if flag is not None]
     if not found:
         raise ValueError(
@@ -331,14 +347,16 @@ def _aligned(
     segments: list[Segment], lengths: Tensor, order: Tensor | None, shape: torch.Size, stored: int
 ) -> Tensor:
     """The storage index of each step of the batch, -1 if it is not stored."""
-    index = torch.full((shape.numel(),), -1, dtype=torch.int64)
+    index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
     ended = [segment for segment in segments if segment.ended]
     end = stored
     for segment, length in zip(reversed(ended), reversed(lengths.tolist()), strict=True):
         steps = segment.stop - segment.start
         if end >= length >= steps:
-            places = torch.arange(segment.start, segment.stop)
-            index[places if order is None else order[places]] = torch.arange(end - steps, end)
+            places = torch.arange(segment.start, segment.stop, device="cpu")
+            index[places if order is None else order[places]] = torch.arange(
+                end - steps, end, device="cpu"
+            )
         end -= length
     return index.view(shape)
 
