@@ -6,7 +6,6 @@ changes nothing.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from copy import copy
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
@@ -23,23 +21,14 @@ from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import FileCheckpointer
-from torchrl_mt.data.columns import (
-    DenseColumn,
-    NextColumn,
-    ObjectColumn,
-    RaggedColumn,
-    RowPlan,
-    StoredColumn,
-)
-from torchrl_mt.data.ring import Blocks, Ring, runs
-from torchrl_mt.data.schema import Entry, Schema
+from torchrl_mt.data.columns import RowPlan
+from torchrl_mt.data.indexing import resolve_index
+from torchrl_mt.data.ring import runs
 from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
+from torchrl_mt.data.store import EpisodeStore
 from torchrl_mt.data.table import EpisodeTable
 
 __all__ = ["EpisodeStorage", "Selection"]
-
-_USUAL_LENGTH = 32
-"""Episodes are taken to be at least this long on average until they prove shorter."""
 
 
 @dataclass
@@ -112,15 +101,8 @@ class EpisodeStorage(LazyStackStorage):
             raise ValueError(f"max_steps must be a positive number of steps, got {max_steps!r}")
         super().__init__(max_size=int(max_steps))
         self.device = torch.empty(0, device=device).device
-        self.share_next = share_next
-        self.table = EpisodeTable()
         self.lock = threading.RLock()
-        self._schema: Schema | None = None
-        self._columns: dict[Path, StoredColumn] = {}
-        self._ring = Ring(0)
-        self._slack = 0
-        self._pad = 0
-        self._seen_steps = 0
+        self._store = EpisodeStore(self.max_size, self.device, share_next)
         self._revision = 0
         self._selections = WeakTensorKeyDictionary()
 
@@ -134,6 +116,11 @@ class EpisodeStorage(LazyStackStorage):
     def _is_full(self) -> bool:
         """False: read in order of age, the stored steps never wrap around."""
         return False
+
+    @property
+    def table(self) -> EpisodeTable:
+        """The stored episodes' lengths and rows; hold ``lock`` while using it."""
+        return self._store.table
 
     @property
     def num_episodes(self) -> int:
@@ -172,7 +159,8 @@ class EpisodeStorage(LazyStackStorage):
         kinds = ("dense", "ragged", "object", "shared")
         if kind not in kinds:
             raise ValueError(f"kind must be one of {kinds}, got {kind!r}")
-        entries = self._schema.entries if self._schema is not None else {}
+        schema = self._store.schema
+        entries = schema.entries if schema is not None else {}
         return [
             unravel_key(path)
             for path, entry in entries.items()
@@ -197,7 +185,7 @@ class EpisodeStorage(LazyStackStorage):
     @property
     def nbytes(self) -> int:
         """Bytes that the columns hold, Python objects not counted."""
-        return sum(column.nbytes for column in self._columns.values())
+        return self._store.nbytes
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -232,7 +220,7 @@ class EpisodeStorage(LazyStackStorage):
                 selection = self._selections.pop(index)
                 if selection.version == _version(index):
                     return self._pack(selection.plan, selection.read)
-            steps, shape = self._resolve(index)
+            steps, shape = resolve_index(index, self.table.num_steps)
             episodes, offsets = self.table.find(steps)
             data = self._pack(RowPlan(self.table.starts[episodes] + offsets))
         if shape is None:
@@ -284,8 +272,8 @@ class EpisodeStorage(LazyStackStorage):
         """
         path = _path(key)
         with self.lock:
-            if path in self._columns and path not in selection.read:
-                selection.read[path] = self._columns[path].read(selection.plan)
+            if path in self._store.columns and path not in selection.read:
+                selection.read[path] = self._store.columns[path].read(selection.plan)
             return selection.read.get(path)
 
     def first_values(self, key: NestedKey) -> Column:
@@ -295,9 +283,9 @@ class EpisodeStorage(LazyStackStorage):
             KeyError: if there is no such entry.
         """
         with self.lock:
-            column = self._columns.get(_path(key))
+            column = self._store.columns.get(_path(key))
             if column is None:
-                known = [unravel_key(path) for path in self._columns]
+                known = [unravel_key(path) for path in self._store.columns]
                 raise KeyError(f"{key!r} is not stored; the entries are {known}")
             return column.read(RowPlan(self.table.starts.clone()))
 
@@ -343,127 +331,14 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
-            schema = self._admit(steps, lengths)
-            if self._selections:
-                self._settle()
-            if schema is not self._schema:
-                self._adopt(schema, lengths)
+            schema = self._store.admit(steps, lengths)
+            self._settle()
             first = self.table.next
-            ends = lengths.cumsum(0)
-            done = 0
-            while done < lengths.shape[0]:
-                # As many episodes at once as the budget holds.
-                begin = int(ends[done] - lengths[done])
-                stop = int(torch.searchsorted(ends, begin + self.max_size, right=True))
-                self._write(steps[begin : int(ends[stop - 1])], lengths[done:stop])
-                done = stop
+            self._store.append(schema, steps, lengths)
             self._changed()
             kept = self.table.lengths[max(first - self.table.oldest, 0) :]
             stored = len(self)
             return torch.arange(stored - int(kept.sum()), stored, device="cpu")
-
-    def _admit(self, steps: Steps, lengths: Tensor) -> Schema:
-        """The schema once the episodes are stored; raises if one is refused."""
-        if int(lengths.min()) < 1:
-            raise ValueError("an episode must have at least one step, got an empty one")
-        longest = int(lengths.max())
-        if longest > self.max_size:
-            raise ValueError(
-                f"an episode of {longest} steps does not fit in max_steps={self.max_size}: give "
-                f"EpisodeStorage a larger budget"
-            )
-        if self._schema is None:
-            return Schema.of(steps, lengths, share_next=self.share_next)
-        return self._schema.admit(steps, lengths)
-
-    def _adopt(self, schema: Schema, lengths: Tensor) -> None:
-        """Make the columns fit ``schema``; ``lengths`` are those of the episodes to come."""
-        if self._schema is None:
-            self._pad = int(any(entry.shared for entry in schema.entries.values()))
-            self._slack = int(lengths.max()) + self._pad
-            usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
-            rows = self.max_size + self._pad * math.ceil(self.max_size / usual) + self._slack
-            self._ring = Ring(rows)
-        entries = schema.entries
-        for path, entry in entries.items():
-            column = self._columns.get(path)
-            if isinstance(column, NextColumn) and not entry.shared:
-                column = self._columns[path] = column.unshared()
-            if isinstance(column, DenseColumn) and entry.kind == "ragged":
-                self._columns[path] = self._as_ragged(column, entry)
-            elif column is None and not entry.shared:
-                self._columns[path] = self._new_column(entry)
-        for path in entries:
-            if path not in self._columns:
-                source = self._columns[path[1:]]
-                assert isinstance(source, DenseColumn)
-                self._columns[path] = NextColumn(source)
-        self._columns = {path: self._columns[path] for path in entries}
-        self._schema = schema
-
-    def _new_column(self, entry: Entry) -> StoredColumn:
-        """An empty column for ``entry``."""
-        if entry.kind == "object":
-            return ObjectColumn(self._ring.capacity)
-        if entry.kind == "dense":
-            return DenseColumn.empty(entry, self._ring.capacity, self.device)
-        return RaggedColumn(entry, self._ring.capacity, self.device)
-
-    def _as_ragged(self, dense: DenseColumn, entry: Entry) -> RaggedColumn:
-        """A dense column's episodes, stored as ragged ones."""
-        ragged = RaggedColumn(entry, self._ring.capacity, self.device)
-        if self.num_episodes:
-            blocks = Blocks(self.table.starts, self.table.lengths)
-            ragged.write(blocks, dense.read(RowPlan(blocks.rows)))
-        return ragged
-
-    def _write(self, steps: Steps, lengths: Tensor) -> None:
-        """Store admitted episodes that the budget holds, after the oldest have made room."""
-        self._evict(self.table.episodes_holding(len(self) + steps.length - self.max_size))
-        sizes = (lengths + self._pad).tolist()
-        starts = self._ring.push_all(sizes)
-        if starts is None:
-            self._grow(sizes)
-            starts = self._ring.push_all(sizes)
-            assert starts is not None
-        blocks = Blocks(torch.tensor(starts, device="cpu"), lengths)
-        for path, column in self._columns.items():
-            column.write(blocks, steps.columns[path])
-        self.table.extend(lengths, blocks.starts)
-        self._seen_steps += steps.length
-
-    def _evict(self, episodes: int) -> None:
-        """Let the oldest ``episodes`` leave."""
-        if not episodes:
-            return
-        stays = episodes < self.num_episodes
-        first = int(self.table.starts[episodes]) if stays else None
-        blocks = Blocks(self.table.starts[:episodes], self.table.lengths[:episodes])
-        for column in self._columns.values():
-            column.release(blocks, first)
-        self.table.evict(episodes)
-        self._ring.pop(next_start=first, blocks=episodes)
-
-    def _grow(self, sizes: list[int]) -> None:
-        """Lay the live rows out in a larger ring, in which these blocks find a place.
-
-        The budget counts steps, and a row more per episode where next entries are shared: the
-        ring aims at the rows that episodes of the mean length so far need. The slack for the
-        longest episode grows by half at least, so that the cost per write stays constant.
-        """
-        longest = max(sizes)
-        if longest > self._slack:
-            self._slack = min(max(longest, self._slack * 3 // 2), self.max_size + self._pad)
-        mean = max(self._seen_steps / max(self.table.next, 1), 1.0)
-        wanted = self.max_size + self._pad * math.ceil(self.max_size / mean) + self._slack
-        moves = self._ring.layout()
-        needed = moves.upper + moves.lower + sum(sizes)
-        if self._ring.capacity >= wanted:
-            wanted = self._ring.capacity + self._ring.capacity // 16
-        moves = self._ring.resize(max(wanted, needed))
-        for column in self._columns.values():
-            column.relayout(moves, self._ring.capacity)
-        self.table.move(moves)
 
     def _changed(self) -> None:
         """Note that the stored steps are others now."""
@@ -474,78 +349,27 @@ class EpisodeStorage(LazyStackStorage):
     def _empty(self) -> None:
         """Let every episode leave; allocations and schema stay."""
         with self.lock:
-            if self._selections:
-                self._settle()
-            self._evict(self.num_episodes)
+            self._settle()
+            self._store.evict(self.num_episodes)
             self._changed()
 
     # ---- reading, inside ------------------------------------------------------------------------
 
-    def _pack(self, plan: RowPlan, read: dict[Path, Column] | None = None) -> Any:
-        """The steps at the rows of ``plan``; columns in ``read`` are taken from there."""
-        if self._schema is None:
-            raise IndexError("nothing is stored yet")
-        read = read or {}
-        columns = {
-            path: read[path] if path in read else column.read(plan)
-            for path, column in self._columns.items()
-        }
-        return pack(Steps(len(plan), columns, self._schema.root_class), self.device)
+    def _pack(self, plan: RowPlan, known: dict[Path, Column] | None = None) -> Any:
+        """The steps at the rows of ``plan``; columns that are ``known`` are not read again."""
+        return pack(self._store.read(plan, known), self.device)
 
     def _settle(self) -> None:
         """Read what is selected but not read yet, before the rows change."""
-        for selection in self._selections.values():
-            for path, column in self._columns.items():
-                if path not in selection.read:
-                    selection.read[path] = column.read(selection.plan)
-
-    def _resolve(self, index: Any) -> tuple[Tensor, torch.Size | None]:
-        """Storage indices on the CPU, flat and not negative, and the shape that was asked for."""
-        stored = len(self)
-        if isinstance(index, slice):
-            part = range(*index.indices(stored))
-            if not part:
-                return torch.zeros(0, dtype=torch.int64, device="cpu"), torch.Size([0])
-            stop = part.start + len(part) * part.step
-            return torch.arange(part.start, stop, part.step, device="cpu"), torch.Size([len(part)])
-        if index is None or index is Ellipsis or isinstance(index, (str, tuple)):
-            raise TypeError(f"index must be an int, a slice, a mask or integers, got {index!r}")
-        if isinstance(index, range):
-            index = list(index)
-        wanted = index.cpu() if isinstance(index, Tensor) else torch.from_numpy(np.asarray(index))
-        if wanted.dtype == torch.bool:
-            if wanted.shape != (stored,):
-                raise IndexError(f"a mask must have shape {(stored,)}, got {tuple(wanted.shape)}")
-            wanted = wanted.nonzero().squeeze(1)
-        if wanted.numel() == 0:
-            wanted = wanted.long()
-        if wanted.is_floating_point() or wanted.is_complex():
-            raise TypeError(f"index must be of an integer dtype, got {wanted.dtype}")
-        steps = wanted.reshape(-1).long()
-        if steps.numel() and (int(steps.min()) < -stored or int(steps.max()) >= stored):
-            raise IndexError(
-                f"index must lie in [{-stored}, {stored}): {stored} steps are stored, got values "
-                f"from {int(steps.min())} to {int(steps.max())}"
-            )
-        return torch.where(steps < 0, steps + stored, steps), wanted.shape if wanted.ndim else None
+        for selection in self._selections.values() if self._selections else ():
+            selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
     # ---- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything stored, as copies."""
         with self.lock:
-            episodes: dict[Path, Any] = {}
-            if self._schema is not None:
-                rows = RowPlan(runs(self.table.starts, self.table.lengths))
-                episodes = {path: col.read(rows) for path, col in self._columns.items()}
-            return {
-                "max_steps": self.max_size,
-                "schema": self._schema,
-                "columns": episodes,
-                "lengths": self.table.lengths.clone(),
-                "oldest": self.table.oldest,
-                "seen_steps": self._seen_steps,
-            }
+            return self._store.state_dict()
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -554,22 +378,9 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if it holds more than ``max_steps`` steps.
         """
-        lengths: Tensor = state_dict["lengths"]
-        stored = int(lengths.sum())
-        if stored > self.max_size:
-            raise ValueError(f"the state holds {stored} steps, more than max_steps={self.max_size}")
-        schema: Schema | None = state_dict["schema"]
         with self.lock:
             self._settle()
-            self._schema, self._columns = None, {}
-            self.table = EpisodeTable()
-            if schema is not None:
-                self._adopt(schema, lengths if stored else torch.ones(1, device="cpu"))
-            if schema is not None and stored:
-                columns = state_dict["columns"]
-                self._write(Steps(stored, columns, schema.root_class), lengths)
-            self.table.oldest = state_dict["oldest"]
-            self._seen_steps = state_dict["seen_steps"]
+            self._store.load_state_dict(state_dict)
             self._changed()
 
     def __getstate__(self) -> dict[str, Any]:
