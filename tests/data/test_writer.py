@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
+from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
@@ -217,3 +218,20 @@ def test_traj_key_can_be_chosen(make):
     data["episode"] = torch.arange(5)
     rb.extend(data[torch.tensor([0, 3, 1, 4, 2])])
     assert rb.storage.lengths.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_padding_of_split_trajectories_is_left_out(make, cls):
+    rb = buffer(cls)
+    data = make.vectors([5, 2, 4])
+    data["collector"] = TensorDict({"traj_ids": data["episode"]}, [11])
+    for piece in (data[:4], data[4:9], data[9:]):
+        split = split_trajectories(piece.clone(), prefix="collector")
+        assert split.ndim == 2
+        split["next", "done"] |= ~split["collector", "mask"][..., None]
+        rb.extend(split)
+    assert rb.writer.open_episodes == {}
+    kept = rb[:]
+    assert kept["collector", "mask"].all()
+    del kept["collector", "mask"]
+    assert make.steps(kept) == make.steps(data)

@@ -29,6 +29,9 @@ __all__ = ["EpisodeWriter"]
 _ID_KEYS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
 _DONE: Path = ("next", "done")
 _TRUNCATED: Path = ("next", "truncated")
+_MASK: Path = ("collector", "mask")
+_PADDING = -(2**62)
+"""Ids below this one are given to steps that are padding."""
 _END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
 
 
@@ -39,7 +42,8 @@ class EpisodeWriter(Writer):
     several environments in turn. Steps are told apart by the episode id under ``traj_key``, or, if
     there is none, by the done flags, each row of a ``[B, T]`` batch being one environment and a
     ``[N]`` batch a single one. An episode ends with the first step whose ``("next", "done")``,
-    ``("next", "terminated")`` or ``("next", "truncated")`` is true.
+    ``("next", "terminated")`` or ``("next", "truncated")`` is true. The padding of split
+    trajectories (where ``("collector", "mask")`` is false) is left out.
 
     Args:
         traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
@@ -117,6 +121,7 @@ class EpisodeWriter(Writer):
             shape = data.batch_size
             steps = _flatten(data)
             told_by, ids = self._ids(steps, shape)
+            ids = _mark_padding(steps, ids)
             order, segments = group_steps(ids, _ended(steps).view(shape[:-1].numel(), -1))
             if order is not None:
                 steps = steps.take(order)
@@ -240,6 +245,8 @@ class EpisodeWriter(Writer):
         first = last = 0  # steps of the batch that follow the pieces so far
 
         for segment in segments:
+            if segment.key < _PADDING:
+                continue
             if not segment.ended:
                 part = steps[segment.start : segment.stop].clone()
                 still_open.setdefault(segment.key, []).append(part)
@@ -301,6 +308,15 @@ def _flatten(data: Any) -> Steps:
     return unpack(data.reshape(-1))
 
 
+def _mark_padding(steps: Steps, ids: Tensor) -> Tensor:
+    """The ids, with one of its own for the padding of each row of a ``[B, T]`` batch."""
+    mask = _stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
+    if mask is None or bool(mask.all()):
+        return ids
+    padding = _PADDING - 1 - torch.arange(ids.shape[0], device="cpu")[:, None]
+    return torch.where(mask.reshape(ids.shape).cpu(), ids, padding)
+
+
 def _ended(steps: Steps) -> Tensor:
     """Bool ``[N]`` on the CPU: the steps that end their episode."""
     ended = torch.zeros(steps.length, dtype=torch.bool, device="cpu")
@@ -348,7 +364,7 @@ def _aligned(
 ) -> Tensor:
     """The storage index of each step of the batch, -1 if it is not stored."""
     index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
-    ended = [segment for segment in segments if segment.ended]
+    ended = [s for s in segments if s.ended and s.key >= _PADDING]
     end = stored
     for segment, length in zip(reversed(ended), reversed(lengths.tolist()), strict=True):
         steps = segment.stop - segment.start
