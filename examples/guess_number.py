@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
 from tensordict import TensorDictBase
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import ReplayBuffer
 from tqdm import tqdm, trange
@@ -36,9 +34,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from torchrl_mt.collectors import ChatTokens, Limits, MultiTurnCollector
@@ -46,6 +41,7 @@ from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
 matplotlib.use("Agg")
@@ -55,6 +51,7 @@ GAMMA = 0.9
 EPISODES_PER_UPDATE = 128
 CONCURRENCY = 64
 MAX_RESPONSE_TOKENS = 8
+WORDS = ["guess", "to", "higher", "lower", "correct", "invalid"]
 PROMPT = "guess 1 to {numbers}"
 PROMPT_FOR_LARGER_MODELS = (
     "I think of a number from 1 to {numbers}. Guess it: answer with a number and nothing else, and "
@@ -62,16 +59,15 @@ PROMPT_FOR_LARGER_MODELS = (
 )
 
 
-def train(args: argparse.Namespace) -> None:
-    """Collect, learn, update the sampler's weights; and again."""
+def train(args: argparse.Namespace) -> dict[str, float]:
+    """Collect, learn, update the sampler's weights; and again. Returns what was reached."""
     torch.manual_seed(args.seed)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model).to(args.device)
     else:
-        tokenizer = build_tokenizer(args.numbers)
-        model = build_model(tokenizer).to(args.device)
-        warm_start(model, tokenizer, args)
+        model, tokenizer = tiny_chat_model([*WORDS, *map(str, range(1, args.numbers + 1))])
+        warm_start(model.to(args.device), tokenizer, args)
 
     env = GuessNumber(args.numbers, args.turns, prompt=args.prompt)
     limits = Limits(max_turns=args.turns, max_response_tokens=MAX_RESPONSE_TOKENS)
@@ -107,7 +103,7 @@ def train(args: argparse.Namespace) -> None:
             for _ in range(2):
                 for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
                     losses = loss_module(batch)
-                    sum(losses[key] for key in losses.keys() if key.startswith("loss_")).backward()
+                    (losses["loss_objective"] + losses["loss_entropy"]).backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -116,51 +112,16 @@ def train(args: argparse.Namespace) -> None:
             progress.set_postfix(report.updated(buffer.storage, losses, collector.stats()))
             buffer.empty()
 
-    collector.shutdown()
-    report.finish(after=evaluate())
+    report.save()
+    engine.update_weights(model)  # an interrupt may have come between a step and its update
+    reached = report.finish(after=evaluate())
+    for part in (collector, evaluate.collector):
+        part.shutdown()
     engine.close()
+    return reached
 
 
-# What plays: a model and its tokenizer
-
-
-def build_tokenizer(numbers: int) -> PreTrainedTokenizerBase:
-    """A tokenizer with a word for everything that is said in the game."""
-    words = ["<pad>", "<end>", "<user>", "<assistant>"]
-    words += ["guess", "to", "higher", "lower", "correct", "invalid"]
-    words += [str(number) for number in range(1, numbers + 1)]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<end>",
-        additional_special_tokens=["<user>", "<assistant>"],
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<end>"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    return tokenizer
-
-
-def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A Qwen2 of two layers, with random weights."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.1,  # the usual 0.02 is meant for wide models: this one learns faster
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
+# Before reinforcement learning
 
 
 def warm_start(
@@ -209,7 +170,7 @@ def warmup_then_decay(steps: int) -> Callable[[int], float]:
 
 
 class Evaluation:
-    """Play the same games again: 1024 hidden numbers that training does not choose."""
+    """Plays the same games again and again: hidden numbers that training does not choose."""
 
     def __init__(
         self,
@@ -218,10 +179,11 @@ class Evaluation:
         limits: Limits,
         args: argparse.Namespace,
     ) -> None:
+        games = GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32)
         self.collector = MultiTurnCollector(
             env,
             engine,
-            list(GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32)),
+            list(games),
             episodes_per_batch=args.eval_episodes,
             max_concurrency=CONCURRENCY,
             limits=limits,
@@ -229,7 +191,8 @@ class Evaluation:
         )
 
     def __call__(self) -> dict[str, Any]:
-        (batch,) = (batch for batch, _ in zip(self.collector, range(1), strict=False))
+        """Mean return, share of games won, and a few games to read."""
+        batch = next(iter(self.collector))
         return {**outcome(batch), "games": transcript(batch, 5)}
 
 
@@ -300,15 +263,19 @@ class Report:
         running = sum(row["return"] for row in recent) / len(recent)
         return {"return": f"{running:.3f}", "optimum": f"{self.optimum:.3f}"}
 
-    def finish(self, after: dict[str, Any]) -> None:
-        """Write everything, and say what was reached."""
-        if self.metrics:
-            with replacing(self.out / "metrics.csv") as path, path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, self.metrics[0])
-                writer.writeheader()
-                writer.writerows(self.metrics)
-            with replacing(self.out / "curve.png") as path:
-                self.draw(path)
+    def save(self) -> None:
+        """Write the metrics and the curve of the updates so far."""
+        if not self.metrics:
+            return
+        with replacing(self.out / "metrics.csv") as path, path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.metrics[0])
+            writer.writeheader()
+            writer.writerows(self.metrics)
+        with replacing(self.out / "curve.png") as path:
+            self.draw(path)
+
+    def finish(self, after: dict[str, Any]) -> dict[str, float]:
+        """Write games of before and after, and say what was reached."""
         with replacing(self.out / "episodes.txt") as path:
             path.write_text(
                 f"BEFORE\n\n{self.before['games']}\nAFTER\n\n{after['games']}", encoding="utf-8"
@@ -325,6 +292,12 @@ class Report:
             f"{self.seconds['training']:.0f} training"
         )
         print(f"written to  {self.out}")
+        return {
+            "before": self.before["return"],
+            "after": after["return"],
+            "success": after["success"],
+            "optimum": self.optimum,
+        }
 
     def draw(self, path: Path) -> None:
         """Return and success over the episodes, the optimum as a line."""
@@ -340,15 +313,14 @@ class Report:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Any:
+def replacing(path: Path) -> Iterator[Path]:
     """A file to write to that takes the place of ``path`` once it is whole."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(handle)
+    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        yield Path(name)
-        os.replace(name, path)
+        yield unfinished
+        unfinished.replace(path)
     finally:
-        Path(name).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 # The command line

@@ -1,7 +1,25 @@
 """Multi-turn reinforcement learning in TorchRL.
 
-The parts live in subpackages that mirror TorchRL's and are imported by name:
-``torchrl_mt.data``, ``.transforms``, ``.engines``, ``.envs``, ``.collectors`` and ``.objectives``.
+The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.engines``,
+``.envs``, ``.collectors`` and ``.objectives``. Each is imported when it is first used.
 """
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
 __version__ = "0.1.0"
+
+_SUBPACKAGES = ("collectors", "data", "engines", "envs", "objectives", "testing", "transforms")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a subpackage at its first use, so that ``import torchrl_mt`` itself stays quick."""
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

@@ -22,7 +22,7 @@ def engine(model, tokenizer):
 
 def prompts(count: int, length: int = 12) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(4, 27, (count, length), generator=generator).tolist()
+    return torch.randint(4, 26, (count, length), generator=generator).tolist()
 
 
 def generate_all(engine, requests, **kwargs):
@@ -141,6 +141,7 @@ def test_an_update_splits_answers_under_way(tokenizer, model):
     async def run():
         tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=150)) for p in requests]
         while not engine._manager.batch_processor or engine._manager.current_batch < 20:
+            assert not any(task.done() for task in tasks)
             await asyncio.sleep(0.001)
         await asyncio.to_thread(engine.update_weights, changed)
         return await asyncio.gather(*tasks)
@@ -217,12 +218,26 @@ def test_two_event_loops_may_share_an_engine(engine):
         ([], {}, ValueError, "at least one token"),
         ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
         ([5] * 70_000, {}, ValueError, "raise cache_tokens"),
+        ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
+        ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
         ([5], {"top_k": 3}, TypeError, "top_k"),
     ],
 )
 def test_bad_requests_are_refused(engine, prompt, kwargs, error, message):
     with pytest.raises(error, match=message):
         generate_all(engine, [prompt], **kwargs)
+
+
+def test_a_dead_generation_thread_is_reported(engine, monkeypatch):
+    def die(*args, **kwargs):
+        raise ArithmeticError("out of everything")
+
+    monkeypatch.setattr(engine._model, "forward", die)
+    with pytest.raises(RuntimeError, match="generation failed: out of everything"):
+        generate_all(engine, prompts(5))
+    with pytest.raises(RuntimeError, match="generation thread died") as caught:
+        generate_all(engine, prompts(1))
+    assert isinstance(caught.value.__cause__, ArithmeticError)
 
 
 def test_bad_engines_are_refused(model, tokenizer):

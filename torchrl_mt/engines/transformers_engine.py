@@ -92,6 +92,7 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self.max_prompt_tokens = cache_tokens
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._stop_ids = _stop_ids(model, tokenizer)
         self._source = weakref.ref(model)
         self._model = _view(model) if share_weights else copy.deepcopy(model)
@@ -140,7 +141,8 @@ class TransformersEngine:
             The sampled tokens with their log-probabilities and weight versions.
 
         Raises:
-            ValueError: if the prompt is empty, does not fit the cache, or ``max_new_tokens`` is below 1.
+            ValueError: if the prompt is empty, does not fit the cache or is not in the vocabulary, or
+                ``max_new_tokens`` is below 1.
             TypeError: if a sampling argument is given.
             RuntimeError: if the engine is closed or generation failed.
         """
@@ -218,6 +220,12 @@ class TransformersEngine:
             raise RuntimeError("the engine is closed: make a new one.")
         if len(prompt_ids) == 0:
             raise ValueError("prompt_ids must hold at least one token, got none.")
+        lowest, highest = min(prompt_ids), max(prompt_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            raise ValueError(
+                f"prompt_ids must be token ids in 0..{self._vocab_size - 1}, got "
+                f"{lowest if lowest < 0 else highest}: do model and tokenizer belong together?"
+            )
         if limit < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
         if len(prompt_ids) + limit > self.max_prompt_tokens:

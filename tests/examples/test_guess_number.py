@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import csv
+import errno
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrl_mt.testing import tiny_chat_model
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "guess_number.py"
+QUICK = ["--updates", "2", "--warm-start-steps", "5", "--eval-episodes", "16"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("guess_number_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_learns(example, tmp_path):
+    """From imitation of random games to well above it, on a game small enough for a minute."""
+    args = [
+        *("--numbers", "8", "--turns", "4", "--updates", "30", "--warm-start-steps", "120"),
+        *("--eval-episodes", "512", "--seed", "0", "--out", str(tmp_path)),
+    ]
+    reached = example.train(example.parse(args))
+    assert reached["before"] < 0.76  # random guesses that keep to the hints are worth 0.710
+    assert reached["after"] > reached["before"] + 0.05
+    assert reached["after"] > 0.93 * reached["optimum"]
+
+
+def test_a_run_writes_what_it_says(example, tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    assert example.main([*QUICK, "--out", str(out)]) == 0
+    assert sorted(p.name for p in out.iterdir()) == ["curve.png", "episodes.txt", "metrics.csv"]
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["episodes"]) for row in rows] == [128, 256]
+    assert 0 <= float(rows[-1]["return"]) <= 1
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    games = (out / "episodes.txt").read_text()
+    assert games.index("BEFORE") < games.index("user: guess 1 to 16") < games.index("AFTER")
+    printed = capsys.readouterr().out
+    for name in ("return", "success", "optimum", "episodes", "tokens", "seconds"):
+        assert f"\n{name} " in printed
+
+
+def test_a_saved_model_is_trained_without_warm_start(example, tmp_path):
+    model, tokenizer = tiny_chat_model([*example.WORDS, *map(str, range(1, 17))])
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    args = [*QUICK, "--model", str(tmp_path / "model"), "--prompt", "guess 1 to {numbers}"]
+    assert example.main([*args, "--out", str(tmp_path / "out")]) == 0
+    assert "user: guess 1 to 16" in (tmp_path / "out" / "episodes.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("chat_template", "must have a chat template"),
+        ("pad_token", "pad_token_id must be an int"),
+        ("eos_token", "must have an end-of-turn token"),
+    ],
+)
+def test_an_unusable_tokenizer_ends_the_run_before_it_begins(
+    example, tmp_path, capsys, attribute, message
+):
+    model, tokenizer = tiny_chat_model([*example.WORDS, *map(str, range(1, 17))])
+    setattr(tokenizer, attribute, None)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    args = [*QUICK, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    assert example.main(args) == 1
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_missing_model_is_reported(example, tmp_path, capsys):
+    args = [*QUICK, "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    assert example.main(args) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(example, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        example.main([*QUICK, "--out", str(tmp_path / "file" / "out")])
+    assert stopped.value.code == 2
+    assert "--out: cannot write into" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_half_written(example, tmp_path, capsys, monkeypatch):
+    def full(report, path):
+        path.write_bytes(b"half a picture")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(example.Report, "draw", full)
+    assert example.main([*QUICK, "--out", str(tmp_path)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+@pytest.mark.parametrize(
+    "args", [["--numbers", "0"], ["--updates", "x"], ["--seed", "a"], ["--nonsense"]]
+)
+def test_bad_arguments_are_refused(example, args, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        example.main(args)
+    assert stopped.value.code == 2
+    assert args[0] in capsys.readouterr().err
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path):
+    command = [
+        *(sys.executable, str(SCRIPT), "--out", str(tmp_path), "--updates", "500"),
+        *("--warm-start-steps", "5", "--eval-episodes", "16"),
+    ]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    shown = ""
+    while "return=" not in shown:  # the bar shows the running return after the first update
+        character = run.stderr.read(1)
+        assert character, shown
+        shown += character
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert "written to" in out
+    with (tmp_path / "metrics.csv").open() as file:
+        assert 1 <= len(list(csv.DictReader(file))) < 500
+    assert (tmp_path / "episodes.txt").exists()

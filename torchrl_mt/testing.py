@@ -1,0 +1,88 @@
+"""A chat model small enough to build on the spot, for examples, tutorials and tests.
+
+Nothing is downloaded, and everything that takes a Hugging Face model and tokenizer takes these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+__all__ = ["tiny_chat_model", "tiny_chat_tokenizer"]
+
+_SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
+_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_chat_tokenizer(words: str | Iterable[str]) -> PreTrainedTokenizerFast:
+    """Build a tokenizer whose tokens are whole words, with a chat template.
+
+    Args:
+        words: every word it knows, separated by white space if given as one string; any other word
+            becomes padding.
+
+    Returns:
+        A tokenizer with ``<pad>`` and ``<end>`` (end of sequence and of every message).
+
+    Examples:
+        >>> tokenizer = tiny_chat_tokenizer("hello world")
+        >>> tokenizer("hello world")["input_ids"]
+        [4, 5]
+        >>> messages = [{"role": "user", "content": "hello"}]
+        >>> tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        '<user> hello<end><assistant>'
+    """
+    known = words.split() if isinstance(words, str) else list(words)
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys((*_SPECIAL, *known)))}
+    backend = Tokenizer(models.WordLevel(vocabulary, _SPECIAL[0]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def tiny_chat_model(
+    words: str | Iterable[str], **config: Any
+) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """Build a two-layer Qwen2 with random weights, and its tokenizer.
+
+    Args:
+        words: every word it knows; see :func:`tiny_chat_tokenizer`.
+        **config: entries of the ``Qwen2Config`` that are to differ.
+
+    Returns:
+        The model and the tokenizer.
+
+    Examples:
+        >>> model, tokenizer = tiny_chat_model("higher lower correct", hidden_size=32)
+        >>> model.config.vocab_size == len(tokenizer) == 7
+        True
+    """
+    tokenizer = tiny_chat_tokenizer(words)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+        # The usual 0.02 is meant for wide models: small ones learn faster from larger weights.
+        "initializer_range": 0.1,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**{**settings, **config})), tokenizer
