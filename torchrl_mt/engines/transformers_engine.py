@@ -92,7 +92,8 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self.max_prompt_tokens = cache_tokens
-        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = model.get_input_embeddings()
+        self._vocab_size = int(embeddings.weight.shape[0])
         self._stop_ids = _stop_ids(model, tokenizer)
         self._source = weakref.ref(model)
         self._model = _view(model) if share_weights else copy.deepcopy(model)
