@@ -80,3 +80,12 @@ def test_pieces_are_the_rows_of_the_blocks(blocks):
         got.update({first + k: row + k for k in range(stop - first)})
     assert got == dict(enumerate(rows))
     assert all(a[0] + a[2] - a[1] != b[0] for a, b in pairwise(blocks.pieces))
+
+
+def test_a_block_may_fill_the_gap_before_the_oldest():
+    ring = Ring(4)
+    assert ring.push_all([2, 2]) == [0, 2]
+    ring.pop(next_start=2)
+    assert ring.push(2) == 0
+    assert ring.push(0) == 2
+    assert ring.push(1) is None

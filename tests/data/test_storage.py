@@ -114,10 +114,27 @@ def test_next_entries_share_rows_until_they_disagree(make):
     storage.append(second)
     assert storage.shared_keys == [("next", "done")]
     assert storage.nbytes > shared
+    assert make.steps(storage[:]) == make.steps(first) + make.steps(second)
     for episode in (third, first, second, third):
         storage.append(episode)
     expected = [s for e in (second, third, first, second, third) for s in make.steps(e)]
     assert make.steps(storage[:]) == expected
+
+
+def test_one_disagreement_in_a_batch_of_episodes_ends_the_sharing(make):
+    data = make.vectors([3, 1, 4])
+    for spoiled in (0, 1, 5, 6):
+        rb, wrong = ReplayBuffer(storage=EpisodeStorage(30), writer=EpisodeWriter()), data.clone()
+        wrong["next", "observation"][spoiled] += 1
+        rb.extend(wrong)
+        assert rb.storage.shared_keys == [("next", "done")]
+        assert make.steps(rb[:]) == make.steps(wrong)
+        rb = ReplayBuffer(storage=EpisodeStorage(30), writer=EpisodeWriter())
+        rb.extend(data)
+        assert ("next", "observation") in rb.storage.shared_keys
+        rb.extend(wrong)
+        assert rb.storage.shared_keys == [("next", "done")]
+        assert make.steps(rb[:]) == make.steps(data) + make.steps(wrong)
 
 
 def test_zeros_of_different_sign_do_not_agree(make):

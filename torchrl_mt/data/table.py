@@ -51,7 +51,7 @@ class EpisodeTable:
     """Length and first row of every stored episode, oldest first.
 
     Episodes have *ordinals*: 0 for the first ever stored, and never used again. Cumulative counts
-    start where the table was last empty, so that evicting changes none of them.
+    only matter by their differences, so that evicting changes none of them.
     """
 
     def __init__(self) -> None:
@@ -62,9 +62,9 @@ class EpisodeTable:
         self._length = torch.zeros(64, dtype=torch.int64, device="cpu")
         self._start = torch.zeros(64, dtype=torch.int64, device="cpu")
         self._steps = torch.zeros(65, dtype=torch.int64, device="cpu")
-        """Steps before each episode; one entry more than there are episodes."""
+        """Steps before each episode and after the last, counted from anywhere."""
         self._tallies: OrderedDict[tuple[Weight, int], Tensor] = OrderedDict()
-        """Units of choice before each episode, for the spans last asked for."""
+        """Units of choice likewise, for the spans last asked for."""
 
     @property
     def num_episodes(self) -> int:
@@ -120,8 +120,6 @@ class EpisodeTable:
         self.oldest += episodes
         if self._head == self._tail:
             self._head = self._tail = 0
-            for counts in (self._steps, *self._tallies.values()):
-                counts[0] = 0
 
     def episodes_holding(self, steps: int) -> int:
         """The least number of oldest episodes that together hold at least ``steps`` steps."""
