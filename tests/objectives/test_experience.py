@@ -110,7 +110,7 @@ def test_turn_advantage_takes_the_returns_that_came_with_the_rows(model, rows):
     batch = rows()
     made = ExperienceMaker(model, advantage="turn", gamma=0.7)(batch)
     given = rows()
-    given["returns", "full"] = made["returns"].clone()
+    given["rewards", "to_go"] = made["returns"].clone()
     given["rewards", "full"] = torch.zeros_like(given["rewards", "full"])
     out = ExperienceMaker(model, advantage="turn", gamma=0.2)(given)
     torch.testing.assert_close(out["advantage"], made["advantage"])
@@ -124,7 +124,7 @@ def test_making_experience_twice_is_making_it_once(
     batch = rows()
     if given_returns:
         given = torch.randn(batch["rewards", "full"].shape)
-        batch["returns", "full"] = given
+        batch["rewards", "to_go"] = given
     maker = ExperienceMaker(model, ref=other_model, kl_coef=0.1, advantage=advantage, gamma=0.9)
     once = maker(batch).clone()
     if given_returns:
@@ -141,7 +141,7 @@ def test_kl_penalty_is_a_reward_on_each_token(model, other_model, rows, advantag
     batch = rows()
     if given_returns:
         plain = ExperienceMaker(model, advantage="turn", gamma=0.9)(rows())
-        batch["returns", "full"] = plain["returns"].clone()
+        batch["rewards", "to_go"] = plain["returns"].clone()
     penalised = ExperienceMaker(
         model, ref=other_model, advantage=advantage, gamma=0.9, kl_coef=0.1
     )(batch)

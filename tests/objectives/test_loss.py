@@ -219,3 +219,17 @@ def test_bad_input_is_refused_by_name(model, experience):
     batch["advantage"] = batch["advantage"].squeeze(-1)
     with pytest.raises(ValueError, match="advantage must have shape"):
         MultiTurnLoss(model)(batch)
+
+
+def test_on_policy_at_the_sampling_temperature_no_ratio_moves(model, rows):
+    batch = rows()
+    maker = ExperienceMaker(model, old_log_probs="actor", temperature=0.6)
+    out = MultiTurnLoss(model, temperature=0.6)(maker(batch))
+    assert float(out["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(MultiTurnLoss(model)(batch)["approx_kl"]) > 1e-4
+
+
+def test_a_temperature_that_is_not_positive_is_refused(model):
+    for make in (ExperienceMaker, MultiTurnLoss):
+        with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+            make(model, temperature=0)

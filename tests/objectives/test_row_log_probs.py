@@ -13,13 +13,14 @@ def entries(rows):
     return rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
 
 
-def by_hand(model, rows):
+def by_hand(model, rows, temperature=1.0):
     """One forward pass per row over its attended tokens alone."""
     tokens, attention, mask = entries(rows)
     log_prob, entropy = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
     for n in range(len(tokens)):
         where = attention[n].nonzero().flatten()
-        logits = model(input_ids=tokens[n][where][None]).logits[0].float().log_softmax(-1)
+        logits = model(input_ids=tokens[n][where][None]).logits[0].float() / temperature
+        logits = logits.log_softmax(-1)
         for i, t in enumerate(where.tolist()):
             if mask[n, t] and i:
                 log_prob[n, t] = logits[i - 1, tokens[n, t]]
@@ -29,10 +30,13 @@ def by_hand(model, rows):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("suffix_padding", [True, False])
-def test_scores_are_those_of_the_attended_tokens_alone(model, rows, seed, suffix_padding):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_the_attended_tokens_alone(
+    model, rows, seed, suffix_padding, temperature
+):
     batch = rows(seed, suffix_padding=suffix_padding)
-    got = row_log_probs(model, *entries(batch), with_entropy=True)
-    for a, b in zip(got, by_hand(model, batch), strict=True):
+    got = row_log_probs(model, *entries(batch), temperature=temperature, with_entropy=True)
+    for a, b in zip(got, by_hand(model, batch, temperature), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 

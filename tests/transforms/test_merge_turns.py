@@ -229,8 +229,8 @@ def test_rewards_lie_on_the_turns_last_sampled_token(episodes):
                 if reference[n].source[c] is not None and reference[n].source[c][0] == k:
                     returns[n, c] = 100.0 * e + k
     torch.testing.assert_close(rows["rewards", "full"], expected, rtol=0, atol=0)
-    torch.testing.assert_close(rows["returns", "full"], returns, rtol=0, atol=0)
-    assert rows["returns", "full"].dtype == torch.float32
+    torch.testing.assert_close(rows["rewards", "to_go"], returns, rtol=0, atol=0)
+    assert rows["rewards", "to_go"].dtype == torch.float32
 
 
 def test_a_dialogue_is_one_row_with_holes_in_its_mask():

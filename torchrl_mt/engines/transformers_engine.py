@@ -11,18 +11,16 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from torchrl_mt.engines.continuous_batching import Manager
 from torchrl_mt.engines.engine import Completion
 
 __all__ = ["TransformersEngine"]
@@ -46,7 +44,8 @@ class TransformersEngine:
         model: a causal language model. Its generation config is not used, except for its stop tokens:
             sampling is from the model's own distribution unless ``temperature`` says otherwise.
         tokenizer: the model's tokenizer; its end-of-sequence token stops an answer.
-        temperature: divides the logits; log-probabilities are those of the divided ones.
+        temperature: divides the logits; log-probabilities are those of the divided ones, so give
+            the same to ``ExperienceMaker`` and ``MultiTurnLoss``.
         max_new_tokens: longest answer, unless a request says otherwise.
         max_batch_tokens: most tokens in one forward pass.
         cache_tokens: most tokens in the cache, over all conversations.
@@ -118,10 +117,10 @@ class TransformersEngine:
             return_logprobs=True,
             allow_block_sharing=prefix_sharing,
         )
-        self._manager = _Manager(self._model, generation, batching)
+        self._manager = Manager(self._model, generation, batching)
         # Runs when the engine is collected and at interpreter exit, whichever comes first: a script
         # that dies before close() must not hang on the generation thread.
-        self._closer = weakref.finalize(self, _Manager.shut_down, self._manager)
+        self._closer = weakref.finalize(self, Manager.shut_down, self._manager)
 
     @property
     def version(self) -> int:
@@ -258,130 +257,6 @@ class TransformersEngine:
                 )
         in_place = all(weights[name].data_ptr() == own[name].data_ptr() for name in own)
         return None if in_place else weights
-
-
-class _Router(OutputRouter):
-    """Deliver answers to the event loops that wait for them, one wake-up per loop and step.
-
-    The host's router sends a whole batch to the loop of the last request in it, and a loop that was
-    closed in the meantime stops its generation thread.
-    """
-
-    def deliver(self, output: GenerationOutput) -> None:
-        self.deliver_batch([output])
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        ready: dict[asyncio.AbstractEventLoop, list[tuple[Callable, GenerationOutput]]] = {}
-        with self._lock:
-            for output in outputs:
-                entry = self.result_handlers.pop(output.request_id, None)
-                if entry is not None:
-                    ready.setdefault(entry[1], []).append((entry[0], output))
-        for loop, answers in ready.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, answers)
-
-
-def _resolve(answers: Iterable[tuple[Callable, GenerationOutput]]) -> None:
-    """Hand out answers on the loop that waits for them."""
-    for set_result, output in answers:
-        set_result(output)
-
-
-class _Manager(ContinuousBatchingManager):
-    """The host's manager with a daemon thread, our router and a way to drop stale cache."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        generation_config: GenerationConfig,
-        batching: ContinuousBatchingConfig,
-    ) -> None:
-        super().__init__(cast(Any, model), generation_config, batching)
-        self.output_router = _Router()
-
-    def ensure_started(self) -> None:
-        """Start the generation thread unless it runs."""
-        if self.background_thread_status.fatal_error is not None:
-            raise RuntimeError(
-                "the generation thread died: make a new engine."
-            ) from self.background_thread_status.fatal_error
-        if not self.is_running():
-            self.background_thread_status.clear()
-            thread = threading.Thread(
-                target=self._run_generation_loop, name="torchrl_mt-generation", daemon=True
-            )
-            setattr(self, "_generation_thread", thread)  # noqa: B010 - the host types it as None
-            thread.start()
-
-    def submit(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        max_new_tokens: int,
-        stop_ids: Iterable[int],
-        answer: asyncio.Future[GenerationOutput],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        """Queue a request whose output resolves ``answer``."""
-
-        def set_result(output: GenerationOutput) -> None:
-            if not answer.done():
-                answer.set_result(output)
-
-        with self.output_router._lock:
-            self.output_router.result_handlers[request_id] = (set_result, loop)
-        self.add_request(
-            prompt_ids,
-            request_id=request_id,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(stop_ids),
-        )
-
-    def withdraw(self, request_id: str) -> None:
-        """Take a request back; what it sampled is thrown away."""
-        with self.output_router._lock:
-            self.output_router.result_handlers.pop(request_id, None)
-        self.cancel_request(request_id)
-
-    def paused(self) -> Any:
-        """The context in which the weights may be changed."""
-        return self.pause() if self.is_running() else nullcontext()
-
-    def forget_cache(self) -> dict[str, int]:
-        """Drop every cache entry and queue the requests under way for a new prefill; call it paused.
-
-        Returns:
-            How many tokens each request had sampled.
-        """
-        sampled = {request.request_id: 0 for request in list(self.input_queue.queue)}
-        processor = self.batch_processor
-        if processor is None:
-            return sampled
-        scheduler, cache = processor.scheduler, processor.cache
-        for requests in (scheduler.active_requests, scheduler.waiting_requests):
-            sampled |= {name: _num_sampled(request) for name, request in requests.items()}
-        for request in list(scheduler.active_requests.values()):
-            cache.free_blocks(request.request_id, no_cache=True)
-            scheduler.finish_request(request.request_id)
-            scheduler.add_waiting_request(request.create_equivalent_initial_request())
-        cache.evict_cached_blocks()
-        return sampled
-
-    def shut_down(self) -> None:
-        """Stop the generation thread and fail what is under way."""
-        if self.is_running():
-            self.stop(hard_stop=True)
-
-
-def _num_sampled(request: RequestState) -> int:
-    """Tokens sampled for a request, over all its prefills."""
-    already = (
-        len(request.initial_tokens) - request._true_initial_tokens
-        if request._true_initial_tokens
-        else 0
-    )
-    return already + len(request.generated_tokens)
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:

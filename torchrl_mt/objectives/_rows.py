@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 TOKENS = ("tokens", "full")
@@ -14,8 +14,7 @@ OLD_LOG_PROBS = ("log_probs", "old")
 REF_LOG_PROBS = ("log_probs", "ref")
 TURNS = ("turns", "full")
 REWARDS = ("rewards", "full")
-TURN_RETURNS = ("returns", "full")
-KEPT_TURN_RETURNS = ("rewards", "to_go")
+TURN_RETURNS = ("rewards", "to_go")
 EPISODE = "episode"
 EPISODE_INDEX = "episode_index"
 GROUP = "group"
@@ -28,14 +27,6 @@ def read_entry(rows: TensorDictBase, key: NestedKey, hint: str = "") -> Tensor:
         found = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
         raise KeyError(f"rows lack the entry {key!r}{hint}; found {', '.join(found)}.")
     return value
-
-
-def read_turn_returns(rows: TensorDictBase) -> Tensor | None:
-    """Read the turns' returns that came with the rows, from before or after they were moved aside."""
-    value = rows.get(TURN_RETURNS[0], None)
-    if is_tensor_collection(value):
-        return value.get(TURN_RETURNS[1], None)
-    return rows.get(KEPT_TURN_RETURNS, None)
 
 
 def read_episode(rows: TensorDictBase) -> Tensor:

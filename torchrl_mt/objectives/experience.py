@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import read_entry, read_episode, read_turn_returns
+from torchrl_mt.objectives._rows import read_entry, read_episode
 from torchrl_mt.objectives.functional import (
     kl_estimate,
     outcome_advantage,
@@ -24,6 +24,7 @@ from torchrl_mt.objectives.functional import (
 )
 from torchrl_mt.objectives.functional._checks import (
     check_choice,
+    check_positive,
     check_shape,
     check_unit_interval,
 )
@@ -55,8 +56,8 @@ class ExperienceMaker(TensorDictModuleBase):
       (:func:`~torchrl_mt.objectives.functional.outcome_advantage`);
     - ``"turn"``: each turn's return, normalised among the turns of the batch that have the same turn
       id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). The rows' own
-      ``("returns", "full")`` are used where present, in place of ``("rewards", "full")`` and
-      ``gamma``; as ``"returns"`` is an output, they move to ``("rewards", "to_go")``;
+      ``("rewards", "to_go")`` are used where present, in place of ``("rewards", "full")`` and
+      ``gamma``;
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
     No gradient flows; the models' modes and the random state are left as they were.
@@ -70,6 +71,7 @@ class ExperienceMaker(TensorDictModuleBase):
         kl_kind: The estimator of ``"kl"``, from the old policy to the reference.
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")`` as sampled; ``"actor"``
             scores the rows again under the actor as it is now.
+        temperature: The temperature that the tokens were sampled at, if not 1.
         micro_batch_size: Most rows of one forward pass.
         micro_batch_tokens: Most tokens of one forward pass, padding included.
 
@@ -117,6 +119,7 @@ class ExperienceMaker(TensorDictModuleBase):
         kl_coef: float = 0.0,
         kl_kind: KLKind = "k1",
         old_log_probs: OldLogProbs = "sampler",
+        temperature: float = 1.0,
         micro_batch_size: int | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
@@ -129,6 +132,7 @@ class ExperienceMaker(TensorDictModuleBase):
         if not callable(advantage):
             check_choice("advantage", advantage, get_args(AdvantageKind))
         check_unit_interval("gamma", gamma)
+        check_positive("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
         for name, value in (
@@ -144,6 +148,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
+        self.temperature = temperature
         self.micro_batch_size = micro_batch_size
         self.micro_batch_tokens = micro_batch_tokens
         self.in_keys = [
@@ -190,10 +195,9 @@ class ExperienceMaker(TensorDictModuleBase):
             out[_rows.REF_LOG_PROBS] = self._score(self.ref, tensordict)
             kl = kl_estimate(out[_rows.OLD_LOG_PROBS], out[_rows.REF_LOG_PROBS], self.kl_kind)
             out["kl"] = torch.where(mask, kl, 0.0)
-        given = read_turn_returns(tensordict)
+        given = tensordict.get(_rows.TURN_RETURNS, None)
         if given is not None:
             check_shape(str(_rows.TURN_RETURNS), given, mask.shape)
-            out[_rows.KEPT_TURN_RETURNS] = given
         use_given = given if self.advantage == "turn" else None
         out["returns"] = self._returns(tensordict, mask, out.get("kl"), use_given)
         advantage = self._advantage(tensordict, mask, out)
@@ -244,6 +248,12 @@ class ExperienceMaker(TensorDictModuleBase):
         with scoring_mode(model):
             for part in micro_batches(lengths, self.micro_batch_size, self.micro_batch_tokens):
                 part = part.to(tokens.device)
-                log_prob, _ = row_log_probs(model, tokens[part], attention_mask[part], mask[part])
+                log_prob, _ = row_log_probs(
+                    model,
+                    tokens[part],
+                    attention_mask[part],
+                    mask[part],
+                    temperature=self.temperature,
+                )
                 out[part] = log_prob
         return out

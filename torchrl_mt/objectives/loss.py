@@ -22,7 +22,7 @@ from torchrl_mt.objectives.functional import (
     aggregation_total,
     kl_estimate,
 )
-from torchrl_mt.objectives.functional._checks import check_choice, check_shape
+from torchrl_mt.objectives.functional._checks import check_choice, check_positive, check_shape
 from torchrl_mt.objectives.functional.aggregation import AGGREGATIONS, Aggregation
 from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO, KLKind
 from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs
@@ -49,6 +49,7 @@ class MultiTurnLoss(LossModule):
         kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``.
         kl_kind: The estimator that is minimised.
         entropy_coef: Weight of the entropy bonus.
+        temperature: The temperature that the tokens were sampled at, if not 1.
 
     Raises:
         ValueError: If a name is unknown or ``clip_epsilon`` is out of range.
@@ -103,6 +104,7 @@ class MultiTurnLoss(LossModule):
         kl_coef: float | None = None,
         kl_kind: KLKind = "k3",
         entropy_coef: float | None = None,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         causal_lm(actor)
@@ -117,6 +119,8 @@ class MultiTurnLoss(LossModule):
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.entropy_coef = entropy_coef
+        check_positive("temperature", temperature)
+        self.temperature = temperature
         self._set_in_keys()
         self.out_keys = [
             "loss_objective",
@@ -184,7 +188,12 @@ class MultiTurnLoss(LossModule):
 
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
-            self.actor_network, tokens, attention_mask, mask, with_entropy=True
+            self.actor_network,
+            tokens,
+            attention_mask,
+            mask,
+            temperature=self.temperature,
+            with_entropy=True,
         )
         assert entropy is not None
         if total is None:

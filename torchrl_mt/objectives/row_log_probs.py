@@ -48,6 +48,7 @@ def row_log_probs(
     attention_mask: Tensor,
     mask: Tensor,
     *,
+    temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Score the sampled tokens of rows.
@@ -57,6 +58,7 @@ def row_log_probs(
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens: the ones to score.
+        temperature: What the logits are divided by.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
 
     Returns:
@@ -91,6 +93,8 @@ def row_log_probs(
     attended = torch.arange(width, device=tokens.device) < length.clamp(min=1)
 
     logits = _forward(model, packed[:, :width], attended.long().to(device))
+    if temperature != 1.0:
+        logits = logits / temperature
     score = log_probs_and_entropy if with_entropy else _log_probs_only
     scores = score(logits, packed[:, 1:], sampled[:, 1:])
     log_prob, entropy = (

@@ -46,7 +46,7 @@ class MergeTurns(Transform):
     - ``("rewards", "full")`` ``[N, S]`` float32: each turn's reward on its last sampled token. A turn
       that sampled nothing leaves it on the last sampled token before it in the row, or, if there is
       none, on the row's last token so far;
-    - ``("returns", "full")`` ``[N, S]`` float32: the turn's ``("next", "return")`` on each of its
+    - ``("rewards", "to_go")`` ``[N, S]`` float32: the turn's ``("next", "return")`` on each of its
       sampled tokens, 0 on all other tokens;
     - ``"episode"`` and ``"group"`` ``[N]`` int64: the trajectory id and the group of the episode.
       Without ids, episodes are numbered by their place in the batch; without groups, each is its own;
@@ -178,7 +178,7 @@ class MergeTurns(Transform):
         returns = _column(tensordict, ("next", "return"))
         if returns is not None:
             values = returns.float().repeat_interleave(response.size)
-            rows["returns", "full"] = table(0.0, torch.float32, sampled, values)
+            rows["rewards", "to_go"] = table(0.0, torch.float32, sampled, values)
         return TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:

@@ -27,6 +27,12 @@ def check_unit_interval(name: str, value: float) -> None:
         raise ValueError(f"{name} must lie in [0, 1], got {value}.")
 
 
+def check_positive(name: str, value: float) -> None:
+    """Refuse a number that is not above 0."""
+    if not value > 0.0:
+        raise ValueError(f"{name} must be positive, got {value}.")
+
+
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Refuse a name that is not one of ``choices``."""
     choices = tuple(choices)
