@@ -173,6 +173,42 @@ def test_transform_runs_once_on_each_whole_episode(make):
         rb.extend(data)
 
 
+class Cut:
+    """Keeps the last ``keep`` steps of every episode; takes one episode or many."""
+
+    def __init__(self, takes_many_episodes, keep=2):
+        self.takes_many_episodes, self.keep, self.calls = takes_many_episodes, keep, 0
+
+    def __call__(self, data):
+        self.calls += 1
+        ends = (data["next", "done"].squeeze(-1).nonzero().squeeze(-1) + 1).tolist()
+        starts = [max(b, e - self.keep) for b, e in zip([0, *ends], ends, strict=False)]
+        return torch.cat([data[b:e] for b, e in zip(starts, ends, strict=True)])
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), lengths=episode_lengths, turns=st.booleans())
+def test_a_transform_of_many_episodes_stores_what_one_by_one_would(make, data, lengths, turns):
+    together, alone = buffer(transform=Cut(True)), buffer(transform=Cut(False))
+    steps = (make.turns if turns else make.vectors)(lengths)
+    while len(steps):
+        n = data.draw(st.integers(1, len(steps)))
+        piece, steps = steps[:n], steps[n:]
+        assert together.extend(piece.clone()).tolist() == alone.extend(piece.clone()).tolist()
+    assert make.steps(together[:]) == make.steps(alone[:])
+    assert together.storage.lengths.tolist() == [min(n, 2) for n in lengths]
+    assert alone.writer.transform.calls == len(lengths)
+
+
+def test_a_transform_of_many_episodes_must_return_as_many(make):
+    rb = buffer(transform=Cut(True))
+    rb.writer.transform.keep = 0
+    with pytest.raises(ValueError, match="given 2 whole episodes and must return as many, got 0"):
+        rb.extend(make.vectors([3, 4]))
+    assert len(rb) == 0
+    assert rb.writer.open_episodes == {}
+
+
 def test_a_tensordict_buffer_marks_what_is_stored(make):
     rb = buffer(TensorDictReplayBuffer)
     data = make.vectors([3, 4])

@@ -49,7 +49,9 @@ class EpisodeWriter(Writer):
         traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
             ``"episode"`` if the data has one.
         transform: called once with each whole episode (a TensorDict of batch size ``[T]``); what
-            it returns is stored.
+            it returns is stored. One with a true attribute ``takes_many_episodes``, such as
+            :class:`~torchrl_mt.transforms.DiscountedReturn`, is called once for all episodes that
+            end in a batch, one after the other in one TensorDict, which is faster.
 
     Examples:
         >>> import torch
@@ -164,11 +166,10 @@ class EpisodeWriter(Writer):
         with self._storage.lock:
             if not self._open:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
-            episodes = [
-                self._transformed(_truncated(Steps.concat(parts))) for parts in self._open.values()
-            ]
-            lengths = torch.tensor([episode.length for episode in episodes], device="cpu")
-            stored = self._storage.append_all(Steps.concat(episodes), lengths)
+            cut = [_truncated(Steps.concat(parts)) for parts in self._open.values()]
+            lengths = torch.tensor([episode.length for episode in cut], device="cpu")
+            episodes, lengths = self._transformed(Steps.concat(cut), lengths)
+            stored = self._storage.append_all(episodes, lengths)
             self._open = {}
             self._write_count += int(lengths.sum())
             return stored
@@ -252,36 +253,52 @@ class EpisodeWriter(Writer):
                 still_open.setdefault(segment.key, []).append(part)
                 continue
             begun = still_open.pop(segment.key, [])
-            if begun or self.transform is not None or segment.start != last:
+            if begun or segment.start != last:
                 if last > first:
                     pieces.append(steps[first:last])
                 first = segment.start
             last = segment.stop
             lengths.append(sum(part.length for part in begun) + last - segment.start)
             pieces += begun
-            if self.transform is not None:
-                episode = self._transformed(Steps.concat([*begun, steps[first:last]]))
-                pieces[len(pieces) - len(begun) :] = [episode]
-                lengths[-1], first = episode.length, last
         if last > first or not pieces:
             pieces.append(steps[first:last])
         return (
-            Steps.concat(pieces),
-            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
+            *self._transformed(
+                Steps.concat(pieces), torch.tensor(lengths, dtype=torch.int64, device="cpu")
+            ),
             still_open,
         )
 
-    def _transformed(self, episode: Steps) -> Steps:
-        """The episode as it is to be stored."""
-        if self.transform is None:
-            return episode
-        result = self.transform(pack(episode))
-        if not is_tensor_collection(result) or result.ndim != 1:
-            raise TypeError(
-                f"transform must return an episode, a TensorDict of batch size [T], got "
-                f"{getattr(result, 'batch_size', type(result).__name__)}"
-            )
-        return unpack(result)
+    def _transformed(self, episodes: Steps, lengths: Tensor) -> tuple[Steps, Tensor]:
+        """The episodes as they are to be stored, and their lengths."""
+        if self.transform is None or not len(lengths):
+            return episodes, lengths
+        if getattr(self.transform, "takes_many_episodes", False):
+            results = unpack(_one_batch(self.transform(pack(episodes))))
+            ended = _ended(results) if results.length else torch.zeros(1, dtype=torch.bool)
+            ends = ended.nonzero().squeeze(1) + 1
+            if len(ends) != len(lengths) or not ended[-1]:
+                raise ValueError(
+                    f"transform was given {len(lengths)} whole episodes and must return as many, got "
+                    f"{len(ends)} ends of episodes in {results.length} steps"
+                )
+            return results, ends.diff(prepend=ends.new_zeros(1))
+        stops = lengths.cumsum(0).tolist()
+        parts = [
+            unpack(_one_batch(self.transform(pack(episodes[start:stop]))))
+            for start, stop in zip([0, *stops], stops, strict=False)
+        ]
+        return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
+
+
+def _one_batch(result: Any) -> Any:
+    """What a transform returned, if it can be stored."""
+    if is_tensor_collection(result) and result.ndim == 1:
+        return result
+    raise TypeError(
+        f"transform must return an episode, a TensorDict of batch size [T], got "
+        f"{getattr(result, 'batch_size', type(result).__name__)}"
+    )
 
 
 def _check_samplers(storage: EpisodeStorage) -> None:

@@ -52,6 +52,9 @@ class DiscountedReturn(Transform):
         tensor([1.5000, 1.0000, 4.0000])
     """
 
+    takes_many_episodes = True
+    """An :class:`~torchrl_mt.data.EpisodeWriter` may hand it many whole episodes at once."""
+
     def __init__(
         self,
         gamma: float,
