@@ -235,9 +235,26 @@ def test_a_dead_generation_thread_is_reported(engine, monkeypatch):
     monkeypatch.setattr(engine._model, "forward", die)
     with pytest.raises(RuntimeError, match="generation failed: out of everything"):
         generate_all(engine, prompts(5))
+    engine._manager._generation_thread.join()
     with pytest.raises(RuntimeError, match="generation thread died") as caught:
         generate_all(engine, prompts(1))
     assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+def test_no_request_is_left_without_an_answer_when_the_thread_ends(engine, monkeypatch):
+    """Requests keep coming while the thread dies: each must fail, none may wait for ever."""
+    generate_all(engine, prompts(1))
+    monkeypatch.setattr(engine._model, "forward", lambda **kwargs: 1 / 0)
+
+    async def run():
+        tasks = []
+        for prompt in prompts(400):
+            tasks.append(asyncio.create_task(engine.generate(prompt)))
+            await asyncio.sleep(0.0002)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
+
+    assert all(isinstance(result, RuntimeError) for result in asyncio.run(run()))
+    assert not engine._in_flight
 
 
 def test_bad_engines_are_refused(model, tokenizer):

@@ -16,7 +16,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
+from transformers.generation.continuous_batching.requests import (
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
 
 __all__ = ["Manager"]
 
@@ -42,6 +46,17 @@ class Router(OutputRouter):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, answers)
 
+    def fail_all(self, reason: str) -> None:
+        """Fail every request that has no answer yet."""
+        with self._lock:
+            waiting = list(self.result_handlers)
+        self.deliver_batch(
+            [
+                GenerationOutput(request_id, error=reason, status=RequestStatus.FAILED)
+                for request_id in waiting
+            ]
+        )
+
 
 def _resolve(answers: Iterable[tuple[Callable, GenerationOutput]]) -> None:
     """Hand out answers on the loop that waits for them."""
@@ -59,16 +74,21 @@ class Manager(ContinuousBatchingManager):
         batching: ContinuousBatchingConfig,
     ) -> None:
         super().__init__(cast(Any, model), generation_config, batching)
-        self.output_router = Router()
+        self.output_router: Router = Router()
+        # Held while a request is queued and while the thread takes leave, so that none falls between.
+        self._gate = threading.Lock()
+        self._ended = False
 
-    def ensure_started(self) -> None:
-        """Start the generation thread unless it runs."""
-        if self.background_thread_status.fatal_error is not None:
-            raise RuntimeError(
-                "the generation thread died: make a new engine."
-            ) from self.background_thread_status.fatal_error
-        if not self.is_running():
-            self.background_thread_status.clear()
+    def _run_generation_loop(self) -> None:
+        """Generate until stopped; then no request is left without an answer."""
+        super()._run_generation_loop()
+        with self._gate:
+            self._ended = True
+        self.output_router.fail_all("the generation thread ended")
+
+    def _start_thread(self) -> None:
+        """Start the generation thread unless it was started."""
+        if self._generation_thread is None:
             thread = threading.Thread(
                 target=self._run_generation_loop, name="torchrl_mt-generation", daemon=True
             )
@@ -84,20 +104,31 @@ class Manager(ContinuousBatchingManager):
         answer: asyncio.Future[GenerationOutput],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Queue a request whose output resolves ``answer``."""
+        """Queue a request whose output resolves ``answer``.
+
+        Raises:
+            RuntimeError: if the generation thread has died or is about to.
+        """
 
         def set_result(output: GenerationOutput) -> None:
             if not answer.done():
                 answer.set_result(output)
 
-        with self.output_router._lock:
-            self.output_router.result_handlers[request_id] = (set_result, loop)
-        self.add_request(
-            prompt_ids,
-            request_id=request_id,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(stop_ids),
-        )
+        with self._gate:
+            self._start_thread()
+            with self.output_router._lock:
+                self.output_router.result_handlers[request_id] = (set_result, loop)
+            accepted = not self._ended and self.add_request(
+                prompt_ids,
+                request_id=request_id,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=list(stop_ids),
+            )
+        if not accepted:
+            self.withdraw(request_id)
+            raise RuntimeError(
+                "the generation thread died: make a new engine."
+            ) from self.background_thread_status.fatal_error
 
     def withdraw(self, request_id: str) -> None:
         """Take a request back; what it sampled is thrown away."""

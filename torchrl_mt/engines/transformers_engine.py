@@ -152,10 +152,9 @@ class TransformersEngine:
         answer: asyncio.Future[GenerationOutput] = loop.create_future()
         request_id = next(self._request_ids)
         with self._lock:
-            self._manager.ensure_started()
             version = self._version
-            updates = self._in_flight[request_id] = []
             self._manager.submit(request_id, list(prompt_ids), limit, self._stop_ids, answer, loop)
+            updates = self._in_flight[request_id] = []
         try:
             output = await answer
         except asyncio.CancelledError:
