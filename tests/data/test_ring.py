@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchrl_mt.data.ring import Blocks, Ring
 
-sizes = st.lists(st.integers(0, 9), min_size=1, max_size=120)
+sizes = st.lists(st.integers(1, 9), min_size=1, max_size=120)
 
 
 def overlaps(blocks):
@@ -28,15 +28,17 @@ def test_budget_plus_longest_block_always_has_a_place(sizes, budget):
         assert 0 <= start <= start + size <= ring.capacity
         blocks.append((start, size))
         assert not overlaps(blocks)
-        assert ring.blocks == len(blocks)
 
 
-@given(sizes=sizes, capacity=st.integers(0, 30), keep=st.integers(1, 6))
-def test_resizing_keeps_every_block(sizes, capacity, keep):
+@given(
+    events=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=60),
+    capacity=st.integers(0, 12),
+)
+def test_resizing_and_freeing_keep_every_block(events, capacity):
     ring, blocks, rows = Ring(capacity), [], torch.full((capacity,), -1)
-    for k, size in enumerate(sizes):
-        if len(blocks) == keep:
-            blocks.pop(0)
+    for k, (size, leave) in enumerate(events):
+        if leave and blocks:
+            blocks = blocks[leave:]
             ring.pop(next_start=blocks[0][0] if blocks else None)
         start = ring.push(size)
         if start is None:
@@ -87,5 +89,9 @@ def test_a_block_may_fill_the_gap_before_the_oldest():
     assert ring.push_all([2, 2]) == [0, 2]
     ring.pop(next_start=2)
     assert ring.push(2) == 0
-    assert ring.push(0) == 2
     assert ring.push(1) is None
+
+
+def test_a_block_without_rows_is_refused():
+    with pytest.raises(ValueError, match="positive number of rows, got 0"):
+        Ring(4).push(0)

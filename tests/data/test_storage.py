@@ -185,6 +185,28 @@ def test_a_variable_length_may_show_up_later(make):
     assert make.steps(storage[:]) == [s for e in model for s in make.steps(e)]
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    episodes=st.lists(
+        st.lists(st.sampled_from([0, 0, 0, 1, 2, 5]), min_size=1, max_size=6), max_size=30
+    ),
+    budget=st.integers(6, 12),
+)
+def test_tensors_without_elements_come_back(make, episodes, budget):
+    storage, model, shapes = EpisodeStorage(budget), [], iter(range(10**6))
+    for sizes in episodes:
+        steps = [
+            TensorDict({"t": torch.tensor([next(shapes) for _ in range(n)], dtype=torch.int64)})
+            for n in sizes
+        ]
+        storage.append(lazy_stack(steps))
+        model.append(steps)
+        while sum(map(len, model)) > budget:
+            model.pop(0)
+        got = [t.tolist() for t in storage[:].get("t", as_list=True)]
+        assert got == [step["t"].tolist() for e in model for step in e]
+
+
 def test_a_dense_entry_of_another_shape_is_refused_by_name(make):
     storage = EpisodeStorage(30)
     storage.append(make.vectors([3]))

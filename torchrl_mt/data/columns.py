@@ -218,7 +218,8 @@ class RaggedColumn:
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         ends = before[blocks.lengths.cumsum(0)]
         totals = ends.diff(prepend=ends.new_zeros(1))
-        starts = torch.tensor(self._push(totals.tolist()), device="cpu")
+        # An episode without elements takes one all the same: a block in a ring is never empty.
+        starts = torch.tensor(self._push(totals.clamp_min(1).tolist()), device="cpu")
         flat = torch.cat([item.reshape(-1) for item in items])
         for row, first, stop in Blocks(starts, totals).pieces:
             self.values[row : row + stop - first].copy_(flat[first:stop])
@@ -249,7 +250,7 @@ class RaggedColumn:
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Free the elements of the oldest episodes."""
         next_start = None if first is None else int(self.offset[first])
-        self.ring.pop(next_start=next_start, blocks=blocks.starts.shape[0])
+        self.ring.pop(next_start=next_start)
 
     def relayout(self, moves: Moves, capacity: int) -> None:
         """Follow the rows to a ring of ``capacity`` rows."""

@@ -1,6 +1,6 @@
 """A ring of rows in which every block lies in one piece and the oldest blocks leave first.
 
-Theorem: while the live blocks together hold at most ``M`` rows and none is longer than ``L``,
+Theorem: while the live blocks together hold at most ``M`` rows and each has 1 to ``L`` of them,
 a ring of ``M + L`` rows always has a place for the next block.
 """
 
@@ -89,7 +89,7 @@ class Moves:
 class Ring:
     """Places blocks of rows first in, first out, each in one piece.
 
-    A block that does not fit before the end of the ring starts at row 0, once the rows there are
+    Every block has at least one row: where a block begins tells it from its neighbours. A block that does not fit before the end of the ring starts at row 0, once the rows there are
     free. Why ``M + L`` rows suffice (``M`` bounds the live rows with the new block, ``L`` every
     block, ``b <= L`` is the new block, so at most ``M - b`` rows are live):
 
@@ -121,11 +121,15 @@ class Ring:
     """One past the newest block that lies at or after ``head``."""
     wrapped: bool = False
     """Whether the newest block lies before the oldest."""
-    blocks: int = 0
-    """Number of live blocks."""
 
     def push(self, size: int) -> int | None:
-        """Place a block of ``size`` rows; its first row, or None if no gap is long enough."""
+        """Place a block of ``size`` rows; its first row, or None if no gap is long enough.
+
+        Raises:
+            ValueError: if ``size`` is not positive.
+        """
+        if size < 1:
+            raise ValueError(f"size must be a positive number of rows, got {size}")
         limit = self.head if self.wrapped else self.capacity
         if self.tail + size <= limit:
             start = self.tail
@@ -136,7 +140,6 @@ class Ring:
         self.tail = start + size
         if not self.wrapped:
             self.upper_end = self.tail
-        self.blocks += 1
         return start
 
     def push_all(self, sizes: Sequence[int]) -> list[int] | None:
@@ -151,14 +154,12 @@ class Ring:
             starts.append(start)
         return starts
 
-    def pop(self, *, next_start: int | None, blocks: int = 1) -> None:
-        """Free the oldest ``blocks``.
+    def pop(self, *, next_start: int | None) -> None:
+        """Free the oldest blocks.
 
         Args:
             next_start: first row of the block that is now the oldest; None if none is left.
-            blocks: how many leave.
         """
-        self.blocks -= blocks
         if next_start is None:
             self.clear()
             return
@@ -169,7 +170,7 @@ class Ring:
 
     def clear(self) -> None:
         """Free every block."""
-        self.head = self.tail = self.upper_end = self.blocks = 0
+        self.head = self.tail = self.upper_end = 0
         self.wrapped = False
 
     def layout(self) -> Moves:

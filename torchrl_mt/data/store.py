@@ -112,7 +112,7 @@ class EpisodeStore:
         for column in self.columns.values():
             column.release(blocks, first)
         self.table.evict(episodes)
-        self._ring.pop(next_start=first, blocks=episodes)
+        self._ring.pop(next_start=first)
 
     def read(self, plan: RowPlan, known: Mapping[Path, Column] | None = None) -> Steps:
         """The steps at the rows of ``plan``; columns that are ``known`` are not read again.
