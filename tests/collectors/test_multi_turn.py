@@ -221,8 +221,44 @@ def test_a_failing_member_takes_its_group_along_and_no_other(guesser):
     )
     assert Counter(batch["group"].tolist()) == {1: 6, 2: 6}
     assert stats["rejected/OSError"] == 1
+    assert stats["rejected"] == 1 + stats["rejected/incomplete_group"]
     assert stats["accepted"] == 6
     assert stats["accepted"] + stats["rejected"] == stats["started"]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_siblings_are_rejected_with_their_group_finished_or_not(guesser, fast):
+    class SecondFails(Talk):
+        made = 0
+
+        def __init__(self):
+            type(self).made += 1
+            self.rank = (type(self).made - 1) % 3
+
+        async def step(self, response):
+            if self.rank == 1 and self.made <= 3:
+                await asyncio.sleep(0.05)  # time enough for fast siblings to finish
+                raise OSError("no tool")
+            await asyncio.sleep(0 if fast or self.made > 3 else 3600)
+            return Talk.step(self, response)
+
+    _, stats = collect(
+        SecondFails, guesser, [{"turns": 1}], episodes_per_batch=3, group_size=3, total_episodes=3
+    )
+    assert stats["rejected/OSError"] == 1
+    assert stats["rejected/incomplete_group"] == 2
+    assert stats["rejected"] == 3
+    assert stats["started"] == 6
+
+
+def test_an_environment_that_exits_is_rejected_like_any_other(guesser):
+    class Exits(Flaky):
+        pass
+
+    data = [{"turns": 1}, {"turns": 1, "fail": SystemExit(3)}]
+    (batch,), stats = collect(Exits, guesser, data, episodes_per_batch=2, total_episodes=2)
+    assert stats["rejected/SystemExit"] == 1
+    assert batch.batch_size == (2,)
 
 
 def test_a_run_that_can_only_fail_stops_with_the_cause(guesser):

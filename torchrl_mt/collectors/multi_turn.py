@@ -31,6 +31,9 @@ __all__ = ["MultiTurnCollector"]
 
 _logger = logging.getLogger("torchrl_mt")
 
+_CANCELLED = "cancelled"
+_INCOMPLETE_GROUP = "incomplete_group"
+
 
 class MultiTurnCollector(BaseCollector):
     """Collect whole episodes of a language-model agent in a text environment.
@@ -185,14 +188,13 @@ class MultiTurnCollector(BaseCollector):
         tasks = [asyncio.create_task(self._play(member)) for member in members]
         try:
             await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            await self._reject_siblings(tasks, _CANCELLED)
+            raise
         except Exception as error:
-            self._reject_group(tasks, error)
+            await self._reject_siblings(tasks, _INCOMPLETE_GROUP)
+            self._give_up_if_only_failing(error)
             return []
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self._consecutive_failures = 0
         self._count_accepted(members)
         return members
 
@@ -202,18 +204,27 @@ class MultiTurnCollector(BaseCollector):
             self._counts["started"] += 1
             try:
                 await play_episode(self._make_env(), self.engine, self._chat, self.limits, episode)
-            except asyncio.CancelledError:
-                self._count_rejected("cancelled")
+            except asyncio.CancelledError as reason:
+                self._count_rejected(*reason.args or (_CANCELLED,))
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._count_rejected(type(error).__name__, error)
+                if isinstance(error, SystemExit):
+                    # It would end the rollout thread and leave the caller waiting.
+                    raise RuntimeError("the environment called sys.exit().") from error
                 raise
 
-    def _reject_group(self, tasks: list[asyncio.Task[None]], error: Exception) -> None:
-        """Give up the siblings of a rejected episode, and the run if nothing else ever happens."""
+    async def _reject_siblings(self, tasks: list[asyncio.Task[None]], cause: str) -> None:
+        """Reject the members of a group that cannot become whole, finished or not."""
         for task in tasks:
-            if task.done() and not task.cancelled() and task.exception() is None:
-                self._count_rejected("incomplete_group")
+            if not task.done():
+                task.cancel(cause)
+            elif not task.cancelled() and task.exception() is None:
+                self._count_rejected(cause)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _give_up_if_only_failing(self, error: Exception) -> None:
+        """Raise once too many episodes in a row were rejected."""
         if self._consecutive_failures >= self.max_consecutive_failures:
             raise RuntimeError(
                 f"{self._consecutive_failures} episodes in a row were rejected, the last for "
@@ -222,13 +233,14 @@ class MultiTurnCollector(BaseCollector):
 
     def _count_accepted(self, episodes: list[Episode]) -> None:
         """Enter whole episodes into the statistics."""
+        self._consecutive_failures = 0
         self._counts["accepted"] += len(episodes)
         for episode in episodes:
             self._counts["turns"] += len(episode.turns)
             self._counts["tokens"] += episode.num_tokens
             self._counts["forks"] += episode.num_forks
 
-    def _count_rejected(self, cause: str, error: Exception | None = None) -> None:
+    def _count_rejected(self, cause: str, error: BaseException | None = None) -> None:
         """Enter a rejected episode into the statistics; the first of its cause is logged."""
         self._counts["rejected"] += 1
         self._counts[f"rejected/{cause}"] += 1
