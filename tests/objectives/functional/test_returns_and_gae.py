@@ -142,6 +142,15 @@ def test_recurrence_takes_any_decay():
         torch.testing.assert_close(reverse_linear_recurrence(x, decay), expected)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_factor_of_0_hands_nothing_on(bad):
+    x = torch.tensor([1.0, 2.0, bad, 3.0, 4.0])
+    got = reverse_linear_recurrence(x, torch.tensor([0.5, 0.0, 0.5, 0.5, 0.5]))
+    assert got[:2].tolist() == [2.0, 2.0]
+    assert not torch.isfinite(got[2])
+    assert got[3:].tolist() == [5.0, 4.0]
+
+
 def test_half_precision_is_computed_in_float32():
     g = torch.Generator().manual_seed(0)
     reward = torch.randn(2, 64, generator=g).bfloat16()

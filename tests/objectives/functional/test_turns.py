@@ -125,6 +125,17 @@ def test_huge_turn_ids_cost_nothing():
     torch.testing.assert_close(got, torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_a_bad_reward_stays_in_its_episode(bad, gamma):
+    reward = torch.tensor([[1.0, 1.0], [1.0, bad], [1.0, 1.0]])
+    turns = torch.tensor([[0, 1], [0, 1], [0, 1]])
+    got = turn_returns(reward, turns >= 0, turns, gamma, episode=torch.tensor([4, 5, 6]))
+    assert torch.isfinite(got[[0, 2]]).all()
+    assert not torch.isfinite(got[1, 1])
+    assert torch.isfinite(got[1, 0]) == (gamma == 0)
+
+
 def test_nothing_sampled_gives_zeros():
     mask, turns = torch.zeros(2, 3, dtype=torch.bool), torch.full((2, 3), -1)
     assert not turn_returns(torch.ones(2, 3), mask, turns, 0.9).any()

@@ -1,7 +1,9 @@
 """The reverse linear recurrence ``y[t] = x[t] + decay[t] * y[t + 1]`` along the last dimension.
 
 Returns, advantages and traces are all this recurrence with their own ``x`` and ``decay``; it takes
-O(log S) tensor operations and never divides by a power of the discount.
+O(log S) tensor operations and never divides by a power of the discount. A factor for every position
+is what holes and unequal gaps between turns ask for; whole episodes end to end with one discount, as
+transforms see them, have the lighter :func:`torchrl_mt.transforms.returns.discounted_returns`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
     """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` with ``y[S] = 0``, all positions at once.
 
     Recursive doubling: after ``k`` passes, ``y[t]`` is the sum over ``2**k`` positions from ``t``
-    on (Hillis and Steele, 1986, "Data parallel algorithms").
+    on (Hillis and Steele, 1986, "Data parallel algorithms"). A factor of 0 hands nothing on, not
+    even an infinite value or NaN.
 
     Args:
         x: ``[..., S]`` floating.
@@ -30,7 +33,9 @@ def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
     y, reach, size = x, 1, x.shape[-1]
     while reach < size:
         near, far = slice(None, -reach), slice(reach, None)
-        y = torch.cat([y[..., near] + decay[..., near] * y[..., far], y[..., -reach:]], dim=-1)
+        # Masked, not multiplied by 0: what lies beyond a boundary may be infinite.
+        later = torch.where(decay[..., near] == 0, 0.0, decay[..., near] * y[..., far])
+        y = torch.cat([y[..., near] + later, y[..., -reach:]], dim=-1)
         if 2 * reach < size:
             decay = decay[..., near] * decay[..., far]
             decay = torch.nn.functional.pad(decay, (0, reach))
