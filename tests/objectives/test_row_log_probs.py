@@ -40,6 +40,24 @@ def test_scores_are_those_of_the_attended_tokens_alone(
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_half_precision_logits_are_divided_in_float32(rows, with_entropy):
+    table = nn.Embedding(24, 24, dtype=torch.bfloat16)
+    nn.init.normal_(table.weight, std=5.0)
+
+    class Bigram(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return table(input_ids)
+
+    tokens, attention, mask = entries(rows())
+    got = row_log_probs(
+        Bigram(), tokens, attention, mask, temperature=0.7, with_entropy=with_entropy
+    )[0]
+    log_p = (table.weight.detach().double() / 0.7).log_softmax(-1)
+    expected = torch.where(mask[:, 1:], log_p[tokens[:, :-1], tokens[:, 1:]], 0.0)
+    torch.testing.assert_close(got[:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_padding_anywhere_changes_nothing(model, rows, spread):
     batch = rows()
     wide = spread(batch)

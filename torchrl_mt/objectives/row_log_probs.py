@@ -58,7 +58,7 @@ def row_log_probs(
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens: the ones to score.
-        temperature: What the logits are divided by.
+        temperature: What the logits are divided by, in float32.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
 
     Returns:
@@ -66,7 +66,8 @@ def row_log_probs(
         zero on masked tokens and on the first token of a row, which nothing predicts.
 
     Raises:
-        ValueError: If shapes differ or a sampled token lies on padding.
+        ValueError: If shapes differ, a sampled token lies on padding or ``temperature`` is not
+            positive.
         TypeError: If a mask is not boolean or ``actor`` is no language model.
     """
     model = causal_lm(actor)
@@ -93,10 +94,8 @@ def row_log_probs(
     attended = torch.arange(width, device=tokens.device) < length.clamp(min=1)
 
     logits = _forward(model, packed[:, :width], attended.long().to(device))
-    if temperature != 1.0:
-        logits = logits / temperature
     score = log_probs_and_entropy if with_entropy else _log_probs_only
-    scores = score(logits, packed[:, 1:], sampled[:, 1:])
+    scores = score(logits, packed[:, 1:], sampled[:, 1:], temperature=temperature)
     log_prob, entropy = (
         None if x is None else nn.functional.pad(x.to(tokens.device), (1, 0)).gather(1, column)
         for x in scores
@@ -105,9 +104,11 @@ def row_log_probs(
     return log_prob, entropy
 
 
-def _log_probs_only(logits: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, None]:
+def _log_probs_only(
+    logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float
+) -> tuple[Tensor, None]:
     """Leave the entropy out."""
-    return token_log_probs(logits, tokens, mask), None
+    return token_log_probs(logits, tokens, mask, temperature=temperature), None
 
 
 def _forward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torchrl_mt.objectives.functional import (
 )
 
 
-def plain(logits, tokens, mask):
-    log_p = logits.double().log_softmax(-1)
+def plain(logits, tokens, mask, temperature=1.0):
+    log_p = (logits.double() / temperature).log_softmax(-1)
     log_prob = log_p.gather(-1, tokens[..., None]).squeeze(-1)
     entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)
     return torch.where(mask, log_prob, 0.0), torch.where(mask, entropy, 0.0)
@@ -45,6 +45,37 @@ def test_values_and_gradients_are_those_of_log_softmax(seed, with_mask):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(token_log_probs(logits, tokens, mask).double(), got[0])
     torch.testing.assert_close(token_entropy(logits, mask).double(), got[1])
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_the_temperature_divides_in_float32(temperature, dtype, with_mask):
+    g = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(3, 6, 11, generator=g)).to(dtype)
+    tokens = torch.randint(0, 11, (3, 6), generator=g)
+    mask = torch.rand(3, 6, generator=g) < 0.5 if with_mask else torch.ones(3, 6).bool()
+    weights = torch.randn(2, 3, 6, generator=g)
+    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    given = mask if with_mask else None
+    got = log_probs_and_entropy(ours, tokens, given, temperature=temperature)
+    expected = plain(exact, tokens, mask, temperature)
+    for values in (got, expected):
+        sum((w * v).sum() for w, v in zip(weights, values, strict=True)).backward()
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+    assert ours.grad.dtype is dtype
+    torch.testing.assert_close(
+        ours.grad,
+        exact.grad.to(dtype),
+        **({} if dtype.itemsize == 2 else {"atol": 1e-5, "rtol": 1e-5}),
+    )
+    alone = (
+        token_log_probs(logits, tokens, given, temperature=temperature),
+        token_entropy(logits, given, temperature=temperature),
+    )
+    torch.testing.assert_close(alone, got)
 
 
 def test_masked_tokens_are_not_read():
@@ -93,3 +124,5 @@ def test_bad_input_is_refused_by_name():
         token_log_probs(logits, tokens[:1])
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         token_log_probs(logits, tokens, torch.ones(2, 3))
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        token_log_probs(logits, tokens, temperature=0)
