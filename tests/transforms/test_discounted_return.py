@@ -65,6 +65,18 @@ def test_a_bad_reward_stays_in_its_episode(bad, gamma):
     assert not torch.isfinite(got[2])
 
 
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_a_bad_reward_is_handed_on_when_the_discount_underflows(bad):
+    reward = torch.ones(1200)
+    reward[-1] = bad
+    end = torch.zeros(1200, dtype=torch.bool)
+    end[599] = True
+    got = discounted_returns(reward, end, 0.5)
+    expected = slow_returns(reward, end, 0.5).float()
+    torch.testing.assert_close(got, expected, equal_nan=True)
+    assert not torch.isfinite(got[600:]).any()
+
+
 def test_dtypes():
     reward, end = torch.ones(3), torch.tensor([False, False, True])
     assert discounted_returns(reward.bfloat16(), end, 0.5).dtype == torch.bfloat16
@@ -77,6 +89,25 @@ def test_forward_writes_the_returns_of_every_episode():
     expected = slow_returns(data["next", "reward"], data["next", "done"], 0.9)
     torch.testing.assert_close(out["next", "return"].double(), expected, rtol=1e-5, atol=1e-6)
     assert (out["next", "reward"] == data["next", "reward"]).all()
+
+
+def test_rewards_of_agents_end_with_the_nearest_flags_around_them():
+    data = episodes(3, 1, 5)
+    expected = slow_returns(data["next", "reward"], data["next", "done"], 0.9)
+    data["next", "agents", "reward"] = data["next", "reward"].unsqueeze(1).repeat(1, 2, 1)
+    transform = DiscountedReturn(
+        0.9, in_key=("next", "agents", "reward"), out_key=("next", "agents", "return")
+    )
+    own = data.clone()
+    own["next", "agents", "done"] = torch.ones(9, 2, 1, dtype=torch.bool)
+    assert torch.equal(transform(own)["next", "agents", "return"], own["next", "agents", "reward"])
+    for flag in ("done", "terminated", "truncated"):
+        out = transform(data.clone().rename_key_(("next", "done"), ("next", flag)))
+        for agent in range(2):
+            got = out["next", "agents", "return"][:, agent].double()
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(KeyError, match=r"\('next', 'agents', 'done'\) nor \('next', 'done'\)"):
+        transform(data.exclude(("next", "done")))
 
 
 def test_rows_of_a_batch_do_not_mix():

@@ -28,10 +28,10 @@ class DiscountedReturn(Transform):
     r"""Writes the discounted return :math:`G_t = r_t + \gamma G_{t+1}` of each step.
 
     The batch holds whole episodes, one after the other; each ends where its done flag
-    (``"done"``, ``"terminated"`` or ``"truncated"``, next to ``in_key``) is true. In a ``[B, T]``
-    batch each row does. There are three places for it: as ``EpisodeWriter(transform=...)``; as the
-    transform of a buffer with an ``EpisodeSampler``; as ``postproc`` of a collector that yields
-    whole episodes.
+    (``"done"``, ``"terminated"`` or ``"truncated"``, next to ``in_key`` or, where none is there, in
+    the nearest node around it) is true. In a ``[B, T]`` batch each row does. There are three places
+    for it: as ``EpisodeWriter(transform=...)``; as the transform of a buffer with an
+    ``EpisodeSampler``; as ``postproc`` of a collector that yields whole episodes.
 
     Args:
         gamma: discount per step, in [0, 1].
@@ -104,17 +104,19 @@ class DiscountedReturn(Transform):
         """bool, of the batch's shape: the steps that end their episode."""
         in_key = self.in_keys[0]
         parent = in_key[:-1] if isinstance(in_key, tuple) else ()
-        ended: Tensor | None = None
-        for name in ("done", "terminated", "truncated"):
-            flag = tensordict.get((*parent, name), None)
-            if flag is not None:
-                flag = flag.reshape(*tensordict.batch_size, -1).bool().any(-1)
-                ended = flag if ended is None else ended | flag
-        if ended is None:
-            raise KeyError(
-                f"{(*parent, 'done')} is not in the data: returns need to know where episodes end"
-            )
-        return ended
+        # Never up to the root: the flags there are those of the step before.
+        nodes = [parent[:depth] for depth in range(len(parent), 0, -1)] or [()]
+        for node in nodes:
+            ended: Tensor | None = None
+            for name in ("done", "terminated", "truncated"):
+                flag = tensordict.get((*node, name), None)
+                if flag is not None:
+                    flag = flag.reshape(*tensordict.batch_size, -1).bool().any(-1)
+                    ended = flag if ended is None else ended | flag
+            if ended is not None:
+                return ended
+        missing = " nor ".join(str((*node, "done")) for node in nodes)
+        raise KeyError(f"{missing} is not in the data: returns need to know where episodes end")
 
     def _check_whole(self, tensordict: TensorDictBase, ended: Tensor) -> None:
         """Refuse a batch in which an episode breaks off."""

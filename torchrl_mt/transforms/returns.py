@@ -1,6 +1,8 @@
 """Discounted returns of many episodes that lie one after the other.
 
-No reward reaches another episode, not even an infinite one, and no power of gamma is divided by.
+No reward reaches another episode, not even an infinite one, and no power of gamma is divided by. One
+discount for all steps needs no table of factors; turns and tokens of training rows, which do, have
+:func:`torchrl_mt.objectives.functional.reverse_linear_recurrence`.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     # goes_on[t] tells whether the episode of t goes on at t + k.
     goes_on = ~end.reshape(steps, 1)
     k, discount = 1, float(gamma)
-    while k < steps and discount > 0:
+    while k < steps and gamma > 0:
+        # What is not finite stays as it is: the discount may have underflown to 0.
+        later = torch.where(total[k:].isfinite(), discount * total[k:], total[k:])
         # Masked, not multiplied by 0: an infinite reward must not reach its neighbours.
-        total[:-k] += torch.where(goes_on[:-k], discount * total[k:], 0.0)
+        total[:-k] += torch.where(goes_on[:-k], later, 0.0)
         goes_on = torch.cat([goes_on[:-k] & goes_on[k:], torch.zeros_like(goes_on[-k:])])
         k, discount = 2 * k, discount * discount
     return total.reshape(reward.shape).to(dtype)
