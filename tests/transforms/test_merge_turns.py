@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from torchrl_mt.objectives.functional import turn_returns
 from torchrl_mt.transforms import MergeTurns
 
 PAD = 9
@@ -129,7 +130,7 @@ def random_episode(draw):
                 at = min(at, len(history) - 1)
                 history = [*history[:at], 4, *history[at + 1 :]]
         prompt, response = history + draw(small_tokens), draw(small_tokens)
-        if not prompt + response:
+        if not prompt:
             prompt = [1]
         reward = draw(st.integers(-8, 8)) / 4
         turns.append(Turn(prompt, response, reward, draw(st.integers(0, 5))))
@@ -210,24 +211,24 @@ def test_rewards_lie_on_the_turns_last_sampled_token(episodes):
     rows = MergeTurns()(to_ted(episodes, returns=True))
     expected = torch.zeros_like(rows["rewards", "full"])
     returns = torch.zeros_like(expected)
-    reference = reference_rows(episodes)
+    sampled, turns = rows["masks", "all_assistant_mask"], rows["turns", "full"]
     for e, episode in enumerate(episodes):
-        lengths: dict[int, int] = {}
+        mine = sampled & (rows["episode_index"] == e)[:, None]
+        # In the order in which they were sampled; the tokens of one turn lie in one row.
+        where = sorted(((int(turns[n, c]), n, c) for n, c in mine.nonzero().tolist()))
         for k, turn in enumerate(episode):
-            # The row that holds the turn: it adds a token to it, or the row ended where it looked.
-            mine = [n for n, row in enumerate(reference) if row.episode == e and k in row.turns]
-            if not mine:
-                prompt = turn.prompt
-                mine = [n for n, size in lengths.items() if reference[n].tokens[:size] == prompt]
-                mine = [max(mine)]
-            (n,) = mine
-            upto = [c for c, t in enumerate(reference[n].turns) if t <= k]
-            lengths[n] = upto[-1] + 1
-            before = [c for c in upto if reference[n].sampled[c]]
-            expected[n, before[-1] if before else upto[-1]] += turn.reward
-            for c in upto:
-                if reference[n].source[c] is not None and reference[n].source[c][0] == k:
-                    returns[n, c] = 100.0 * e + k
+            upto = [(n, c) for t, n, c in where if t <= k]
+            if where:
+                _, *first = where[0]
+                n, c = upto[-1] if upto else first
+                expected[n, c] += turn.reward
+        for k, n, c in where:
+            returns[n, c] = 100.0 * e + k
+        if not where:
+            alone = (rows["episode_index"] == e).nonzero().flatten()
+            total = rows["rewards", "full"][alone].sum()
+            assert total == sum(turn.reward for turn in episode)
+            expected[alone] = rows["rewards", "full"][alone]
     torch.testing.assert_close(rows["rewards", "full"], expected, rtol=0, atol=0)
     torch.testing.assert_close(rows["rewards", "to_go"], returns, rtol=0, atol=0)
     assert rows["rewards", "to_go"].dtype == torch.float32
@@ -269,7 +270,39 @@ def test_the_longest_row_that_a_prompt_extends_goes_on():
 def test_a_turn_without_sampled_tokens_leaves_its_reward_on_the_last_one_before():
     turns = [Turn([1], [], 1.0), Turn([1, 2], [3, 4], 2.0), Turn([1, 2, 3, 4, 5], [], 4.0)]
     rows = MergeTurns()(to_ted([turns]))
-    assert rows["rewards", "full"].tolist() == [[1.0, 0, 0, 6.0, 0]]
+    assert rows["rewards", "full"].tolist() == [[0, 0, 1.0, 6.0, 0]]
+
+
+def test_a_fork_without_sampled_tokens_leaves_its_reward_in_the_row_before():
+    turns = [Turn([8], [], 1.0), Turn([1, 2], [3, 4]), Turn([9, 9], [], -1.0), Turn([9], [5], 2.0)]
+    rows = MergeTurns(pad_token_id=PAD)(to_ted([turns]))
+    assert rows["rewards", "full"].tolist() == [
+        [0, 0, 0, 0],
+        [0, 0, 1.0, -1.0],
+        [0, 0, 0, 0],
+        [0, 2.0, 0, 0],
+    ]
+
+
+def test_rewards_of_an_episode_without_sampled_tokens_stay_with_their_turns():
+    rows = MergeTurns()(to_ted([[Turn([1, 2], [], 1.0), Turn([1, 2, 3], [], 2.0)]]))
+    assert rows["rewards", "full"].tolist() == [[0, 1.0, 2.0]]
+
+
+@given(batches, st.sampled_from([0.5, 1.0]))
+def test_the_returns_of_rows_are_those_of_the_plain_recurrence(episodes, gamma):
+    """Exactly so without a discount, and with one where every turn sampled a token."""
+    rows = MergeTurns()(to_ted(episodes))
+    mask, turns = rows["masks", "all_assistant_mask"], rows["turns", "full"]
+    got = turn_returns(rows["rewards", "full"], mask, turns, gamma, episode=rows["episode_index"])
+    for n, c in mask.nonzero().tolist():
+        episode, k = episodes[rows["episode_index"][n]], int(turns[n, c])
+        if gamma < 1.0 and not all(turn.response for turn in episode):
+            continue
+        expected = sum(gamma ** (u - k) * episode[u].reward for u in range(k, len(episode)))
+        if not any(turn.response for turn in episode[:k]):
+            expected += sum(turn.reward for turn in episode[:k])
+        assert got[n, c] == pytest.approx(expected, abs=1e-5)
 
 
 @given(batches)
@@ -375,9 +408,10 @@ def test_leaves_that_are_no_token_ids_are_refused(bad, match):
         MergeTurns()(data)
 
 
-def test_a_turn_without_any_token_is_refused():
-    with pytest.raises(ValueError, match="turn 1 of the batch"):
-        MergeTurns()(to_ted([[Turn([1], [2]), Turn([], [])]]))
+@pytest.mark.parametrize("response", [[], [3]])
+def test_a_turn_without_a_prompt_is_refused(response):
+    with pytest.raises(ValueError, match="turn 1 of the batch has an empty prompt"):
+        MergeTurns()(to_ted([[Turn([1], [2]), Turn([], response)]]))
 
 
 def test_an_unflat_batch_is_refused():

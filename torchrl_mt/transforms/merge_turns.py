@@ -44,8 +44,10 @@ class MergeTurns(Transform):
     - ``("turns", "full")`` ``[N, S]`` int64: the turn of the episode that added the token; -1 on
       padding;
     - ``("rewards", "full")`` ``[N, S]`` float32: each turn's reward on its last sampled token. A turn
-      that sampled nothing leaves it on the last sampled token before it in the row, or, if there is
-      none, on the row's last token so far;
+      that sampled nothing leaves it on the last token that its episode sampled before it, in
+      whichever row, so that a fork without an answer keeps its reward; if there is none, on the first
+      that the episode samples after it. Where an episode samples nothing at all, rewards lie on their
+      turns' last tokens, and nothing is trained;
     - ``("rewards", "to_go")`` ``[N, S]`` float32: the turn's ``("next", "return")`` on each of its
       sampled tokens, 0 on all other tokens;
     - ``"episode"`` and ``"group"`` ``[N]`` int64: the trajectory id and the group of the episode.
@@ -109,8 +111,8 @@ class MergeTurns(Transform):
 
         Raises:
             KeyError: if tokens are missing, or trajectory ids and end flags both are.
-            ValueError: if the batch is not flat, is empty, a leaf does not fit its turn, a turn has no
-                token at all, or a row is longer than ``max_length``.
+            ValueError: if the batch is not flat, is empty, a leaf does not fit its turn, a turn has an
+                empty prompt, or a row is longer than ``max_length``.
         """
         if tensordict.batch_dims != 1 or not len(tensordict):
             raise ValueError(
@@ -130,7 +132,9 @@ class MergeTurns(Transform):
             )
 
         device = prompt.flat.device
-        row, known, reward_column, turn = (torch.tensor(x, device=device) for x in plan[:4])
+        row, known, turn = (
+            torch.tensor(x, device=device) for x in (plan.row, plan.known, plan.turn)
+        )
         row_turn = torch.tensor(plan.row_turn, device=device)
         start, added = row * length, prompt.size - known
         given = _ranges(start + known, added)
@@ -173,7 +177,8 @@ class MergeTurns(Transform):
         if reward is not None:
             # Several turns may leave their rewards on one token: they add up.
             rewards = torch.zeros(shape, device=device)
-            rewards.view(-1).index_add_(0, start + reward_column, reward.float())
+            place = torch.tensor([n * length + column for n, column in plan.reward], device=device)
+            rewards.view(-1).index_add_(0, place, reward.float())
             rows["rewards", "full"] = rewards
         returns = _column(tensordict, ("next", "return"))
         if returns is not None:
@@ -204,8 +209,8 @@ class _Plan(NamedTuple):
     """The turn's row."""
     known: list[int]
     """How many tokens of the turn's prompt its row held before; 0 where the turn starts a row."""
-    reward_column: list[int]
-    """The column of its row on which the turn's reward lies."""
+    reward: list[tuple[int, int]]
+    """The row and the column on which the turn's reward lies."""
     turn: list[int]
     """The turn's number within its episode."""
     row_turn: list[int]
@@ -221,15 +226,16 @@ def _plan(prompt: _Ragged, response: _Ragged, episode: list[int]) -> _Plan:
     plan = _Plan([], [], [], [], [], [], [])
     prompts, responses = _as_bytes(prompt), _as_bytes(response)
     heads: list[bytes] = []  # the tokens so far of the present episode's rows
-    last_sampled: list[int] = []  # the column of the last sampled token of each of them
+    last_sampled: tuple[int, int] | None = None  # where the episode's last sampled token lies
     for k, (given, sampled) in enumerate(zip(prompts, responses, strict=True)):
-        if not given and not sampled:
+        if not given:
             raise ValueError(
-                f"MergeTurns: turn {k} of the batch has neither a prompt nor a response token: drop "
-                "turns in which the model was not called."
+                f"MergeTurns: turn {k} of the batch has an empty prompt, and nothing predicts the first "
+                "token of a row: begin prompts with a token (a begin-of-sequence token will do), and "
+                "drop turns in which the model was not called."
             )
         if k == 0 or episode[k] != episode[k - 1]:
-            heads, last_sampled, first = [], [], k
+            heads, last_sampled, first = [], None, k
         mine, size = -1, -1
         for i, head in enumerate(heads):
             if len(head) >= size and given.startswith(head):
@@ -240,17 +246,17 @@ def _plan(prompt: _Ragged, response: _Ragged, episode: list[int]) -> _Plan:
             plan.row_fork.append(mine)
             plan.row_length.append(0)
             heads.append(b"")
-            last_sampled.append(-1)
         row = len(plan.row_turn) - len(heads) + mine
         heads[mine] = given + sampled
         plan.row_length[row] = prompt.sizes[k] + response.sizes[k]
         if sampled:
-            last_sampled[mine] = plan.row_length[row] - 1
+            if last_sampled is None:
+                # The rewards of the turns before waited for the episode's first sampled token.
+                plan.reward[first:] = [(row, prompt.sizes[k])] * (k - first)
+            last_sampled = row, plan.row_length[row] - 1
         plan.row.append(row)
         plan.known.append(size // _TOKEN_BYTES)
-        plan.reward_column.append(
-            plan.row_length[row] - 1 if last_sampled[mine] < 0 else last_sampled[mine]
-        )
+        plan.reward.append(last_sampled or (row, plan.row_length[row] - 1))
         plan.turn.append(k - first)
     return plan
 

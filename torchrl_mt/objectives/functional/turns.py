@@ -120,12 +120,13 @@ def turn_returns(
 
         G[t] = sum over u >= t of gamma ** (u - t) * r[u]
 
-    The exponent is the difference of turn *ids*: a turn without a sampled token in these rows
-    earned nothing here, but it did take its time. So a turn's discount does not depend on the row
-    that a fork put it in, and over whole episodes the result is that of the plain recurrence over
-    steps.
+    The exponent is the difference of turn *ids*: a turn without a sampled token took its time. So a
+    turn's discount does not depend on the row that a fork put it in, and where every turn of the
+    episode sampled a token the result is that of the plain recurrence over steps.
     A reward on a masked token belongs to the turn of the last sampled token before it, or of the
-    row's first sampled token if none is before.
+    row's first sampled token if none is before. So does that of a turn that sampled nothing: it is
+    discounted as if the turn that it lies on had earned it. Where this matters, store the returns of
+    :class:`~torchrl_mt.transforms.DiscountedReturn`, which are exact for all turns.
 
     Args:
         reward: ``[N, S]`` floating.
