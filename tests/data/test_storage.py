@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorClass, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -86,6 +86,35 @@ def test_what_is_read_is_a_copy(make):
     storage[:].zero_()
     storage.episode(0).zero_()
     assert make.steps(storage[:]) == before
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_tensorclasses_below_the_root_have_memory_of_their_own(flushed):
+    class Seen(TensorClass):
+        x: torch.Tensor
+
+    def steps(value, n=100):
+        done = torch.arange(n)[:, None] == (n if flushed else n - 1)
+        seen = Seen(x=torch.full((n,), value), batch_size=[n])
+        data = TensorDict({"seen": seen, "next": {"done": done}}, [n])
+        data["thing"] = NonTensorStack(*[NonTensorData(seen.x[i]) for i in range(n)])
+        return data
+
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
+    data = steps(1.0)
+    rb.extend(data)
+    data["seen"].x.zero_()
+    if flushed:
+        rb.writer.flush()
+    for read in (rb[:], rb.storage.episode(0)):
+        step = read["seen"][7]
+        assert step.x == 1
+        assert step.x.untyped_storage().nbytes() == 4
+        step.x.fill_(9)
+        assert not step.x.requires_grad
+        read.get("thing")[7].data.fill_(9)
+    assert (rb[:]["seen"].x == 1).all()
+    assert rb[7].get("thing").data == 1
 
 
 def test_every_dtype_comes_back_bit_for_bit(make):
@@ -185,12 +214,16 @@ def test_a_variable_length_may_show_up_later(make):
     assert make.steps(storage[:]) == [s for e in model for s in make.steps(e)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     episodes=st.lists(
         st.lists(st.sampled_from([0, 0, 0, 1, 2, 5]), min_size=1, max_size=6), max_size=30
     ),
     budget=st.integers(6, 12),
+)
+@example(
+    episodes=[[1, 1, 0, 0, 0, 0], [2], [0] * 3, [2], [0], [5], [0] * 3, [0] * 2, [2], [3, 0]],
+    budget=10,
 )
 def test_tensors_without_elements_come_back(make, episodes, budget):
     storage, model, shapes = EpisodeStorage(budget), [], iter(range(10**6))

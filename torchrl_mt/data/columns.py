@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_mt.data.ring import Blocks, Moves, Ring
 from torchrl_mt.data.schema import Entry, bits
-from torchrl_mt.data.steps import Column, Objects, Rows, step_tensors
+from torchrl_mt.data.steps import Column, Objects, Rows, own, step_tensors
 
 __all__ = ["DenseColumn", "NextColumn", "ObjectColumn", "RaggedColumn", "RowPlan", "StoredColumn"]
 
@@ -161,10 +161,11 @@ class NextColumn:
 
 
 class ObjectColumn:
-    """Python objects, kept as they are."""
+    """Python objects, kept as they are; tensorclasses and tensors among them are copied."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, device: torch.device) -> None:
         self.data = np.empty(capacity, dtype=object)
+        self.device = device
 
     @property
     def nbytes(self) -> int:
@@ -174,11 +175,11 @@ class ObjectColumn:
     def write(self, blocks: Blocks, column: Any) -> None:
         """Store a column of whole episodes in the rows of ``blocks``."""
         for row, item in zip(blocks.rows.tolist(), column.items, strict=True):
-            self.data[row] = item
+            self.data[row] = own(item, self.device)
 
     def read(self, plan: RowPlan) -> Objects:
         """The rows of ``plan``."""
-        return Objects([self.data[row] for row in plan.rows().tolist()])
+        return Objects([own(self.data[row]) for row in plan.rows().tolist()])
 
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Drop the objects of the episodes."""

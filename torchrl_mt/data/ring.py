@@ -89,9 +89,10 @@ class Moves:
 class Ring:
     """Places blocks of rows first in, first out, each in one piece.
 
-    Every block has at least one row: where a block begins tells it from its neighbours. A block that does not fit before the end of the ring starts at row 0, once the rows there are
-    free. Why ``M + L`` rows suffice (``M`` bounds the live rows with the new block, ``L`` every
-    block, ``b <= L`` is the new block, so at most ``M - b`` rows are live):
+    Every block has at least one row: where a block begins tells it from its neighbours. A block
+    that does not fit before the end of the ring starts at row 0, once the rows there are free.
+    Why ``M + L`` rows suffice (``M`` bounds the live rows with the new block, ``L`` every block,
+    ``b <= L`` is the new block, so at most ``M - b`` rows are live):
 
     - Not wrapped: the free rows lie after the newest block and before the oldest. If neither gap
       held ``b`` rows, fewer than ``2 b`` rows would be free, yet at least

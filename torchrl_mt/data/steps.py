@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "Steps",
     "has_lazy_stack",
+    "own",
     "pack",
     "step_tensors",
     "unpack",
@@ -84,18 +85,15 @@ class Steps:
         columns = {path: taken(column) for path, column in self.columns.items()}
         return replace(self, length=len(places), columns=columns)
 
-    def clone(self, device: torch.device | None = None) -> Steps:
-        """A copy that shares no memory with this one; Python objects are not copied."""
-
-        def cloned(tensor: Tensor) -> Tensor:
-            return tensor.to(device, copy=True) if device is not None else tensor.clone()
+    def clone(self) -> Steps:
+        """A copy that shares no tensor's memory with this one; see :func:`own`."""
 
         def copied(column: Column) -> Column:
             if isinstance(column, Tensor):
-                return cloned(column)
+                return column.clone()
             if isinstance(column, Rows):
-                return Rows([cloned(item) for item in column.items])
-            return Objects(list(column.items))
+                return Rows([item.clone() for item in column.items])
+            return Objects([own(item) for item in column.items])
 
         columns = {path: copied(column) for path, column in self.columns.items()}
         return replace(self, columns=columns)
@@ -180,6 +178,20 @@ def pack(steps: Steps, device: torch.device | None = None) -> Any:
     if steps.root_class is not None:
         return steps.root_class.from_tensordict(data)  # type: ignore[attr-defined]
     return data
+
+
+def own(item: Any, device: torch.device | None = None) -> Any:
+    """An object of a step, with memory of its own if it is a tensor or has tensors as entries.
+
+    Other objects, those in a tensorclass included, are taken as they are.
+    """
+    if not isinstance(item, Tensor):
+        if not is_tensor_collection(item):
+            return item
+        if not any(isinstance(value, Tensor) for value in item.values(True, True)):
+            return item
+    copy = item.detach().clone()
+    return copy if device is None else copy.to(device)
 
 
 def step_tensors(column: Any) -> Sequence[Tensor]:

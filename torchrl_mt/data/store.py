@@ -191,7 +191,7 @@ class EpisodeStore:
     def _new_column(self, entry: Entry) -> StoredColumn:
         """An empty column for ``entry``."""
         if entry.kind == "object":
-            return ObjectColumn(self._ring.capacity)
+            return ObjectColumn(self._ring.capacity, self.device)
         if entry.kind == "dense":
             return DenseColumn.empty(entry, self._ring.capacity, self.device)
         return RaggedColumn(entry, self._ring.capacity, self.device)
