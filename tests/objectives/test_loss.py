@@ -186,6 +186,22 @@ def test_nothing_sampled_trains_nothing(model, experience, aggregation, objectiv
     assert not any(g.any() for g in gradients(model, objective_of(out)).values())
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_token_that_nothing_predicts_is_not_trained(model, experience, spread, aggregation):
+    batch = experience()
+    loss = MultiTurnLoss(model, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
+    expected, total = loss(batch), loss.total(batch)
+    slopes = gradients(model, objective_of(expected))
+    batch["masks", "all_assistant_mask"][:, 0] = True
+    for key in (("log_probs", "old"), ("log_probs", "ref"), "advantage"):
+        batch[key][:, 0] = -5.0
+    for rows in (batch, spread(batch)):
+        got = loss(rows)
+        torch.testing.assert_close(got.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
+        assert_same_gradients(gradients(model, objective_of(got)), slopes, atol=1e-5, rtol=1e-4)
+        assert loss.total(rows) == total
+
+
 def test_entropy_bonus_raises_the_entropy(model, experience):
     batch = experience()
     batch["advantage"].zero_()

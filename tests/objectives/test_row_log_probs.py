@@ -5,7 +5,12 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_mt.objectives.row_log_probs import micro_batches, row_log_probs, scoring_mode
+from torchrl_mt.objectives.row_log_probs import (
+    micro_batches,
+    row_log_probs,
+    scored_tokens,
+    scoring_mode,
+)
 
 
 def entries(rows):
@@ -82,6 +87,15 @@ def test_rows_of_padding_alone_are_harmless(model, rows):
 def test_the_first_token_has_no_score(model):
     ones = torch.ones(2, 1, dtype=torch.bool)
     assert not row_log_probs(model, torch.tensor([[3], [4]]), ones, ones)[0].any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scored_are_the_sampled_tokens_but_a_rows_first(model, rows, spread, seed):
+    batch = spread(rows(seed, suffix_padding=False))
+    tokens, attention, _ = entries(batch)
+    log_prob = row_log_probs(model, tokens, attention, attention)[0]
+    assert torch.equal(scored_tokens(attention, attention), log_prob != 0)
+    assert not scored_tokens(attention, torch.zeros_like(attention)).any()
 
 
 def test_a_wrapper_is_its_model(model, rows, tokenizer):

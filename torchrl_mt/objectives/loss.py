@@ -25,11 +25,13 @@ from torchrl_mt.objectives.functional import (
 from torchrl_mt.objectives.functional._checks import check_choice, check_positive, check_shape
 from torchrl_mt.objectives.functional.aggregation import AGGREGATIONS, Aggregation
 from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO, KLKind
-from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs
+from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
 
 
 class MultiTurnLoss(LossModule):
     """Policy loss over the sampled tokens of training rows.
+
+    A sampled token that comes first in its row is left out of everything: nothing predicts it.
 
     The output has ``"loss_objective"``, with ``kl_coef`` ``"loss_kl"``, with ``entropy_coef``
     ``"loss_entropy"``: their sum is what one minimises. Detached diagnostics over the sampled tokens:
@@ -46,8 +48,11 @@ class MultiTurnLoss(LossModule):
         aggregation: ``"token_mean"``, ``"seq_mean_token_mean"`` or ``"seq_mean_token_sum"``
             (:func:`~torchrl_mt.objectives.functional.aggregate`).
         clip_epsilon: Bound on the importance ratio's distance from 1, or ``(low, high)``.
-        kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``.
-        kl_kind: The estimator that is minimised.
+        kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``. ``None``
+            reads and writes nothing of it; at 0 ``"kl_to_ref"`` is still reported.
+        kl_kind: The estimator that is minimised: k3 varies little and is never negative
+            (http://joschu.net/blog/kl-approx.html), and is GRPO's (https://arxiv.org/abs/2402.03300,
+            eq. 4); the slope of k1 would be 0 on average.
         entropy_coef: Weight of the entropy bonus.
         temperature: The temperature that the tokens were sampled at, if not 1.
 
@@ -152,7 +157,8 @@ class MultiTurnLoss(LossModule):
             Scalar int64.
         """
         mask = read_entry(tensordict, self.tensor_keys.assistant_mask)
-        return aggregation_total(mask, self.aggregation)
+        attention_mask = read_entry(tensordict, self.tensor_keys.attention_mask)
+        return aggregation_total(scored_tokens(attention_mask, mask), self.aggregation)
 
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None
@@ -196,6 +202,7 @@ class MultiTurnLoss(LossModule):
             with_entropy=True,
         )
         assert entropy is not None
+        mask = scored_tokens(attention_mask, mask)
         if total is None:
             total = aggregation_total(mask, self.aggregation)
 

@@ -42,6 +42,30 @@ def causal_lm(actor: nn.Module) -> nn.Module:
     return actor
 
 
+def scored_tokens(attention_mask: Tensor, mask: Tensor) -> Tensor:
+    """Find the sampled tokens that have a score: all but the first of a row, which nothing predicts.
+
+    Args:
+        attention_mask: ``[N, S]`` bool, false on padding.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+
+    Returns:
+        ``[N, S]`` bool.
+
+    Raises:
+        ValueError: If shapes differ.
+        TypeError: If a mask is not boolean.
+
+    Examples:
+        >>> mask = torch.tensor([[False, True, True]])
+        >>> scored_tokens(mask, mask)
+        tensor([[False, False,  True]])
+    """
+    check_mask("attention_mask", attention_mask, attention_mask.shape)
+    check_mask("mask", mask, attention_mask.shape)
+    return mask & (attention_mask.cumsum(-1) > 1)
+
+
 def row_log_probs(
     actor: nn.Module,
     tokens: Tensor,
