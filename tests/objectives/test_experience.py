@@ -187,6 +187,38 @@ def test_copies_of_an_episode_are_episodes_of_their_own(model, rows, advantage):
     torch.testing.assert_close(got["advantage"], expected["advantage"])
 
 
+def test_rows_that_cannot_be_told_apart_are_refused(model, rows):
+    batch = rows()
+    batch["episode_index"], batch["fork"] = (
+        batch["episode"].clone(),
+        (torch.arange(6) % 3 == 1).long(),
+    )
+    twice = torch.cat([batch, batch])
+    keys = set(twice.keys(True))
+    with pytest.raises(ValueError, match=r"fork 0 of episode 0 .* more than once"):
+        ExperienceMaker(model)(twice)
+    assert set(twice.keys(True)) == keys
+    twice["episode_index"][6:] += 100
+    expected = ExperienceMaker(model, advantage="turn", gamma=0.9)(batch)["returns"]
+    got = ExperienceMaker(model, advantage="turn", gamma=0.9)(twice)["returns"]
+    torch.testing.assert_close(got, torch.cat([expected, expected]))
+
+
+def test_a_token_that_nothing_predicts_has_no_kl(model, other_model, rows, spread):
+    batch = rows()
+    batch["masks", "all_assistant_mask"][:, 0] = True
+    batch["log_probs", "full"][:, 0] = -5.0
+    maker = ExperienceMaker(model, ref=other_model, kl_coef=0.1)
+    wide = spread(batch)
+    out, wide_out = maker(batch), maker(wide)
+    assert not out["kl"][:, 0].any()
+    assert out["kl"][:, 1:].any()
+    for key in ("kl", "returns", "advantage"):
+        got = wide_out[key][wide["masks", "all_assistant_mask"]]
+        expected = out[key][batch["masks", "all_assistant_mask"]]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("advantage", KINDS)
 def test_nothing_sampled_is_finite(model, other_model, rows, advantage):
     batch = rows()

@@ -34,6 +34,7 @@ from torchrl_mt.objectives.row_log_probs import (
     causal_lm,
     micro_batches,
     row_log_probs,
+    scored_tokens,
     scoring_mode,
 )
 
@@ -49,7 +50,9 @@ class ExperienceMaker(TensorDictModuleBase):
 
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
     whatever rows its forks lie in. Rows are one episode if they agree on ``"episode"`` and, where it
-    is present, on ``"episode_index"``, which tells copies of one episode apart. The advantage is
+    is present, on ``"episode_index"``, which tells copies of one episode apart among the rows of one
+    :class:`~torchrl_mt.transforms.MergeTurns` call. An episode that was truncated counts like one
+    that was terminated: what it might still have earned is taken as 0. The advantage is
 
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"batch"``: the episode's return (that of its first turn)
       compared with its group, each episode counting once, on all of its sampled tokens
@@ -67,8 +70,11 @@ class ExperienceMaker(TensorDictModuleBase):
         ref: The reference policy, of the same kinds; without it there is no KL.
         advantage: See above.
         gamma: Discount per turn, in [0, 1].
-        kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``.
-        kl_kind: The estimator of ``"kl"``, from the old policy to the reference.
+        kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
+            0 the KL is only written.
+        kl_kind: The estimator of ``"kl"``, from the old policy to the reference. In a reward its
+            value counts, and k1's is unbiased, as is the policy gradient that it adds
+            (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")`` as sampled; ``"actor"``
             scores the rows again under the actor as it is now.
         temperature: The temperature that the tokens were sampled at, if not 1.
@@ -180,7 +186,8 @@ class ExperienceMaker(TensorDictModuleBase):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together; the rows are then unchanged.
+            ValueError: If entries do not fit together or a row is there twice; the rows are then
+                unchanged.
         """
         mask = read_entry(tensordict, _rows.ASSISTANT_MASK)
         out: dict = {}
@@ -194,7 +201,8 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.ref is not None:
             out[_rows.REF_LOG_PROBS] = self._score(self.ref, tensordict)
             kl = kl_estimate(out[_rows.OLD_LOG_PROBS], out[_rows.REF_LOG_PROBS], self.kl_kind)
-            out["kl"] = torch.where(mask, kl, 0.0)
+            attention_mask = read_entry(tensordict, _rows.ATTENTION_MASK)
+            out["kl"] = torch.where(scored_tokens(attention_mask, mask), kl, 0.0)
         given = tensordict.get(_rows.TURN_RETURNS, None)
         if given is not None:
             check_shape(str(_rows.TURN_RETURNS), given, mask.shape)
