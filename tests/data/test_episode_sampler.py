@@ -59,7 +59,7 @@ def test_draws_with_replacement_are_uniform(make):
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_an_epoch_gives_each_stored_episode_once(make, data):
-    rb, born, epoch, given_out = buffer(max_steps=30, replacement=False), 0, set(), []
+    rb, born, given_out = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False), 0, []
     for _ in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()) or not born:
             lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
@@ -67,17 +67,75 @@ def test_an_epoch_gives_each_stored_episode_once(make, data):
             born += len(lengths)
             continue
         live = set(range(born - rb.storage.num_episodes, born))
-        if not (epoch & live) or rb.sampler.ran_out:
-            epoch, given_out = set(live), []
-        epoch = (epoch & live) | (live - set(given_out))
+        if live <= set(given_out):
+            given_out = []
+        left = live - set(given_out)
         n = data.draw(st.integers(1, 4))
         got = ids(make, rb.sample(n))
-        assert len(got) == min(n, len(epoch))
-        assert set(got) <= epoch
+        assert len(got) == min(n, len(left))
+        assert set(got) <= left
         assert len(set(got)) == len(got)
-        epoch -= set(got)
         given_out += got
-        assert rb.sampler.ran_out == (not epoch)
+        assert rb.sampler.ran_out == (live <= set(given_out))
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_an_epoch_gives_each_stored_group_once(make, data):
+    rb = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False, group_key="group")
+    group_of, given_out = [], []
+    for _ in range(data.draw(st.integers(1, 25))):
+        if data.draw(st.booleans()) or not group_of:
+            groups = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+            piece = make.vectors([1 + g % 3 for g in groups], first_id=len(group_of))
+            group_of += groups
+            piece["group"] = torch.tensor(group_of)[piece["episode"]]
+            rb.extend(piece)
+            continue
+        live = set(range(len(group_of) - rb.storage.num_episodes, len(group_of)))
+        if live <= set(given_out):
+            given_out = []
+        left = live - set(given_out)
+        n = data.draw(st.integers(1, 4))
+        got = ids(make, rb.sample(n))
+        drawn = list(dict.fromkeys(group_of[i] for i in got))
+        assert len(drawn) == min(n, len({group_of[i] for i in left}))
+        assert got == [i for g in drawn for i in sorted(left) if group_of[i] == g]
+        given_out += got
+        assert rb.sampler.ran_out == (live <= set(given_out))
+
+
+def test_draws_without_replacement_are_in_random_order(make):
+    rb, first = buffer(replacement=False), []
+    for k in range(600):
+        rb.extend(make.vectors([1, 1], first_id=4 * k))
+        got = ids(make, rb.sample(1))
+        rb.extend(make.vectors([1, 1], first_id=4 * k + 2))
+        got += ids(make, rb.sample(9))
+        assert rb.sampler.ran_out
+        first.append((got[0] % 4, got[1] % 4))
+        rb.empty()
+    counts = torch.tensor([first.count((a, b)) for a in (0, 1) for b in range(4) if a != b])
+    # The 0.9999 quantile of chi-square with 5 degrees of freedom is 25.7.
+    assert ((counts - 100) ** 2 / 100).sum() < 25.7
+
+
+@pytest.mark.parametrize("group_key", [None, "episode"])
+def test_the_storage_may_go_back_to_an_older_state(make, group_key):
+    rb = buffer(replacement=False, group_key=group_key)
+    rb.extend(make.vectors([2, 1, 3]))
+    given_out = ids(make, rb.sample(1))
+    state = rb.storage.state_dict()
+    rb.extend(make.vectors([1] * 20, first_id=3))
+    rb.sample(20)
+    rb.storage.load_state_dict(state)
+    seen = ids(make, rb.sample(9))
+    assert len(set(seen)) == len(seen) <= 3
+    assert not set(seen) & set(given_out) or len(seen) == 3
+    assert rb.sampler.ran_out
+    assert sorted(ids(make, rb.sample(9))) == [0, 1, 2]
+    rb.extend(make.vectors([4, 1], first_id=3))
+    assert sorted(ids(make, rb.sample(9))) == [3, 4]
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
@@ -131,15 +189,16 @@ def test_a_group_needs_one_value_per_step(make):
         rb.sample(1)
 
 
-def test_state_continues_the_epoch(make, tmp_path):
-    rb = buffer(replacement=False)
+@pytest.mark.parametrize("group_key", [None, "episode"])
+def test_state_continues_the_epoch(make, tmp_path, group_key):
+    rb = buffer(replacement=False, group_key=group_key)
     rb.extend(make.vectors([2, 3, 1, 4, 2, 2, 5]))
     first = ids(make, rb.sample(3))
     state = rb.state_dict()
     rb.dumps(tmp_path)
     rest = [ids(make, rb.sample(2)) for _ in range(3)]
     for load in (lambda rb: rb.load_state_dict(state), lambda rb: rb.loads(tmp_path)):
-        other = buffer(replacement=False)
+        other = buffer(replacement=False, group_key=group_key)
         load(other)
         assert [ids(make, other.sample(2)) for _ in range(3)] == rest
     assert sorted(first + rest[0] + rest[1]) == list(range(7))

@@ -16,8 +16,9 @@ from torchrl.data.replay_buffers.samplers.base import _SamplerMeta
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import load_state, save_state
+from torchrl_mt.data.epoch import Epoch
+from torchrl_mt.data.groups import Groups
 from torchrl_mt.data.sampling import draw_integers, draw_order, episode_storage
-from torchrl_mt.data.steps import Objects, Rows
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["EpisodeSampler"]
@@ -65,9 +66,12 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
     def __init__(self, *, replacement: bool = True, group_key: NestedKey | None = None) -> None:
         self.replacement = replacement
         self.group_key = group_key
-        self._left = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._known = 0
+        self._epoch = Epoch()
         self._ran_out = False
+        self._known_groups: tuple[EpisodeStorage, int, Groups] | None = None
+        """The groups at a revision of a storage."""
+        self._order: Tensor | None = None
+        """Groups that the epoch has yet to give out, in random order."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw ``batch_size`` episodes or groups.
@@ -121,65 +125,69 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         """Positions of episodes drawn independently."""
         if self.group_key is None:
             return draw_integers(storage.num_episodes, batch_size, self._rng)
-        groups, number = self._groups(storage, torch.arange(storage.num_episodes, device="cpu"))
-        return _members(groups, draw_integers(number, batch_size, self._rng))
+        groups = self._groups(storage)
+        return groups.members(draw_integers(len(groups), batch_size, self._rng))
 
     def _next(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
         """Positions of the epoch's next episodes."""
-        oldest, following = storage.table.oldest, storage.table.next
-        left = self._left[self._left >= oldest]
-        if len(left):
-            left = torch.cat(
-                [left, torch.arange(max(self._known, oldest), following, device="cpu")]
-            )
-        else:
-            left = torch.arange(oldest, following, device="cpu")
-        positions = left - oldest
+        epoch, oldest = self._epoch, storage.table.oldest
+        epoch.follow(oldest, storage.table.next)
+        if not len(epoch):
+            epoch.restart()
+            self._order = None
         if self.group_key is None:
-            number = len(left)
-            members = drawn = draw_order(number, self._rng)[:batch_size]
+            positions = epoch.draw(batch_size, self._rng) - oldest
+            left, units = len(epoch), storage.num_episodes
         else:
-            groups, number = self._groups(storage, positions)
-            drawn = draw_order(number, self._rng)[:batch_size]
-            members = _members(groups, drawn)
-        stays = torch.ones(len(left), dtype=torch.bool, device="cpu")
-        stays[members] = False
-        self._left, self._known = left[stays], following
-        self._ran_out = not len(self._left)
-        after = number if self._ran_out else number - len(drawn)
-        self._remaining_batches = -(-after // batch_size)
-        return positions[members]
+            groups = self._groups(storage)
+            positions = self._next_groups(groups, oldest, batch_size)
+            assert self._order is not None
+            left, units = len(self._order), len(groups)
+        self._ran_out = not left
+        self._remaining_batches = -(-(left or units) // batch_size)
+        return positions
 
-    def _groups(self, storage: EpisodeStorage, positions: Tensor) -> tuple[Tensor, int]:
-        """The group of each episode, numbered from 0: int64 ``[E]``; and how many there are."""
-        assert self.group_key is not None
-        column = storage.first_values(self.group_key)
-        if isinstance(column, Tensor) and column[:1].numel() == 1:
-            values = column.reshape(-1).cpu()[positions]
-            unique, groups = torch.unique(values, return_inverse=True)
-            return groups, len(unique)
-        if isinstance(column, Objects):
-            numbers: dict[Any, int] = {}
-            of = [numbers.setdefault(column.items[i], len(numbers)) for i in positions.tolist()]
-            return torch.tensor(of, device="cpu"), len(numbers)
-        got = "varying shapes" if isinstance(column, Rows) else f"shape {tuple(column.shape[1:])}"
-        raise ValueError(f"group_key {self.group_key!r} must hold one value per step, got {got}")
+    def _next_groups(self, groups: Groups, oldest: int, number: int) -> Tensor:
+        """Positions of the members, not given out yet, of the epoch's next groups."""
+        given = self._epoch.given
+        if self._order is None:
+            stays = torch.ones(len(groups.of), dtype=torch.bool, device="cpu")
+            stays[torch.tensor(sorted(given), dtype=torch.int64, device="cpu") - oldest] = False
+            left = torch.unique(groups.of[stays])
+            self._order = left[draw_order(len(left), self._rng)]
+        drawn, self._order = self._order[:number], self._order[number:]
+        members = [i for i in groups.members(drawn).tolist() if i + oldest not in given]
+        self._epoch.give(i + oldest for i in members)
+        return torch.tensor(members, dtype=torch.int64, device="cpu")
+
+    def _groups(self, storage: EpisodeStorage) -> Groups:
+        """The stored episodes' groups, found anew when other episodes are stored."""
+        known = self._known_groups
+        if known is None or known[0] is not storage or known[1] != storage.revision:
+            assert self.group_key is not None
+            groups = Groups.of_values(storage.first_values(self.group_key), self.group_key)
+            self._known_groups = known = (storage, storage.revision, groups)
+            self._order = None
+        return known[2]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch."""
+        self._order = None  # Both this sampler and one that loads the state draw it anew.
         return {
-            "left": self._left.clone(),
-            "known": self._known,
+            "epoch": self._epoch.state_dict(),
             "ran_out": self._ran_out,
             "remaining_batches": self._remaining_batches,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the epoch where :meth:`state_dict` left it."""
-        self._left = state_dict["left"].clone()
-        self._known = state_dict["known"]
+        self._epoch.load_state_dict(state_dict["epoch"])
         self._ran_out = state_dict["ran_out"]
         self._remaining_batches = state_dict["remaining_batches"]
+        self._known_groups = self._order = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_known_groups": None, "_order": None}
 
     def dumps(self, path: Any) -> None:
         """Save the state in the folder ``path``."""
@@ -191,21 +199,10 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
     def _empty(self) -> None:
         """Forget the epoch."""
-        self._left = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._known = 0
+        self._epoch = Epoch()
+        self._known_groups = self._order = None
         self._ran_out = False
         self._remaining_batches = Sampler._remaining_batches
 
     def __repr__(self) -> str:
         return f"EpisodeSampler(replacement={self.replacement}, group_key={self.group_key!r})"
-
-
-def _members(groups: Tensor, drawn: Tensor) -> Tensor:
-    """Where the members of each drawn group are, group after group: int64 ``[N]``."""
-    by_group = torch.argsort(groups, stable=True)
-    sizes = torch.bincount(groups)
-    ends = sizes.cumsum(0)[drawn]
-    sizes = sizes[drawn]
-    total = sizes.cumsum(0)
-    first = torch.repeat_interleave(ends - total, sizes)
-    return by_group[first + torch.arange(len(first), device="cpu")]
