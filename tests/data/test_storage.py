@@ -193,7 +193,8 @@ def test_images_take_half_the_bytes_of_a_plain_buffer():
     assert storage.nbytes <= 0.53 * pixels
 
 
-def test_a_variable_length_may_show_up_later(make):
+@pytest.mark.parametrize("dense", [0, 1])
+def test_a_variable_length_may_show_up_later(make, dense):
     storage = EpisodeStorage(30)
 
     def turns(sizes):
@@ -206,6 +207,7 @@ def test_a_variable_length_may_show_up_later(make):
         )
 
     model = [turns(s) for s in ([4, 4], [4, 4, 4], [0, 3], [5])]
+    model[dense] = model[dense].contiguous()
     storage.append(model[0])
     assert storage.ragged_keys == []
     for episode in model[1:]:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps
+from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, name_of
 
 __all__ = ["Entry", "Schema", "bits", "same_bits"]
 
@@ -32,7 +32,7 @@ class Entry:
     """Per-step shape; of a ragged entry, as many -1 as it has dimensions."""
     dtype: torch.dtype | None = None
     lazy: bool = False
-    """Came in lazy stacks only: its shape may yet turn out to vary."""
+    """Came in a lazy stack once: its shape may yet turn out to vary."""
     shared: bool = False
     """A ``("next", k)`` that is read from the rows of ``k``."""
 
@@ -70,6 +70,36 @@ class Schema:
                     entries[path] = replace(entry, shared=True)
         return Schema(entries, steps.root_class)
 
+    def merge(self, other: Schema) -> Schema:
+        """The schema of the steps of both: this one, unless an entry has to change its kind.
+
+        Args:
+            other: what has to fit; whether it shares entries does not matter.
+
+        Raises:
+            ValueError: if it does not fit; names the key, what was expected and what came.
+        """
+        missing = self.entries.keys() - other.entries.keys()
+        if missing:
+            raise ValueError(
+                f"an episode must have the keys of the first one: {name_of(min(missing))} is "
+                f"missing"
+            )
+        extra = other.entries.keys() - self.entries.keys()
+        if extra:
+            raise ValueError(
+                f"an episode must have the keys of the first one: {name_of(min(extra))} is not "
+                f"among them"
+            )
+        if other.root_class is not self.root_class:
+            raise ValueError(
+                f"an episode must come in the class of the first one: expected "
+                f"{_class_name(self.root_class)}, got {_class_name(other.root_class)}"
+            )
+        return self._with(
+            {path: _merge(path, entry, other.entries[path]) for path, entry in self.entries.items()}
+        )
+
     def admit(self, steps: Steps, lengths: Tensor) -> Schema:
         """The schema after more episodes: this one, unless an entry has to change its kind.
 
@@ -80,39 +110,22 @@ class Schema:
         Raises:
             ValueError: if they do not fit; names the key, what was expected and what came.
         """
-        missing = self.entries.keys() - steps.columns.keys()
-        if missing:
-            raise ValueError(
-                f"an episode must have the keys of the first one: {_name(min(missing))} is missing"
-            )
-        extra = steps.columns.keys() - self.entries.keys()
-        if extra:
-            raise ValueError(
-                f"an episode must have the keys of the first one: {_name(min(extra))} is not "
-                f"among them"
-            )
-        if steps.root_class is not self.root_class:
-            raise ValueError(
-                f"an episode must come in the class of the first one: expected "
-                f"{_class_name(self.root_class)}, got {_class_name(steps.root_class)}"
-            )
-        changed: dict[Path, Entry] = {}
-        for path, expected in self.entries.items():
-            entry = _merge(path, expected, _entry(path, steps.columns[path]))
-            if entry is not expected:
-                changed[path] = entry
-        for path, expected in self.entries.items():
-            if not expected.shared:
-                continue
-            either = (changed.get(path, expected), changed.get(path[1:]))
-            varies = any(e is not None and e.kind != "dense" for e in either)
-            if varies or not _agrees(steps, lengths, path):
-                changed[path] = replace(changed.get(path, expected), shared=False)
-        return replace(self, entries={**self.entries, **changed}) if changed else self
+        entries = self.merge(Schema.of(steps, lengths, share_next=False)).entries
+        return self._with(
+            {
+                path: replace(entry, shared=False)
+                if entry.shared
+                and (entries[path[1:]].kind != "dense" or not _agrees(steps, lengths, path))
+                else entry
+                for path, entry in entries.items()
+            }
+        )
 
-    def keys(self, kind: Kind) -> list[Path]:
-        """The entries of one kind."""
-        return [path for path, entry in self.entries.items() if entry.kind == kind]
+    def _with(self, entries: dict[Path, Entry]) -> Schema:
+        """This schema with other entries; itself if they are the same."""
+        if all(entry is self.entries[path] for path, entry in entries.items()):
+            return self
+        return replace(self, entries=entries)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -170,7 +183,7 @@ def _entry(path: Path, column: Column) -> Entry:
     for item in column.items:
         if item.dtype != first.dtype or item.ndim != first.ndim:
             raise ValueError(
-                f"{_name(path)} must keep its dtype and number of dimensions: expected "
+                f"{name_of(path)} must keep its dtype and number of dimensions: expected "
                 f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}"
             )
     return Entry("ragged", (-1,) * first.ndim, first.dtype, lazy=True)
@@ -183,19 +196,14 @@ def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
         return expected
     if expected.kind == "dense" and got.kind != "object" and same_form:
         if expected.shape == got.shape:
-            return expected if got.lazy or not expected.lazy else replace(expected, lazy=False)
+            return replace(expected, lazy=True) if got.lazy and not expected.lazy else expected
         if expected.lazy and got.lazy:
             return Entry("ragged", (-1,) * len(expected.shape), expected.dtype, lazy=True)
     if expected.kind == got.kind == "object":
         return expected
     raise ValueError(
-        f"{_name(path)} must be as in the first episode: expected {expected}, got {got}"
+        f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}"
     )
-
-
-def _name(path: Path) -> str:
-    """An entry as one writes it in code."""
-    return repr(path[0] if len(path) == 1 else path)
 
 
 def _class_name(cls: type | None) -> str:

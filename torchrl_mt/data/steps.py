@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "Steps",
     "has_lazy_stack",
+    "name_of",
     "own",
     "pack",
     "step_tensors",
@@ -112,7 +113,8 @@ class Steps:
             if part.columns.keys() != first.columns.keys():
                 odd = sorted(part.columns.keys() ^ first.columns.keys())
                 raise ValueError(
-                    f"every step must have the same keys; {odd} are in some steps only"
+                    f"every step must have the same keys; {', '.join(map(name_of, odd))} are in "
+                    f"some steps only"
                 )
         columns = {
             path: _concat(path, [part.columns[path] for part in parts]) for path in first.columns
@@ -178,6 +180,16 @@ def pack(steps: Steps, device: torch.device | None = None) -> Any:
     if steps.root_class is not None:
         return steps.root_class.from_tensordict(data)  # type: ignore[attr-defined]
     return data
+
+
+def name_of(path: Path) -> str:
+    """An entry as one writes it in code.
+
+    Examples:
+        >>> name_of(("a",)), name_of(("next", "b"))
+        ("'a'", "('next', 'b')")
+    """
+    return repr(path[0] if len(path) == 1 else path)
 
 
 def own(item: Any, device: torch.device | None = None) -> Any:
@@ -259,7 +271,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
             _unpack_rows(where, values, columns)
         else:
             kinds = sorted({type(value).__name__ for value in values})
-            raise ValueError(f"{where} must be of one kind in every step, got {kinds}")
+            raise ValueError(f"{name_of(where)} must be of one kind in every step, got {kinds}")
 
 
 def _pack_node(tree: dict[str, Any], length: int, device: torch.device | None) -> TensorDictBase:
@@ -318,13 +330,15 @@ def _concat(path: Path, parts: list[Column]) -> Column:
     if all(isinstance(part, Objects) for part in parts):
         return Objects([item for part in parts for item in part.items])  # type: ignore[union-attr]
     if any(isinstance(part, Objects) for part in parts):
-        raise ValueError(f"{path} must be of one kind in every step, got tensors and objects")
+        raise ValueError(
+            f"{name_of(path)} must be of one kind in every step, got tensors and objects"
+        )
     if all(isinstance(part, Tensor) for part in parts):
         first = parts[0]
         for part in parts[1:]:
             if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:  # type: ignore[union-attr]
                 raise ValueError(
-                    f"{path} must keep its shape and dtype: expected "
+                    f"{name_of(path)} must keep its shape and dtype: expected "
                     f"{_signature(first)}, got {_signature(part)}; variable lengths go in a "
                     f"lazy stack of steps"
                 )

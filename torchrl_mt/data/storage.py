@@ -24,6 +24,7 @@ from torchrl_mt.data.checkpoint import FileCheckpointer
 from torchrl_mt.data.columns import RowPlan
 from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.ring import runs
+from torchrl_mt.data.schema import Schema
 from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
 from torchrl_mt.data.store import EpisodeStore
 from torchrl_mt.data.table import EpisodeTable
@@ -123,6 +124,11 @@ class EpisodeStorage(LazyStackStorage):
         return self._store.table
 
     @property
+    def schema(self) -> Schema | None:
+        """What every stored step looks like; None as long as nothing was stored."""
+        return self._store.schema
+
+    @property
     def num_episodes(self) -> int:
         """Number of stored episodes."""
         return self.table.num_episodes
@@ -159,8 +165,7 @@ class EpisodeStorage(LazyStackStorage):
         kinds = ("dense", "ragged", "object", "shared")
         if kind not in kinds:
             raise ValueError(f"kind must be one of {kinds}, got {kind!r}")
-        schema = self._store.schema
-        entries = schema.entries if schema is not None else {}
+        entries = self.schema.entries if self.schema is not None else {}
         return [
             unravel_key(path)
             for path, entry in entries.items()
