@@ -173,6 +173,89 @@ def test_transform_runs_once_on_each_whole_episode(make):
         rb.extend(data)
 
 
+def test_what_is_given_out_does_not_change_open_episodes(make):
+    rb, data = buffer(), make.vectors([4])
+    rb.extend(data[:2])
+    rb.writer.open_episodes[0].zero_()
+    rb.extend(data[2:])
+    assert make.steps(rb[:]) == make.steps(data)
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_a_transform_may_change_what_it_is_given(make, many):
+    class Double:
+        takes_many_episodes = many
+
+        def __call__(self, data):
+            data["next", "reward"].mul_(2)
+            return data
+
+    rb, data = buffer(max_steps=5, transform=Double()), make.vectors([4, 6])
+    before = make.steps(data)
+    rb.extend(data[:4])
+    assert make.steps(data) == before
+    assert torch.equal(rb[:]["next", "reward"], 2 * data[:4]["next", "reward"])
+    rb.extend(data[4:9])
+    rb.extend(data[4:9].clone())
+    with pytest.raises(ValueError, match="10 steps does not fit"):
+        rb.writer.flush()
+    assert make.steps(rb.writer.open_episodes[1]) == 2 * before[4:9]
+
+
+@pytest.mark.parametrize("transform", [None, lambda episode: episode])
+@pytest.mark.parametrize("stored", [True, False])
+def test_steps_unlike_the_first_of_their_episode_are_refused(make, transform, stored):
+    def turned_lazy(data):
+        return lazy_stack([step.clone() for step in data.unbind(0)])
+
+    data = make.vectors([4, 2])
+    spoils = {
+        r"keys of the first one: 'zzz'": lambda d: d.set("zzz", torch.zeros(len(d))),
+        r"'action' is missing": lambda d: d.exclude("action"),
+        r"\('next', 'reward'\).*\(1,\).*\(2,\)": lambda d: d.set(
+            ("next", "reward"), torch.zeros(len(d), 2)
+        ),
+        r"'action'.*int32.*float32": lambda d: d.set("action", torch.zeros(len(d))),
+        r"'action'.*Python object": lambda d: turned_lazy(d.set("action", ["a"] * len(d))),
+    }
+    for message, spoil in spoils.items():
+        rb = buffer(transform=transform)
+        if stored:
+            rb.extend(data[4:])
+        rb.extend(data[:1])
+        with pytest.raises(ValueError, match=message):
+            rb.extend(spoil(data[1:3].clone()))
+        assert make.steps(rb.writer.open_episodes[0]) == make.steps(data[:1])
+        rb.extend(turned_lazy(data[1:3]))
+        rb.extend(data[3:4])
+        assert make.steps(rb.storage.episode(-1)) == make.steps(data[:4])
+        if stored and transform is None:
+            with pytest.raises(ValueError, match=message):
+                rb.extend(spoil(data[1:3].clone()))
+            assert rb.writer.open_episodes == {}
+
+
+def test_few_parts_of_a_long_open_episode_are_kept(make):
+    rb, data = buffer(), make.vectors([300])
+    for step in data[:-1].split(1):
+        rb.extend(step)
+        assert len(rb.writer._open[0].parts) < 10
+    rb.extend(data[-1:])
+    assert make.steps(rb[:]) == make.steps(data)
+
+
+def test_indices_are_given_only_where_a_transform_keeps_the_length(make):
+    for part in (slice(1, None), slice(None, -1)):
+
+        def cut(episode, part=part):
+            return episode[part] if len(episode) == 4 else episode
+
+        rb, data = buffer(TensorDictReplayBuffer, transform=cut), make.vectors([2, 4, 3])
+        rb.extend(data[:3])
+        assert rb.extend(data[3:]).tolist() == [-1, -1, -1, 5, 6, 7]
+        assert make.steps(rb[5:].exclude("index")) == make.steps(data[6:])
+
+
 class Cut:
     """Keeps the last ``keep`` steps of every episode; takes one episode or many."""
 

@@ -7,7 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -21,7 +21,17 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.grouping import Segment, group_steps
-from torchrl_mt.data.steps import Column, Path, Rows, Steps, has_lazy_stack, pack, unpack
+from torchrl_mt.data.schema import Schema
+from torchrl_mt.data.steps import (
+    Column,
+    Path,
+    Rows,
+    Steps,
+    has_lazy_stack,
+    name_of,
+    pack,
+    unpack,
+)
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["EpisodeWriter"]
@@ -35,6 +45,45 @@ _PADDING = -(2**62)
 _END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
 
 
+@dataclass(frozen=True)
+class _ToldBy:
+    """How the steps of a batch are told apart."""
+
+    key: Path | None
+    """Where the episode ids are; None if the done flags tell."""
+    rows: int = 0
+    """Rows of the batch, if the done flags tell."""
+
+    def __str__(self) -> str:
+        if self.key is not None:
+            return f"the ids under {name_of(self.key)}"
+        return f"the done flags of {self.rows} rows"
+
+
+@dataclass(frozen=True)
+class _OpenEpisode:
+    """The steps of an unfinished episode."""
+
+    schema: Schema
+    parts: tuple[Steps, ...]
+    """Each longer than the next, so that they are few and adding one costs O(log T) on average."""
+
+    def join(self, schema: Schema, part: Steps) -> _OpenEpisode:
+        """The episode with one more part."""
+        parts = self.parts
+        while parts and parts[-1].length <= part.length:
+            part, parts = Steps.concat([parts[-1], part]), parts[:-1]
+        return _OpenEpisode(schema, (*parts, part))
+
+    @property
+    def length(self) -> int:
+        return sum(part.length for part in self.parts)
+
+    @property
+    def steps(self) -> Steps:
+        return Steps.concat(self.parts)
+
+
 class EpisodeWriter(Writer):
     """Gathers steps into episodes and stores each episode once it has ended.
 
@@ -45,13 +94,17 @@ class EpisodeWriter(Writer):
     ``("next", "terminated")`` or ``("next", "truncated")`` is true. The padding of split
     trajectories (where ``("collector", "mask")`` is false) is left out.
 
+    An id that stops coming without a done flag leaves its episode open until :meth:`flush`: so do
+    the episodes that TorchRL's ``Collector(reset_at_each_iter=True)`` breaks off after each batch.
+
     Args:
         traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
             ``"episode"`` if the data has one.
-        transform: called once with each whole episode (a TensorDict of batch size ``[T]``); what
-            it returns is stored. One with a true attribute ``takes_many_episodes``, such as
-            :class:`~torchrl_mt.transforms.DiscountedReturn`, is called once for all episodes that
-            end in a batch, one after the other in one TensorDict, which is faster.
+        transform: called once with a copy of each whole episode (a TensorDict of batch size
+            ``[T]``), which it may change; what it returns is stored. One with a true attribute
+            ``takes_many_episodes``, such as :class:`~torchrl_mt.transforms.DiscountedReturn`, is
+            called once for all episodes that end in a batch, one after the other in one
+            TensorDict, which is faster.
 
     Examples:
         >>> import torch
@@ -78,8 +131,8 @@ class EpisodeWriter(Writer):
         super().__init__()
         self.traj_key = None if traj_key is None else unravel_key(traj_key)
         self.transform = transform
-        self._open: dict[int, list[Steps]] = {}
-        self._told_by: tuple[Path | None, int] | None = None
+        self._open: dict[int, _OpenEpisode] = {}
+        self._told_by: _ToldBy | None = None
         self._write_count = 0
 
     def register_storage(self, storage: Storage) -> None:
@@ -93,8 +146,8 @@ class EpisodeWriter(Writer):
 
     @property
     def open_episodes(self) -> dict[int, Any]:
-        """The unfinished episodes by their id: the steps that came so far, as TensorDicts."""
-        return {key: pack(Steps.concat(parts)) for key, parts in self._open.items()}
+        """The unfinished episodes by their id: copies of the steps so far, as TensorDicts."""
+        return {key: pack(episode.steps.clone()) for key, episode in self._open.items()}
 
     def extend(self, data: Any) -> Tensor:
         """Take a batch of steps, and store the episodes that end in it.
@@ -105,12 +158,13 @@ class EpisodeWriter(Writer):
         Returns:
             int64 ``[K]``: the storage indices of the steps stored by this call, oldest first. A
             ``TensorDictReplayBuffer`` sets the indices in ``data``: for it they have the batch
-            size of ``data``, with -1 for a step that is not stored (yet).
+            size of ``data``, with -1 for a step that is not stored (yet), and for one whose episode
+            the transform made longer or shorter: which of its steps is which is not known.
 
         Raises:
             TypeError: if ``data`` is no TensorDict.
-            ValueError: if ``data`` is empty, has no done flag, has one id in two rows, or an
-                episode is refused by the storage.
+            ValueError: if ``data`` is empty, has no done flag, has one id in two rows, has steps
+                that do not fit their episode's first ones, or an episode is refused by the storage.
             KeyError: if ``traj_key`` is not in ``data``.
         """
         if not is_tensor_collection(data):
@@ -127,12 +181,13 @@ class EpisodeWriter(Writer):
             order, segments = group_steps(ids, _ended(steps).view(shape[:-1].numel(), -1))
             if order is not None:
                 steps = steps.take(order)
-            episodes, lengths, still_open = self._assemble(steps, segments)
+            episodes, came, still_open = self._assemble(steps, segments)
+            episodes, lengths = self._transformed(episodes, came)
             stored = storage.append_all(episodes, lengths)
             self._open, self._told_by = still_open, told_by
             self._write_count += episodes.length
             if any(isinstance(e, TensorDictReplayBuffer) for e in storage._attached_entities):
-                return _aligned(segments, lengths, order, shape, len(storage))
+                return _aligned(segments, came, lengths, order, shape, len(storage))
             return stored
 
     def add(self, data: Any) -> int | Tensor | None:
@@ -166,7 +221,7 @@ class EpisodeWriter(Writer):
         with self._storage.lock:
             if not self._open:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
-            cut = [_truncated(Steps.concat(parts)) for parts in self._open.values()]
+            cut = [_truncated(episode.steps) for episode in self._open.values()]
             lengths = torch.tensor([episode.length for episode in cut], device="cpu")
             episodes, lengths = self._transformed(Steps.concat(cut), lengths)
             stored = self._storage.append_all(episodes, lengths)
@@ -177,14 +232,17 @@ class EpisodeWriter(Writer):
     def state_dict(self) -> dict[str, Any]:
         """The open episodes and the write count, as copies."""
         return {
-            "open": {key: Steps.concat(parts).clone() for key, parts in self._open.items()},
+            "open": {key: (e.schema, e.steps.clone()) for key, e in self._open.items()},
             "told_by": self._told_by,
             "write_count": self._write_count,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` gave."""
-        self._open = {key: [steps.clone()] for key, steps in state_dict["open"].items()}
+        self._open = {
+            key: _OpenEpisode(schema, (steps.clone(),))
+            for key, (schema, steps) in state_dict["open"].items()
+        }
         self._told_by = state_dict["told_by"]
         self._write_count = state_dict["write_count"]
 
@@ -202,15 +260,15 @@ class EpisodeWriter(Writer):
         if empty_write_count:
             self._write_count = 0
 
-    def _ids(self, steps: Steps, shape: torch.Size) -> tuple[tuple[Path | None, int], Tensor]:
+    def _ids(self, steps: Steps, shape: torch.Size) -> tuple[_ToldBy, Tensor]:
         """How steps are told apart, and the id of each: int64 ``[B, T]``."""
         rows = shape[:-1].numel()
         key = self._id_key(steps)
-        told_by = (key, 0) if key is not None else (None, rows)
+        told_by = _ToldBy(key) if key is not None else _ToldBy(None, rows)
         if self._open and told_by != self._told_by:
             raise ValueError(
-                f"episodes are open that were told apart by {_describe(self._told_by)}, this batch "
-                f"would be by {_describe(told_by)}: send one kind of batch, or flush() first"
+                f"episodes are open that were told apart by {self._told_by}, this batch "
+                f"would be by {told_by}: send one kind of batch, or flush() first"
             )
         if key is None:
             return told_by, torch.arange(rows, device="cpu")[:, None].expand(rows, shape[-1])
@@ -222,7 +280,7 @@ class EpisodeWriter(Writer):
             or ids.numel() != steps.length
         ):
             got = "objects" if ids is None else f"{tuple(ids.shape)} {ids.dtype}"
-            raise ValueError(f"{key} must hold one integer id per step, got {got}")
+            raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}")
         return told_by, ids.reshape(rows, -1).long().cpu()
 
     def _id_key(self, steps: Steps) -> Path | None:
@@ -231,48 +289,80 @@ class EpisodeWriter(Writer):
             return next((key for key in _ID_KEYS if key in steps.columns), None)
         key = (self.traj_key,) if isinstance(self.traj_key, str) else self.traj_key
         if key not in steps.columns:
-            raise KeyError(
-                f"traj_key {self.traj_key!r} is not in the data: {sorted(steps.columns)}"
-            )
+            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {_names(steps)}")
         return key
 
     def _assemble(
         self, steps: Steps, segments: list[Segment]
-    ) -> tuple[Steps, Tensor, dict[int, list[Steps]]]:
+    ) -> tuple[Steps, Tensor, dict[int, _OpenEpisode]]:
         """The episodes that end, one after the other; the length of each; what stays open."""
-        still_open = {key: list(parts) for key, parts in self._open.items()}
+        still_open = dict(self._open)
         pieces: list[Steps] = []
         lengths: list[int] = []
         first = last = 0  # steps of the batch that follow the pieces so far
+        fits = self._fitting(steps, segments)
 
         for segment in segments:
             if segment.key < _PADDING:
                 continue
+            begun = still_open.pop(segment.key, None)
             if not segment.ended:
+                schema = fits(segment.key, begun)
                 part = steps[segment.start : segment.stop].clone()
-                still_open.setdefault(segment.key, []).append(part)
+                begun = begun or _OpenEpisode(schema, ())
+                still_open[segment.key] = begun.join(schema, part)
                 continue
-            begun = still_open.pop(segment.key, [])
             if begun or segment.start != last:
                 if last > first:
                     pieces.append(steps[first:last])
                 first = segment.start
             last = segment.stop
-            lengths.append(sum(part.length for part in begun) + last - segment.start)
-            pieces += begun
+            lengths.append((begun.length if begun else 0) + last - segment.start)
+            pieces += begun.parts if begun else ()
         if last > first or not pieces:
             pieces.append(steps[first:last])
         return (
-            *self._transformed(
-                Steps.concat(pieces), torch.tensor(lengths, dtype=torch.int64, device="cpu")
-            ),
+            Steps.concat(pieces),
+            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
             still_open,
         )
+
+    def _fitting(
+        self, steps: Steps, segments: list[Segment]
+    ) -> Callable[[int, _OpenEpisode | None], Schema]:
+        """What gives an open episode's schema with steps of this batch, or refuses them."""
+        if all(segment.ended for segment in segments):
+            came = None
+        else:
+            length = torch.tensor([steps.length], device="cpu")
+            came = Schema.of(steps, length, share_next=False)
+            if self.transform is None and self._storage.schema is not None:
+                self._storage.schema.merge(came)
+        # Episodes that began together share one schema: each is merged once.
+        merged: dict[int, Schema] = {}
+
+        def schema(key: int, episode: _OpenEpisode | None) -> Schema:
+            assert came is not None
+            if episode is None:
+                return came
+            known = episode.schema
+            if id(known) not in merged:
+                try:
+                    both = known.merge(came)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the steps of the open episode {key} must be as its first ones: {error}"
+                    ) from error
+                merged[id(known)] = came if both == came else both
+            return merged[id(known)]
+
+        return schema
 
     def _transformed(self, episodes: Steps, lengths: Tensor) -> tuple[Steps, Tensor]:
         """The episodes as they are to be stored, and their lengths."""
         if self.transform is None or not len(lengths):
             return episodes, lengths
+        episodes = episodes.clone()
         if getattr(self.transform, "takes_many_episodes", False):
             results = unpack(_one_batch(self.transform(pack(episodes))))
             ended = _ended(results) if results.length else torch.zeros(1, dtype=torch.bool)
@@ -289,6 +379,11 @@ class EpisodeWriter(Writer):
             for start, stop in zip([0, *stops], stops, strict=False)
         ]
         return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
+
+
+def _names(steps: Steps) -> str:
+    """The entries of some steps as one writes them in code."""
+    return ", ".join(map(name_of, sorted(steps.columns)))
 
 
 def _one_batch(result: Any) -> Any:
@@ -341,7 +436,7 @@ def _ended(steps: Steps) -> Tensor:
     if not found:
         raise ValueError(
             f'data must tell where episodes end: ("next", "done") (or terminated, truncated) is '
-            f"missing; the keys are {sorted(steps.columns)}"
+            f"missing; the keys are {_names(steps)}"
         )
     for column in found:
         flag = _stacked(column)
@@ -377,25 +472,33 @@ def _stacked(column: Column) -> Tensor | None:
 
 
 def _aligned(
-    segments: list[Segment], lengths: Tensor, order: Tensor | None, shape: torch.Size, stored: int
+    segments: list[Segment],
+    came: Tensor,
+    lengths: Tensor,
+    order: Tensor | None,
+    shape: torch.Size,
+    stored: int,
 ) -> Tensor:
-    """The storage index of each step of the batch, -1 if it is not stored."""
+    """The storage index of each step of the batch, -1 if it is not known or not stored.
+
+    Args:
+        segments: the segments of the batch.
+        came: int64 ``[E]``, steps of each episode that ended in it.
+        lengths: int64 ``[E]``, steps of each as it was stored.
+        order: the order of the batch's steps in the segments.
+        shape: batch size of the batch.
+        stored: number of stored steps.
+    """
     index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
     ended = [s for s in segments if s.ended and s.key >= _PADDING]
     end = stored
-    for segment, length in zip(reversed(ended), reversed(lengths.tolist()), strict=True):
+    each = zip(ended, came.tolist(), lengths.tolist(), strict=True)
+    for segment, before, length in reversed(list(each)):
         steps = segment.stop - segment.start
-        if end >= length >= steps:
+        if end >= length == before:
             places = torch.arange(segment.start, segment.stop, device="cpu")
             index[places if order is None else order[places]] = torch.arange(
                 end - steps, end, device="cpu"
             )
         end -= length
     return index.view(shape)
-
-
-def _describe(told_by: tuple[Path | None, int] | None) -> str:
-    """How steps are told apart, in words."""
-    if told_by is None or told_by[0] is not None:
-        return f"the ids under {told_by[0] if told_by else None}"
-    return f"the done flags of {told_by[1]} rows"
