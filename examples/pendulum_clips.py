@@ -1,0 +1,205 @@
+"""Learn a model of the pendulum from clips of whole episodes.
+
+TorchRL's collector swings four pendulums at random. Its batches cut episodes anywhere; the writer puts
+them together again, the storage keeps them whole, and the sampler deals clips that never cross an
+episode's end. A small network learns to foretell a clip from its first observation and its actions
+alone, open loop, and is measured on episodes that it never saw.
+
+    python examples/pendulum_clips.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import ReplayBuffer
+from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
+from tqdm import tqdm
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+NUM_ENVS = 4
+EPISODE_LENGTH = 100
+MAX_SPEED = 8.0
+
+
+def collect(episodes: int, slice_len: int, clips: int, seed: int) -> ReplayBuffer:
+    """A buffer with whole random episodes, whose samples are clips, one after the other."""
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(episodes * EPISODE_LENGTH),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=slice_len),
+        batch_size=clips * slice_len,
+    )
+
+    def make_env() -> TransformedEnv:
+        return TransformedEnv(PendulumEnv(), StepCounter(max_steps=EPISODE_LENGTH))
+
+    collector = Collector(
+        SerialEnv(NUM_ENVS, make_env),
+        policy=None,  # random actions
+        frames_per_batch=NUM_ENVS * 64,  # less than an episode each: every batch cuts some
+        total_frames=-1,
+        # The physical constants are the same at every step: not worth storing.
+        postproc=lambda batch: batch.exclude("params", ("next", "params")),
+        replay_buffer=buffer,
+    )
+    collector.set_seed(seed)
+    for _ in collector:
+        if len(buffer) == episodes * EPISODE_LENGTH:
+            break
+    collector.shutdown()
+    return buffer
+
+
+def observe(state: TensorDictBase) -> Tensor:
+    """What the model sees of a state: ``[..., 3]``, free of the angle's jump at ±π."""
+    th, thdot = state["th"], state["thdot"]
+    return torch.stack([th.cos(), th.sin(), thdot / MAX_SPEED], dim=-1)
+
+
+class Dynamics(nn.Module):
+    """Foretells how an action changes what is observed."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.change = nn.Sequential(
+            nn.Linear(3 + 1, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, 3),
+        )
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Roll out ``[N, T, 1]`` actions from ``[N, 3]`` observations to ``[N, T, 3]`` next ones."""
+        foretold = []
+        for action in actions.unbind(1):
+            obs = obs + self.change(torch.cat([obs, action], dim=-1))
+            foretold.append(obs)
+        return torch.stack(foretold, dim=1)
+
+
+def squared_error(model: nn.Module, clips: TensorDictBase) -> Tensor:
+    """Squared error ``[T]`` of the open-loop forecast after 1, 2, … T steps."""
+    foretold = model(observe(clips[:, 0]), clips["action"])
+    return (foretold - observe(clips["next"])).square().sum(-1).mean(0)
+
+
+class Standstill(nn.Module):
+    """Foretells that nothing moves: what a model must beat."""
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        return obs.unsqueeze(1).expand(-1, actions.shape[1], -1)
+
+
+def plot(
+    path: Path, curve: list[tuple[int, float]], before: Tensor, after: Tensor, still: Tensor
+) -> None:
+    """Draw the validation error over training, and over the horizon."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(*zip(*curve, strict=True))
+    left.set(xlabel="gradient steps", ylabel="validation error", yscale="log")
+    horizon = range(1, len(before) + 1)
+    right.plot(horizon, before, label="before training")
+    right.plot(horizon, after, label="after training")
+    right.plot(horizon, still, label="nothing moves", color="grey", linestyle="--")
+    right.set(xlabel="steps ahead, open loop", ylabel="validation error", yscale="log")
+    right.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def positive(text: str) -> int:
+    """An argument that must be a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Learn a model of the pendulum from clips of whole episodes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=positive, default=1500, help="gradient steps")
+    parser.add_argument("--episodes", type=positive, default=64, help="episodes to learn from")
+    parser.add_argument("--slice-len", type=positive, default=16, help="steps of a clip")
+    parser.add_argument("--clips", type=positive, default=64, help="clips of a batch")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--out", type=Path, default=Path("runs/pendulum_clips"), help="folder")
+    args = parser.parse_args(argv)
+    if args.slice_len > EPISODE_LENGTH:
+        parser.error(f"--slice-len: an episode has {EPISODE_LENGTH} steps, got {args.slice_len}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    return args
+
+
+def train(args: argparse.Namespace) -> None:
+    """Collect, learn, measure, draw."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
+    print(f"collecting {args.episodes} episodes of {EPISODE_LENGTH} steps ...", flush=True)
+    buffer = collect(args.episodes, args.slice_len, args.clips, args.seed)
+    fresh = collect(max(1, args.episodes // 4), args.slice_len, 512, args.seed + 1)
+    held_out = fresh.sample().reshape(-1, args.slice_len)
+
+    model = Dynamics()
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+
+    @torch.no_grad()
+    def validate() -> Tensor:
+        return squared_error(model, held_out)
+
+    before = validate()
+    curve = [(0, before.mean().item())]
+    every = max(1, args.steps // 50)
+    for step in tqdm(range(1, args.steps + 1), desc="training", mininterval=1.0):
+        loss = squared_error(model, buffer.sample().reshape(-1, args.slice_len)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % every == 0 or step == args.steps:
+            curve.append((step, validate().mean().item()))
+
+    path = args.out / "curve.png"
+    still = squared_error(Standstill(), held_out)
+    plot(path, curve, before, validate(), still)
+    first, last = curve[0][1], curve[-1][1]
+    print(f"validation error, {args.slice_len} steps open loop: {first:.4g} -> {last:.4g}")
+    print(f"the forecast that nothing moves: {still.mean():.4g}")
+    print(f"curve: {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
