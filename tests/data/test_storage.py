@@ -287,6 +287,59 @@ def test_a_refused_write_changes_nothing(make):
     assert make.steps(storage[:]) == before
 
 
+def test_tensors_that_cannot_be_stored_are_refused_before_anything_leaves(make):
+    def steps(value, device="cpu"):
+        rows = [torch.full((2 + i,), value, device=device if i else "cpu") for i in range(2)]
+        data = lazy_stack([TensorDict({"a": row}) for row in rows])
+        data["x"] = torch.zeros(2, 3)
+        return data
+
+    storage = EpisodeStorage(4)
+    storage.append(steps(1.0))
+    storage.append(steps(2.0))
+    before = make.steps(storage[:])
+    bad = {
+        "'a'.* on device meta": steps(3.0, "meta"),
+        "'x'.*sparse": TensorDict({"a": torch.zeros(2, 2), "x": torch.eye(2, 3).to_sparse()}, [2]),
+        "'x'.*on device meta": TensorDict(
+            {"a": torch.zeros(2, 2), "x": torch.zeros(2, 3, device="meta")}, [2]
+        ),
+    }
+    for message, data in bad.items():
+        with pytest.raises(ValueError, match=message):
+            storage.append(data)
+        assert make.steps(storage[:]) == before
+        with pytest.raises(ValueError, match=message):
+            EpisodeStorage(4).append(data)
+
+
+def test_reading_nothing_gives_an_empty_batch(make):
+    for maker in (make.vectors, make.turns):
+        rb = ReplayBuffer(storage=EpisodeStorage(20), writer=EpisodeWriter())
+        rb.extend(maker([2, 3]))
+        keys = set(rb[:].keys(True, True))
+        for nothing in ([], slice(3, 3), torch.zeros(5, dtype=torch.bool)):
+            assert rb.storage[nothing].batch_size == (0,)
+            assert set(rb.storage[nothing].keys(True, True)) == keys
+        rb.empty()
+        assert rb[:].batch_size == (0,)
+
+
+def test_a_pending_conjugation_or_negation_is_carried_out():
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    done = torch.tensor([False, False, True])
+    x = z.conj().imag
+    assert x.is_neg()
+    after = torch.cat([x[1:], x[:1]])
+    for lazy in (False, True):
+        storage = EpisodeStorage(20)
+        for following in (after, after + 1):
+            data = TensorDict({"x": x, "z": z.conj(), "next": {"x": following, "done": done}}, [3])
+            storage.append(lazy_stack(list(data.unbind(0))) if lazy else data)
+        assert torch.equal(storage[:]["x"], torch.cat([x, x]))
+        assert torch.equal(storage[:]["z"], torch.cat([z.conj(), z.conj()]))
+
+
 def test_emptying_keeps_the_schema(make):
     storage = EpisodeStorage(20)
     rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
@@ -361,6 +414,17 @@ def test_a_state_that_does_not_fit_is_refused(make):
     storage.append(make.vectors([6]))
     with pytest.raises(ValueError, match="6 steps, more than max_steps=5"):
         small.load_state_dict(storage.state_dict())
+    before = make.steps(storage[:])
+    for spoil in (
+        lambda state: state.pop("oldest"),
+        lambda state: state["columns"].pop(("action",)),
+        lambda state: state["columns"].update({("action",): torch.zeros(3)}),
+    ):
+        state = storage.state_dict()
+        spoil(state)
+        with pytest.raises((KeyError, RuntimeError)):
+            storage.load_state_dict(state)
+        assert make.steps(storage[:]) == before
 
 
 def test_a_foreign_writer_is_refused(make):
@@ -451,8 +515,11 @@ def test_threads_never_see_half_a_write(make):
 @pytest.mark.parametrize("turns", [True, False])
 def test_inference_mode_and_default_devices_do_not_matter(make, turns):
     maker = make.turns if turns else make.vectors
+    with torch.inference_mode():
+        storage = EpisodeStorage(20)
+    storage.append(maker([3]))
     rb = ReplayBuffer(
-        storage=EpisodeStorage(20),
+        storage=storage,
         writer=EpisodeWriter(),
         sampler=ClipSampler(slice_len=2),
         batch_size=4,

@@ -161,11 +161,10 @@ class NextColumn:
 
 
 class ObjectColumn:
-    """Python objects, kept as they are; tensorclasses and tensors among them are copied."""
+    """Python objects; tensorclasses and tensors among them are given out as copies."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int) -> None:
         self.data = np.empty(capacity, dtype=object)
-        self.device = device
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +174,7 @@ class ObjectColumn:
     def write(self, blocks: Blocks, column: Any) -> None:
         """Store a column of whole episodes in the rows of ``blocks``."""
         for row, item in zip(blocks.rows.tolist(), column.items, strict=True):
-            self.data[row] = own(item, self.device)
+            self.data[row] = item
 
     def read(self, plan: RowPlan) -> Objects:
         """The rows of ``plan``."""
@@ -228,9 +227,11 @@ class RaggedColumn:
         self.offset[blocks.rows] = before[:-1] + shift
         self.shape[blocks.rows] = shapes.view(len(items), -1)
 
-    def read(self, plan: RowPlan) -> Rows:
+    def read(self, plan: RowPlan) -> Column:
         """The rows of ``plan``, as views of one new tensor."""
         rows = plan.rows()
+        if not len(rows):
+            return self.values.new_zeros((0,) * (1 + self.shape.shape[1]))
         offsets, shapes = self.offset[rows], self.shape[rows]
         sizes = shapes.prod(1)
         ends = offsets + sizes

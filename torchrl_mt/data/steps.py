@@ -86,6 +86,15 @@ class Steps:
         columns = {path: taken(column) for path, column in self.columns.items()}
         return replace(self, length=len(places), columns=columns)
 
+    def on(self, device: torch.device) -> Steps:
+        """The steps with every tensor on ``device``; objects as :func:`own` gives them.
+
+        Raises:
+            ValueError: if a tensor has no values in memory, or is sparse; names the key.
+        """
+        columns = {path: _moved(path, column, device) for path, column in self.columns.items()}
+        return replace(self, columns=columns)
+
     def clone(self) -> Steps:
         """A copy that shares no tensor's memory with this one; see :func:`own`."""
 
@@ -227,7 +236,7 @@ def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column])
     for name, value in data.items():
         where = (*path, name)
         if isinstance(value, Tensor):
-            value = value.detach()
+            value = _plain(value)
             columns[where] = Rows(list(value.unbind(0))) if value.is_nested else value
         elif isinstance(value, NonTensorStack):
             columns[where] = Objects(value.tolist())
@@ -260,7 +269,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
         where = (*path, name)
         values = [node.get(name) for node in nodes]
         if all(isinstance(value, Tensor) for value in values):
-            columns[where] = Rows([value.detach() for value in values])
+            columns[where] = Rows([_plain(value) for value in values])
         elif all(is_non_tensor(value) for value in values):
             columns[where] = Objects(
                 [v.tolist() if isinstance(v, NonTensorStack) else v.data for v in values]
@@ -323,6 +332,26 @@ def _part(column: Column, start: int, stop: int) -> Column:
     if isinstance(column, Tensor):
         return column[start:stop]
     return type(column)(column.items[start:stop])
+
+
+def _moved(path: Path, column: Column, device: torch.device) -> Column:
+    """A column on ``device``."""
+    if isinstance(column, Objects):
+        return Objects([own(item, device) for item in column.items])
+    for tensor in column.items if isinstance(column, Rows) else [column]:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            raise ValueError(
+                f"{name_of(path)} must be a dense tensor with values, got layout {tensor.layout} "
+                f"on device {tensor.device}: convert it before it is stored"
+            )
+    if isinstance(column, Rows):
+        return Rows([item.to(device) for item in column.items])
+    return column.to(device)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor detached, and with a pending conjugation or negation carried out."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _concat(path: Path, parts: list[Column]) -> Column:

@@ -91,6 +91,7 @@ class EpisodeStorage(LazyStackStorage):
 
     _default_checkpointer = FileCheckpointer
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         max_steps: int,
@@ -336,6 +337,8 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
+            # Whatever can go wrong has gone wrong before anything is changed.
+            steps = steps.on(self.device)
             schema = self._store.admit(steps, lengths)
             self._settle()
             first = self.table.next
@@ -378,14 +381,16 @@ class EpisodeStorage(LazyStackStorage):
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace everything stored by what :meth:`state_dict` gave.
+        """Replace everything stored by what :meth:`state_dict` gave; nothing, if that fails.
 
         Raises:
             ValueError: if it holds more than ``max_steps`` steps.
         """
         with self.lock:
+            store = EpisodeStore(self.max_size, self.device, self._store.share_next)
+            store.load_state_dict(state_dict)
             self._settle()
-            self._store.load_state_dict(state_dict)
+            self._store = store
             self._changed()
 
     def __getstate__(self) -> dict[str, Any]:

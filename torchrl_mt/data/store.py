@@ -88,7 +88,7 @@ class EpisodeStore:
 
         Args:
             schema: what :meth:`admit` gave for them.
-            steps: the episodes, one after the other.
+            steps: the episodes, one after the other, on the store's device.
             lengths: int64 ``[E]``, steps of each.
         """
         if schema is not self.schema:
@@ -143,7 +143,7 @@ class EpisodeStore:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace everything stored by what :meth:`state_dict` gave.
+        """Store what :meth:`state_dict` gave, in a store that holds nothing yet.
 
         Raises:
             ValueError: if it holds more than ``max_steps`` steps.
@@ -155,11 +155,11 @@ class EpisodeStore:
                 f"the state holds {stored} steps, more than max_steps={self.max_steps}"
             )
         schema: Schema | None = state_dict["schema"]
-        self.__init__(self.max_steps, self.device, self.share_next)  # type: ignore[misc]
         if schema is not None:
             self._adopt(schema, lengths if stored else torch.ones(1, device="cpu"))
         if schema is not None and stored:
-            self._write(Steps(stored, state_dict["columns"], schema.root_class), lengths)
+            steps = Steps(stored, state_dict["columns"], schema.root_class)
+            self._write(steps.on(self.device), lengths)
         self.table.oldest = state_dict["oldest"]
         self._seen_steps = state_dict["seen_steps"]
 
@@ -191,7 +191,7 @@ class EpisodeStore:
     def _new_column(self, entry: Entry) -> StoredColumn:
         """An empty column for ``entry``."""
         if entry.kind == "object":
-            return ObjectColumn(self._ring.capacity, self.device)
+            return ObjectColumn(self._ring.capacity)
         if entry.kind == "dense":
             return DenseColumn.empty(entry, self._ring.capacity, self.device)
         return RaggedColumn(entry, self._ring.capacity, self.device)
