@@ -28,6 +28,15 @@ def test_variable_lengths_are_read_as_lists(make):
     assert isinstance(back.get("tokens"), make.lazy)
 
 
+def test_nodes_come_back_with_the_batch_size_of_the_steps():
+    agents = TensorDict({"x": torch.arange(6).view(3, 2)}, [3, 2])
+    data = TensorDict({"agents": agents, "none": TensorDict({}, [3])}, [3])
+    back = pack(unpack(data))
+    assert torch.equal(back["agents", "x"], data["agents", "x"])
+    assert back["agents"].batch_size == (3,)
+    assert set(back.keys()) == {"agents"}
+
+
 def test_tensorclasses_keep_their_class():
     back = pack(unpack(Pair(a=torch.zeros(3, 2), b="x", batch_size=[3])))
     assert isinstance(back, Pair)

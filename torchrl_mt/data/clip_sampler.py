@@ -154,7 +154,11 @@ class ClipSampler(Sampler):
     def _marks(
         self, storage: EpisodeStorage, selection: Selection, index: Tensor, spans: int | Tensor
     ) -> dict[Any, Any]:
-        """The sample's ``info``: ends and starts of clips, OR-ed with the stored flags."""
+        """The sample's ``info``.
+
+        ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags
+        OR-ed with the ends and starts of clips; ``terminated`` is as stored.
+        """
         info: dict[Any, Any] = {}
         if isinstance(spans, int):
             starts: Any = slice(0, None, spans)

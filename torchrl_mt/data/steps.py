@@ -1,6 +1,8 @@
 """Steps as flat columns: the form in which data travels between TensorDicts and storage.
 
-``pack(unpack(data))`` equals ``data``, for TensorDicts, lazy stacks and tensorclasses alike.
+``pack(unpack(data))`` has the entries of ``data``, for TensorDicts, lazy stacks and tensorclasses
+alike. Entries count, not the nodes above them: a sub-TensorDict comes back with batch size ``[T]``,
+one without entries does not.
 """
 
 from __future__ import annotations

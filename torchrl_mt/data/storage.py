@@ -56,7 +56,9 @@ class EpisodeStorage(LazyStackStorage):
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
     episode instead of ``2 T``. Tensors whose shape varies from step to step come in lazy stacks and
-    are read as such. What is read equals what was written.
+    are read as such. Every entry is read as it was written; sub-TensorDicts come back with the
+    batch size of the steps, those without entries do not. Tensorclasses below the root and tensors
+    among Python objects are copied, other objects kept as they are.
 
     Compose it with :class:`~torchrl_mt.data.EpisodeWriter`.
 

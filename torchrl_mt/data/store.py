@@ -2,6 +2,11 @@
 
 Whole episodes come in at one end and leave at the other. ``admit`` refuses and changes nothing;
 ``append`` only stores what was admitted.
+
+An episode's rows are one block of the ring. What is written names its rows as ``Blocks``, the
+blocks in the order of the data; what is read as a ``RowPlan``, windows of rows in any order; a
+``Selection`` of the storage is a plan with the columns read so far; ``runs`` lists the rows of
+either one by one.
 """
 
 from __future__ import annotations
@@ -53,8 +58,11 @@ class EpisodeStore:
         self.table = EpisodeTable()
         self._ring = Ring(0)
         self._slack = 0
+        """Rows of the longest episode that the ring has room for beside the budget."""
         self._pad = 0
+        """Rows that an episode has beyond its steps: 1 where next entries are shared."""
         self._seen_steps = 0
+        """Steps ever stored, those that left included."""
 
     @property
     def nbytes(self) -> int:
