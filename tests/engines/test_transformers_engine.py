@@ -6,11 +6,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
+from tensordict import TensorDict
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from torchrl_mt.engines import Completion, Engine, TransformersEngine
+from torchrl_mt.engines.continuous_batching import Router
+from torchrl_mt.testing import tiny_chat_model
 
 
 @pytest.fixture
@@ -41,6 +46,22 @@ def plain_log_probs(model, prompt, answer) -> torch.Tensor:
     model.train(was_training)
     positions = range(len(prompt) - 1, ids.shape[1] - 1)
     return torch.stack([logits[i, ids[0, i + 1]] for i in positions])
+
+
+def changed_copy(model):
+    """The model with other weights."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return changed
+
+
+def endless(model, tokenizer, **kwargs):
+    """An engine whose answers end at their limit only."""
+    engine = TransformersEngine(model, tokenizer, page_size=8, **kwargs)
+    engine._stop_ids = frozenset()
+    return engine
 
 
 def test_is_an_engine(engine):
@@ -95,10 +116,7 @@ def test_updated_weights_are_used_and_counted(model, tokenizer):
     engine = TransformersEngine(model, tokenizer, share_weights=False, page_size=8)
     requests = prompts(4, length=40)
     assert {v for a in generate_all(engine, requests) for v in a.versions} == {0}
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    changed = changed_copy(model)
     assert engine.update_weights(changed) == engine.version == 1
     # The same prompts again: a prefix cached under the old weights would show here.
     for prompt, answer in zip(requests, generate_all(engine, requests), strict=True):
@@ -129,13 +147,8 @@ def test_weights_changed_in_place_take_effect_with_an_update(engine, model):
 
 
 def test_an_update_splits_answers_under_way(tokenizer, model):
-    model.generation_config.eos_token_id = None
-    engine = TransformersEngine(model, tokenizer, share_weights=False, page_size=8)
-    engine._stop_ids = frozenset()  # long answers, so that the update falls inside them
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    engine = endless(model, tokenizer, share_weights=False)
+    changed = changed_copy(model)
     requests = prompts(8, length=30)
 
     async def run():
@@ -161,10 +174,130 @@ def test_an_update_splits_answers_under_way(tokenizer, model):
         torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
 
 
+def test_an_answer_that_waits_to_be_read_keeps_its_version(tokenizer, model):
+    engine = TransformersEngine(model, tokenizer, share_weights=False)
+    changed = changed_copy(model)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=4)) for p in prompts(5)]
+        await asyncio.sleep(0)
+        deadline = time.monotonic() + 30
+        while engine._manager.output_router.result_handlers and time.monotonic() < deadline:
+            time.sleep(0.01)  # without the loop: answers arrive and are not read
+        engine.update_weights(changed)
+        return await asyncio.gather(*tasks)
+
+    assert {v for answer in asyncio.run(run()) for v in answer.versions} == {0}
+    engine.close()
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_request_that_waits_to_be_scheduled_gets_the_new_version(tokenizer, model, drained):
+    engine = TransformersEngine(model, tokenizer, share_weights=False)
+    generate_all(engine, prompts(1))
+    changed = changed_copy(model)
+    requests = prompts(5)
+
+    async def run():
+        manager, held = engine._manager, []
+        with manager.pause():
+            tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=4)) for p in requests]
+            await asyncio.sleep(0)
+            if drained:  # as when the generation thread has emptied the queue and then parks
+                held = [manager.input_queue.get_nowait() for _ in requests]
+            engine.update_weights(changed)
+            for state in held:
+                manager.input_queue.put(state)
+        return await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)
+
+    for prompt, answer in zip(requests, asyncio.run(run()), strict=True):
+        assert set(answer.versions) == {1}
+        torch.testing.assert_close(
+            torch.tensor(answer.log_probs),
+            plain_log_probs(changed, prompt, answer),
+            atol=1e-5,
+            rtol=0,
+        )
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["update", "cancel"])
+def test_a_full_cache_is_no_dead_end(tokenizer, model, how):
+    engine = endless(model, tokenizer, cache_tokens=512, share_weights=False)
+    changed = changed_copy(model)
+    requests = prompts(16, length=20)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=100)) for p in requests]
+        processor = None
+        while processor is None or not processor.scheduler.block_new_requests:
+            assert not all(task.done() for task in tasks), "the cache was never full"
+            await asyncio.sleep(0.0005)
+            processor = engine._manager.batch_processor
+        if how == "update":
+            engine.update_weights(changed)
+        else:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            tasks = [asyncio.create_task(engine.generate(requests[0]))]
+        return await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)
+
+    answers = asyncio.run(run())
+    engine.close()
+    for prompt, answer in zip(requests, answers, strict=False):
+        old, new = plain_log_probs(model, prompt, answer), plain_log_probs(changed, prompt, answer)
+        expected = torch.where(torch.tensor(answer.versions) == 0, old, new)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_request_that_a_batch_in_flight_still_holds_is_not_continued(tokenizer, model):
+    """On a GPU the next batch may be under way when the weights change."""
+    engine = endless(model, tokenizer)
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5] * 20, max_new_tokens=200))
+        while not engine._manager.batch_processor or engine._manager.current_batch < 5:
+            await asyncio.sleep(0.001)
+        with engine._manager.pause():
+            (held,) = engine._manager.batch_processor.scheduler.active_requests.values()
+            engine.update_weights()
+        assert held.status == RequestStatus.FINISHED
+        return await asyncio.wait_for(task, timeout=60)
+
+    assert len(asyncio.run(run()).token_ids) == 200
+    engine.close()
+
+
+def test_weights_are_taken_in_every_form_that_has_them(tokenizer):
+    model = tiny_chat_model("a b", hidden_size=32)[0]
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # tied
+    changed = changed_copy(model)
+    for source in (
+        changed,
+        changed.state_dict(),
+        dict(changed.named_parameters()),
+        TensorDict.from_module(changed),
+    ):
+        engine = TransformersEngine(model, tokenizer, share_weights=False)
+        engine.update_weights(source)
+        for own, given in zip(engine._model.parameters(), changed.parameters(), strict=True):
+            assert torch.equal(own, given)
+
+
+def test_without_a_source_the_weights_are_those_of_the_engines_model(tokenizer, model):
+    engine = TransformersEngine(model, tokenizer, share_weights=False)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    assert not torch.equal(engine._model.lm_head.weight, model.lm_head.weight)
+    engine.update_weights()
+    assert torch.equal(engine._model.lm_head.weight, model.lm_head.weight)
+
+
 def test_refused_weights_change_nothing(engine, model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     good = {name: value + 1 for name, value in before.items()}
-    last = list(good)[-1]
+    last = "model.norm.weight"
     with pytest.raises(ValueError, match="1 missing"):
         engine.update_weights({name: good[name] for name in good if name != last})
     with pytest.raises(ValueError, match="must have shape"):
@@ -198,6 +331,53 @@ def test_a_cancelled_request_hurts_no_other(engine):
     assert not engine._in_flight
 
 
+def test_a_cancelled_request_is_taken_back(tokenizer, model):
+    engine = endless(model, tokenizer)
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5], max_new_tokens=1000))
+        while not engine._manager.batch_processor or engine._manager.current_batch < 5:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        scheduler = engine._manager.batch_processor.scheduler
+        for _ in range(200):
+            if not scheduler.has_pending_requests():
+                return engine._manager.current_batch
+            await asyncio.sleep(0.01)
+
+    assert asyncio.run(run()) < 900
+    engine.close()
+
+
+def test_answers_to_a_closed_loop_are_dropped():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    router = Router()
+    router.result_handlers["x"] = (lambda output: None, loop)
+    router.deliver(GenerationOutput("x"))
+    assert not router.result_handlers
+
+
+def test_an_update_holds_up_only_what_needs_the_engine(engine, monkeypatch):
+    generate_all(engine, prompts(1))
+    monkeypatch.setattr(engine._manager, "forget_cache", lambda: time.sleep(0.5))
+
+    async def run():
+        update = asyncio.create_task(asyncio.to_thread(engine.update_weights))
+        await asyncio.sleep(0.1)
+        answer = asyncio.create_task(engine.generate([5]))
+        longest, before = 0.0, time.monotonic()
+        while not answer.done():
+            await asyncio.sleep(0.01)
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        await update
+        return longest, answer.result()
+
+    longest, answer = asyncio.run(run())
+    assert longest < 0.3
+    assert set(answer.versions) == {1}
+
+
 def test_two_event_loops_may_share_an_engine(engine):
     answers: dict[int, list[Completion]] = {}
 
@@ -217,7 +397,10 @@ def test_two_event_loops_may_share_an_engine(engine):
     [
         ([], {}, ValueError, "at least one token"),
         ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
-        ([5] * 70_000, {}, ValueError, "raise cache_tokens"),
+        ([5] * 1020, {"max_new_tokens": 5}, ValueError, "exceed the 1024 tokens"),
+        ([5] * 1024, {}, ValueError, "exceed the 1024 tokens"),
+        ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
+        ({"input_ids": [5]}, {}, TypeError, "take .'input_ids'."),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
         ([5], {"top_k": 3}, TypeError, "top_k"),
@@ -269,14 +452,19 @@ def test_bad_engines_are_refused(model, tokenizer):
         TransformersEngine(model, endless)
 
 
-def test_a_closed_engine_leaves_no_thread_and_says_so(model, tokenizer):
+@pytest.mark.parametrize("used", [True, False])
+def test_a_closed_engine_leaves_no_thread_and_says_so(model, tokenizer, used):
     engine = TransformersEngine(model, tokenizer)
-    generate_all(engine, prompts(2))
+    if used:
+        generate_all(engine, prompts(2))
     engine.close()
     engine.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("torchrl_mt")]
     with pytest.raises(RuntimeError, match="closed"):
         generate_all(engine, prompts(1))
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.update_weights()
+    assert engine.version == 0
 
 
 def test_a_script_that_dies_without_closing_ends(tmp_path):

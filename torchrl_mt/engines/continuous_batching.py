@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
 from transformers.generation.continuous_batching.requests import (
     GenerationOutput,
     RequestState,
@@ -43,7 +46,7 @@ class Router(OutputRouter):
                 if entry is not None:
                     ready.setdefault(entry[1], []).append((entry[0], output))
         for loop, answers in ready.items():
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # a closed loop waits for nothing
                 loop.call_soon_threadsafe(_resolve, answers)
 
     def fail_all(self, reason: str) -> None:
@@ -86,6 +89,17 @@ class Manager(ContinuousBatchingManager):
             self._ended = True
         self.output_router.fail_all("the generation thread ended")
 
+    def _generation_loop_body(
+        self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
+    ) -> bool:
+        """Take one step."""
+        scheduler = batch_processor.scheduler
+        if not scheduler.active_requests:
+            # The host lifts this block, set when the cache was full, only when a request finishes;
+            # if all were cancelled or queued again instead, nothing would ever be scheduled.
+            scheduler.block_new_requests = False
+        return super()._generation_loop_body(batch_processor, bootstrapping)
+
     def _start_thread(self) -> None:
         """Start the generation thread unless it was started."""
         if self._generation_thread is None:
@@ -115,19 +129,21 @@ class Manager(ContinuousBatchingManager):
                 answer.set_result(output)
 
         with self._gate:
-            self._start_thread()
-            with self.output_router._lock:
-                self.output_router.result_handlers[request_id] = (set_result, loop)
-            accepted = not self._ended and self.add_request(
-                prompt_ids,
-                request_id=request_id,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=list(stop_ids),
-            )
-        if not accepted:
+            accepted = None
+            if not self._ended:
+                self._start_thread()
+                with self.output_router._lock:
+                    self.output_router.result_handlers[request_id] = (set_result, loop)
+                accepted = self.add_request(
+                    prompt_ids,
+                    request_id=request_id,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=list(stop_ids),
+                )
+        if accepted is None:
             self.withdraw(request_id)
             raise RuntimeError(
-                "the generation thread died: make a new engine."
+                "the engine was closed or its generation thread died: make a new engine."
             ) from self.background_thread_status.fatal_error
 
     def withdraw(self, request_id: str) -> None:
@@ -140,28 +156,33 @@ class Manager(ContinuousBatchingManager):
         """The context in which the weights may be changed."""
         return self.pause() if self.is_running() else nullcontext()
 
-    def forget_cache(self) -> dict[str, int]:
-        """Drop every cache entry and queue the requests under way for a new prefill; call it paused.
-
-        Returns:
-            How many tokens each request had sampled.
-        """
-        sampled = {request.request_id: 0 for request in list(self.input_queue.queue)}
-        processor = self.batch_processor
-        if processor is None:
-            return sampled
-        scheduler, cache = processor.scheduler, processor.cache
-        for requests in (scheduler.active_requests, scheduler.waiting_requests):
-            sampled |= {name: _num_sampled(request) for name, request in requests.items()}
+    def forget_cache(self) -> None:
+        """Drop every cache entry and queue the requests under way for a new prefill; call it paused."""
+        if self.batch_processor is None:
+            return
+        scheduler, cache = self.batch_processor.scheduler, self.batch_processor.cache
         for request in list(scheduler.active_requests.values()):
-            cache.free_blocks(request.request_id, no_cache=True)
+            again = request.create_equivalent_initial_request()
+            # A batch that is still in flight must not continue the request that is replaced.
+            request._status = RequestStatus.FINISHED
             scheduler.finish_request(request.request_id)
-            scheduler.add_waiting_request(request.create_equivalent_initial_request())
+            scheduler.add_waiting_request(again)
         cache.evict_cached_blocks()
+
+    def num_sampled(self) -> dict[str, int]:
+        """How many tokens each request without an answer has sampled; call it paused."""
+        # A request may be on its way from the queue to the scheduler: it has sampled nothing yet.
+        sampled = dict.fromkeys(self.output_router.result_handlers, 0)
+        if self.batch_processor is not None:
+            scheduler = self.batch_processor.scheduler
+            for requests in (scheduler.active_requests, scheduler.waiting_requests):
+                sampled |= {name: _num_sampled(request) for name, request in requests.items()}
         return sampled
 
     def shut_down(self) -> None:
-        """Stop the generation thread and fail what is under way."""
+        """Stop the generation thread and fail what is under way; none is started any more."""
+        with self._gate:
+            self._ended = True
         if self.is_running():
             self.stop(hard_stop=True)
 

@@ -67,5 +67,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop sampling and release everything; further calls do nothing."""
+        """Stop sampling and release everything; closing again does nothing."""
         ...

@@ -12,9 +12,11 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -90,11 +92,13 @@ class TransformersEngine:
                 raise ValueError(f"{name} must be positive, got {value}.")
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
-        self.max_prompt_tokens = cache_tokens
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_total_tokens: int = min(cache_tokens, positions or cache_tokens)
+        """Most tokens of prompt and answer together: what the cache holds and the model can place."""
         embeddings: Any = model.get_input_embeddings()
         self._vocab_size = int(embeddings.weight.shape[0])
         self._stop_ids = _stop_ids(model, tokenizer)
-        self._source = weakref.ref(model)
+        self._source = None if share_weights else weakref.ref(model)
         self._model = _view(model) if share_weights else copy.deepcopy(model)
         self._version = 0
         self._request_ids = map(str, itertools.count())
@@ -134,35 +138,41 @@ class TransformersEngine:
 
         Args:
             prompt_ids: the tokens that the model sees, at least one.
-            max_new_tokens: longest answer; the engine's own limit if ``None``.
+            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
             **sampling: none is supported for single requests; set them on the engine.
 
         Returns:
             The sampled tokens with their log-probabilities and weight versions.
 
         Raises:
-            ValueError: if the prompt is empty, does not fit the cache or is not in the vocabulary, or
-                ``max_new_tokens`` is below 1.
-            TypeError: if a sampling argument is given.
+            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
+                :attr:`max_total_tokens`, or if ``max_new_tokens`` is below 1.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is given.
             RuntimeError: if the engine is closed or generation failed.
         """
-        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        self._check_request(prompt_ids, limit, sampling)
+        prompt = _integers(prompt_ids)
+        limit = max_new_tokens
+        if limit is None:
+            limit = min(self.max_new_tokens, max(1, self.max_total_tokens - len(prompt)))
+        self._check_request(prompt, limit, sampling)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[GenerationOutput] = loop.create_future()
         request_id = next(self._request_ids)
-        with self._lock:
+        while not self._lock.acquire(blocking=False):
+            await asyncio.sleep(0.001)  # weights are being updated: other episodes go on
+        try:
             version = self._version
-            self._manager.submit(request_id, list(prompt_ids), limit, self._stop_ids, answer, loop)
+            self._manager.submit(request_id, prompt, limit, self._stop_ids, answer, loop)
             updates = self._in_flight[request_id] = []
+        finally:
+            self._lock.release()
         try:
             output = await answer
         except asyncio.CancelledError:
             self._manager.withdraw(request_id)
             raise
         finally:
-            with self._lock:
-                del self._in_flight[request_id]
+            del self._in_flight[request_id]
         if output.error is not None:
             raise RuntimeError(f"generation failed: {output.error}")
         token_ids = output.generated_tokens
@@ -173,21 +183,26 @@ class TransformersEngine:
         stopped = bool(token_ids) and token_ids[-1] in self._stop_ids
         return Completion(token_ids, output.logprobs, versions, "stop" if stopped else "length")
 
-    def update_weights(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> int:
+    def update_weights(
+        self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
+    ) -> int:
         """Take new weights, in place, between two steps of generation.
 
         Answers under way are continued with the new weights, from cache that is computed anew.
 
         Args:
-            source: the model whose weights to take, or a state dict; ``None`` if the shared weights
-                were changed in place, which is also understood when the engine's own model is given.
+            source: the model whose weights to take, or a state dict, or parameters in a TensorDict.
+                ``None`` is the model that the engine was made from; weights that are shared with it
+                are in place already.
 
         Returns:
             The new version.
 
         Raises:
             ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
+            RuntimeError: if the engine is closed.
         """
+        self._check_open()
         weights = self._weights_of(source)
         with self._lock, self._manager.paused():
             if weights is not None:
@@ -195,9 +210,13 @@ class TransformersEngine:
                     own = self._model.state_dict()
                     for name, value in weights.items():
                         own[name].copy_(value, non_blocking=True)
-            sampled = self._manager.forget_cache()
-            for request_id, updates in self._in_flight.items():
-                # A request that the scheduler no longer knows is complete: none of it is newer.
+                if self._model.device.type == "cuda":
+                    # Generation runs on a stream of its own.
+                    torch.cuda.synchronize(self._model.device)
+            sampled = self._manager.num_sampled()
+            self._manager.forget_cache()
+            for request_id, updates in list(self._in_flight.items()):
+                # A request that has its answer is complete: none of it is newer.
                 updates.append(sampled.get(request_id, _COMPLETE))
             self._version += 1
         return self._version
@@ -215,8 +234,7 @@ class TransformersEngine:
                 f"TransformersEngine.generate takes no {sorted(sampling)}: sampling arguments are "
                 "set when the engine is made."
             )
-        if not self._closer.alive:
-            raise RuntimeError("the engine is closed: make a new one.")
+        self._check_open()
         if len(prompt_ids) == 0:
             raise ValueError("prompt_ids must hold at least one token, got none.")
         lowest, highest = min(prompt_ids), max(prompt_ids)
@@ -227,21 +245,42 @@ class TransformersEngine:
             )
         if limit < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
-        if len(prompt_ids) + limit > self.max_prompt_tokens:
+        if len(prompt_ids) + limit > self.max_total_tokens:
             raise ValueError(
-                f"prompt_ids of {len(prompt_ids)} tokens and max_new_tokens={limit} do not fit the "
-                f"cache of {self.max_prompt_tokens} tokens: raise cache_tokens."
+                f"prompt_ids of {len(prompt_ids)} tokens and max_new_tokens={limit} exceed the "
+                f"{self.max_total_tokens} tokens that cache_tokens and the model's positions allow."
             )
 
+    def _check_open(self) -> None:
+        """Refuse to work once closed."""
+        if not self._closer.alive:
+            raise RuntimeError("the engine is closed: make a new one.")
+
     def _weights_of(
-        self, source: nn.Module | Mapping[str, torch.Tensor] | None
+        self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None
     ) -> Mapping[str, torch.Tensor] | None:
         """The tensors to copy, checked; ``None`` if they are in place already."""
         if source is None:
-            return None
-        weights = source.state_dict() if isinstance(source, nn.Module) else source
+            if self._source is None:
+                return None
+            source = self._source()
+            if source is None:
+                raise ValueError(
+                    "source is needed: the model that the engine was made from is gone."
+                )
+        if isinstance(source, nn.Module):
+            weights: Mapping[str, torch.Tensor] = source.state_dict()
+        elif isinstance(source, TensorDictBase):
+            computed = dict(self._model.named_buffers()).keys() - self._model.state_dict().keys()
+            weights = dict(source.flatten_keys(".").exclude(*computed).items())
+        else:
+            weights = source
         own = self._model.state_dict()
-        missing = sorted(own.keys() - weights.keys())
+        # A tied weight has two names; parameters are often listed under one of them.
+        given = {own[name].data_ptr() for name in weights if name in own}
+        missing = sorted(
+            name for name in own if name not in weights and own[name].data_ptr() not in given
+        )
         unknown = sorted(weights.keys() - own.keys())
         if missing or unknown:
             raise ValueError(
@@ -254,8 +293,19 @@ class TransformersEngine:
                     f"source[{name!r}] must have shape {tuple(own[name].shape)}, "
                     f"got {tuple(value.shape)}."
                 )
-        in_place = all(weights[name].data_ptr() == own[name].data_ptr() for name in own)
+        in_place = all(value.data_ptr() == own[name].data_ptr() for name, value in weights.items())
         return None if in_place else weights
+
+
+def _integers(prompt_ids: Sequence[int]) -> list[int]:
+    """Token ids as plain integers, whatever sequence they come in."""
+    try:
+        return [index(token) for token in prompt_ids]
+    except TypeError:
+        raise TypeError(
+            "prompt_ids must be a flat sequence of token ids, got "
+            f"{type(prompt_ids).__name__}: of a tokenizer's output take ['input_ids']."
+        ) from None
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
