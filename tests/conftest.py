@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# The models are tiny: more threads only wait for each other. Also for scripts that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
