@@ -66,6 +66,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model).to(args.device)
     else:
+        torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         model, tokenizer = tiny_chat_model([*WORDS, *map(str, range(1, args.numbers + 1))])
         warm_start(model.to(args.device), tokenizer, args)
 
