@@ -350,6 +350,9 @@ def test_padding_of_split_trajectories_is_left_out(make, cls):
         split["next", "done"] |= ~split["collector", "mask"][..., None]
         rb.extend(split)
     assert rb.writer.open_episodes == {}
+    split["collector", "mask"].zero_()
+    rb.extend(split)
+    assert rb.write_count == 11
     kept = rb[:]
     assert kept["collector", "mask"].all()
     del kept["collector", "mask"]

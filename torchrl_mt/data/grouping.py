@@ -26,16 +26,19 @@ class Segment:
     """Whether the episode ends with the last of them."""
 
 
-def group_steps(ids: Tensor, ended: Tensor) -> tuple[Tensor | None, list[Segment]]:
+def group_steps(
+    ids: Tensor, ended: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor | None, list[Segment]]:
     """Group the steps of a batch by episode.
 
     Args:
         ids: int64 ``[B, T]``: the episode of each step; time runs along ``T``.
         ended: bool ``[B, T]``: the steps that end their episode.
+        valid: bool ``[B, T]``: the steps that are no padding; None if there is none.
 
     Returns:
-        the order in which to take the steps of the flattened batch (int64 ``[B * T]``, None for
-        as they are), and the segments of the batch so ordered, listed in the order in which their
+        the order in which to take the valid steps of the flattened batch (int64 ``[N]``, None for
+        all as they are), and the segments of the batch so ordered, listed in the order in which their
         last steps lie in the flattened batch.
 
     Raises:
@@ -50,18 +53,23 @@ def group_steps(ids: Tensor, ended: Tensor) -> tuple[Tensor | None, list[Segment
         >>> [(s.key, s.start, s.stop, s.ended) for s in segments]
         [(7, 2, 4, True), (4, 0, 2, False)]
     """
-    rows, steps = ids.shape
-    if rows > 1:
-        _check_rows(ids)
-    ids, ended = ids.reshape(-1), ended.reshape(-1)
     order: Tensor | None = None
+    rows = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids).reshape(-1)
+    several = len(ids) > 1
+    ids, ended = ids.reshape(-1), ended.reshape(-1)
+    if valid is not None:
+        order = valid.reshape(-1).nonzero().squeeze(1)
+        ids, ended, rows = ids[order], ended[order], rows[order]
+    if several:
+        _check_rows(ids, rows)
     if bool((ids[1:] < ids[:-1]).any()):
-        order = torch.argsort(ids, stable=True)
-        ids, ended = ids[order], ended[order]
-    first = torch.ones(rows * steps, dtype=torch.bool, device="cpu")
+        by_id = torch.argsort(ids, stable=True)
+        ids, ended = ids[by_id], ended[by_id]
+        order = by_id if order is None else order[by_id]
+    first = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     first[1:] = (ids[1:] != ids[:-1]) | ended[:-1]
-    starts = first.nonzero().squeeze(1)
-    stops = torch.cat([starts[1:], torch.tensor([rows * steps], device="cpu")])
+    bounds = torch.cat([first.nonzero().squeeze(1), torch.tensor([len(ids)], device="cpu")])
+    starts, stops = bounds[:-1], bounds[1:]
     last = stops - 1 if order is None else order[stops - 1]
     by_age = torch.argsort(last)
     starts, stops = starts[by_age], stops[by_age]
@@ -78,10 +86,9 @@ def group_steps(ids: Tensor, ended: Tensor) -> tuple[Tensor | None, list[Segment
     return order, segments
 
 
-def _check_rows(ids: Tensor) -> None:
+def _check_rows(ids: Tensor, rows: Tensor) -> None:
     """Refuse an id that runs in two rows of the batch."""
-    rows = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids)
-    pairs = torch.unique(torch.stack([ids.reshape(-1), rows.reshape(-1)]), dim=1)
+    pairs = torch.unique(torch.stack([ids, rows]), dim=1)
     twice = pairs[0, 1:][pairs[0, 1:] == pairs[0, :-1]]
     if len(twice):
         raise ValueError(

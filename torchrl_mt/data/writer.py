@@ -40,8 +40,6 @@ _ID_KEYS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
 _DONE: Path = ("next", "done")
 _TRUNCATED: Path = ("next", "truncated")
 _MASK: Path = ("collector", "mask")
-_PADDING = -(2**62)
-"""Ids below this one are given to steps that are padding."""
 _END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
 
 
@@ -177,8 +175,7 @@ class EpisodeWriter(Writer):
             shape = data.batch_size
             steps = _flatten(data)
             told_by, ids = self._ids(steps, shape)
-            ids = _mark_padding(steps, ids)
-            order, segments = group_steps(ids, _ended(steps).view(shape[:-1].numel(), -1))
+            order, segments = group_steps(ids, _ended(steps).view_as(ids), _valid(steps, ids.shape))
             if order is not None:
                 steps = steps.take(order)
             episodes, came, still_open = self._assemble(steps, segments)
@@ -303,8 +300,6 @@ class EpisodeWriter(Writer):
         fits = self._fitting(steps, segments)
 
         for segment in segments:
-            if segment.key < _PADDING:
-                continue
             begun = still_open.pop(segment.key, None)
             if not segment.ended:
                 schema = fits(segment.key, begun)
@@ -420,13 +415,10 @@ def _flatten(data: Any) -> Steps:
     return unpack(data.reshape(-1))
 
 
-def _mark_padding(steps: Steps, ids: Tensor) -> Tensor:
-    """The ids, with one of its own for the padding of each row of a ``[B, T]`` batch."""
+def _valid(steps: Steps, shape: torch.Size) -> Tensor | None:
+    """Bool of the given shape: the steps that are no padding; None if there is none."""
     mask = _stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
-    if mask is None or bool(mask.all()):
-        return ids
-    padding = _PADDING - 1 - torch.arange(ids.shape[0], device="cpu")[:, None]
-    return torch.where(mask.reshape(ids.shape).cpu(), ids, padding)
+    return None if mask is None or bool(mask.all()) else mask.reshape(shape).cpu().bool()
 
 
 def _ended(steps: Steps) -> Tensor:
@@ -490,7 +482,7 @@ def _aligned(
         stored: number of stored steps.
     """
     index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
-    ended = [s for s in segments if s.ended and s.key >= _PADDING]
+    ended = [s for s in segments if s.ended]
     end = stored
     each = zip(ended, came.tolist(), lengths.tolist(), strict=True)
     for segment, before, length in reversed(list(each)):
