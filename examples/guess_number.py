@@ -141,7 +141,7 @@ def warm_start(
         labels = [-100] * len(tokens)
         for said, hint in zip(rest[::2], rest[1::2], strict=True):
             guess = tokenizer(said["content"], add_special_tokens=False)["input_ids"]
-            answered = chat.extend([hint], ended=True)
+            answered = chat.extend([hint], last_token=tokenizer.eos_token_id)
             tokens += [*guess, tokenizer.eos_token_id, *answered]
             labels += [*guess, tokenizer.eos_token_id, *[-100] * len(answered)]
         return torch.tensor(tokens), torch.tensor(labels)

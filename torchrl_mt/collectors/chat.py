@@ -7,15 +7,22 @@ the response as sampled, and the new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ChatTokens"]
 
 _QUESTION, _ANSWER = "question", "ANSWER-OF-THE-ASSISTANT"
+_CACHE_SIZE = 1024
+_LONGEST_CACHED = 1000
+"""Characters; a tool's long answer is rarely seen twice and would fill memory."""
+
+_Key: TypeAlias = tuple[tuple[tuple[str, Any], ...], ...]
+"""Messages as something that can be hashed."""
+_Renderer: TypeAlias = Callable[[_Key], list[int]]
 
 
 class ChatTokens:
@@ -41,13 +48,12 @@ class ChatTokens:
                 "eos_token=None: set tokenizer.eos_token."
             )
         self._tokenizer = tokenizer
-        self._closing = self._after_answer([])
-        before, end, _ = self._closing.partition(str(tokenizer.eos_token))
-        # Where the end-of-turn token stops: a model that ended its answer has sampled it already.
-        self._end_of_turn = len(before + end) if end else 0
+        self._context = self._encode(_ANSWER)
+        self._closing = self._after_answer([], add_generation_prompt=False)
+        self._closing_size = len(self._encode_after_answer(self._closing))
         # Conversations repeat themselves: the same rules, the same hints.
-        self._open_cached = lru_cache(4096)(self._open)
-        self._extend_cached = lru_cache(4096)(self._extend)
+        self._open_cached = lru_cache(_CACHE_SIZE)(self._open)
+        self._extend_cached = lru_cache(_CACHE_SIZE)(self._extend)
 
     def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render the beginning of a conversation, up to where the model is to answer.
@@ -60,54 +66,60 @@ class ChatTokens:
         """
         if len(messages) == 0:
             raise ValueError("messages must hold at least one message to open with, got none.")
-        return list(self._call(self._open_cached, self._open, messages))
+        return self._look_up(self._open_cached, self._open, messages)
 
-    def extend(self, messages: Sequence[Mapping[str, Any]], *, ended: bool) -> list[int]:
+    def extend(self, messages: Sequence[Mapping[str, Any]], *, last_token: int | None) -> list[int]:
         """Render messages that follow a response, up to where the model is to answer again.
 
         Args:
-            messages: what the environment answered.
-            ended: whether the response ends with a sampled end-of-turn token; if not, one is added.
+            messages: what the environment answered; may be none.
+            last_token: the stop token that the response ends with, which is not written twice;
+                ``None`` if the response was cut, so that the template's own ending is added whole.
 
         Returns:
             The tokens between that response and the next one.
         """
-        return list(self._call(self._extend_cached, self._extend, messages, ended))
+        ids = self._look_up(self._extend_cached, self._extend, messages)
+        closing = ids[: self._closing_size]
+        sampled = closing.index(last_token) + 1 if last_token in closing else 0
+        return ids[sampled:]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode a response for the environment, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _call(
-        self, cached: Any, plain: Any, messages: Sequence[Mapping[str, Any]], *args: Any
-    ) -> Any:
-        """Look the tokens up if the messages are plain strings throughout, else render them."""
+    def _look_up(
+        self, cached: _Renderer, plain: _Renderer, messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Tokens from the cache if the messages are short plain strings throughout, else rendered."""
         key = tuple(tuple(message.items()) for message in messages)
-        simple = all(isinstance(value, str) for message in key for _, value in message)
-        return cached(key, *args) if simple else plain(key, *args)
+        values = [value for message in key for _, value in message]
+        short = all(isinstance(value, str) for value in values) and (
+            sum(map(len, values)) <= _LONGEST_CACHED
+        )
+        return list(cached(key) if short else plain(key))
 
-    def _open(self, key: tuple[tuple[tuple[str, Any], ...], ...]) -> list[int]:
+    def _open(self, key: _Key) -> list[int]:
         """Tokens of an opening."""
-        text = self._render([dict(message) for message in key], add_generation_prompt=True)
-        return self._encode(text)
+        return self._encode(self._render(_messages(key), add_generation_prompt=True))
 
-    def _extend(self, key: tuple[tuple[tuple[str, Any], ...], ...], ended: bool) -> list[int]:
-        """Tokens of a continuation."""
-        text = self._after_answer([dict(message) for message in key])
+    def _extend(self, key: _Key) -> list[int]:
+        """Tokens of everything between an answer's last word and the next answer."""
+        text = self._after_answer(_messages(key), add_generation_prompt=True)
         if not text.startswith(self._closing):
             raise ValueError(
                 "the tokenizer's chat template must render a message the same way when others follow "
                 f"it; it ends an answer with {self._closing!r}, but with {text[:40]!r} before these."
             )
-        return self._encode(text[self._end_of_turn :] if ended else text)
+        return self._encode_after_answer(text)
 
-    def _after_answer(self, messages: list[dict[str, Any]]) -> str:
-        """What the template writes behind an answer; with messages, up to the next answer."""
+    def _after_answer(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """What the template writes behind an answer that ``messages`` follow."""
         context = [
             {"role": "user", "content": _QUESTION},
             {"role": "assistant", "content": _ANSWER},
         ]
-        text = self._render(context + messages, add_generation_prompt=bool(messages))
+        text = self._render(context + messages, add_generation_prompt=add_generation_prompt)
         head, found, tail = text.partition(_ANSWER)
         if not found:
             raise ValueError(
@@ -124,6 +136,20 @@ class ChatTokens:
             )
         )
 
+    def _encode_after_answer(self, text: str) -> list[int]:
+        """Tokens of text that follows an answer.
+
+        Many tokenizers treat the beginning of a text unlike its middle (a space put in front), so an
+        answer goes before it, unless its tokens cannot be told from the text's.
+        """
+        ids, size = self._encode(_ANSWER + text), len(self._context)
+        return ids[size:] if ids[:size] == self._context else self._encode(text)
+
     def _encode(self, text: str) -> list[int]:
         """Tokens of rendered text; the template writes all special tokens itself."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _messages(key: _Key) -> list[dict[str, Any]]:
+    """The messages that a key was made of."""
+    return [dict(message) for message in key]

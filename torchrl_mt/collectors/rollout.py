@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.limits import Limits, StopReason
-from torchrl_mt.engines import Engine
+from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.envs import Message, TextEnv
 
 __all__ = ["play_episode"]
@@ -48,7 +48,7 @@ async def play_episode(
                 prompt_ids = [
                     *prompt_ids,
                     *answer.token_ids,
-                    *chat.extend(messages, ended=answer.finish_reason == "stop"),
+                    *chat.extend(messages, last_token=_stop_token(answer)),
                 ]
                 if limits.response_budget(len(prompt_ids))[0] == 0:
                     _end(episode, StopReason.MAX_EPISODE_TOKENS, messages)
@@ -87,6 +87,12 @@ async def _play_turn(
     elif len(episode.turns) == limits.max_turns:
         _end(episode, StopReason.MAX_TURNS, answered)
     return answered
+
+
+def _stop_token(answer: Completion) -> int | None:
+    """The token by which the model ended its answer, if it did."""
+    stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
+    return answer.token_ids[-1] if stopped else None
 
 
 def _end(episode: Episode, reason: StopReason, messages: Sequence[Message]) -> None:
