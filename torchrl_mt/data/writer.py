@@ -7,7 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -21,11 +21,10 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.grouping import Segment, group_steps
+from torchrl_mt.data.open_episode import OpenEpisode
 from torchrl_mt.data.schema import Schema
 from torchrl_mt.data.steps import (
-    Column,
     Path,
-    Rows,
     Steps,
     has_lazy_stack,
     name_of,
@@ -33,14 +32,11 @@ from torchrl_mt.data.steps import (
     unpack,
 )
 from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.data.ted import ended, names_of, not_padding, stacked, truncated
 
 __all__ = ["EpisodeWriter"]
 
 _ID_KEYS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
-_DONE: Path = ("next", "done")
-_TRUNCATED: Path = ("next", "truncated")
-_MASK: Path = ("collector", "mask")
-_END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
 
 
 @dataclass(frozen=True)
@@ -56,30 +52,6 @@ class _ToldBy:
         if self.key is not None:
             return f"the ids under {name_of(self.key)}"
         return f"the done flags of {self.rows} rows"
-
-
-@dataclass(frozen=True)
-class _OpenEpisode:
-    """The steps of an unfinished episode."""
-
-    schema: Schema
-    parts: tuple[Steps, ...]
-    """Each longer than the next, so that they are few and adding one costs O(log T) on average."""
-
-    def join(self, schema: Schema, part: Steps) -> _OpenEpisode:
-        """The episode with one more part."""
-        parts = self.parts
-        while parts and parts[-1].length <= part.length:
-            part, parts = Steps.concat([parts[-1], part]), parts[:-1]
-        return _OpenEpisode(schema, (*parts, part))
-
-    @property
-    def length(self) -> int:
-        return sum(part.length for part in self.parts)
-
-    @property
-    def steps(self) -> Steps:
-        return Steps.concat(self.parts)
 
 
 class EpisodeWriter(Writer):
@@ -129,7 +101,7 @@ class EpisodeWriter(Writer):
         super().__init__()
         self.traj_key = None if traj_key is None else unravel_key(traj_key)
         self.transform = transform
-        self._open: dict[int, _OpenEpisode] = {}
+        self._open: dict[int, OpenEpisode] = {}
         self._told_by: _ToldBy | None = None
         self._write_count = 0
 
@@ -175,7 +147,9 @@ class EpisodeWriter(Writer):
             shape = data.batch_size
             steps = _flatten(data)
             told_by, ids = self._ids(steps, shape)
-            order, segments = group_steps(ids, _ended(steps).view_as(ids), _valid(steps, ids.shape))
+            order, segments = group_steps(
+                ids, ended(steps).view_as(ids), not_padding(steps, ids.shape)
+            )
             if order is not None:
                 steps = steps.take(order)
             episodes, came, still_open = self._assemble(steps, segments)
@@ -218,7 +192,7 @@ class EpisodeWriter(Writer):
         with self._storage.lock:
             if not self._open:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
-            cut = [_truncated(episode.steps) for episode in self._open.values()]
+            cut = [truncated(episode.steps) for episode in self._open.values()]
             lengths = torch.tensor([episode.length for episode in cut], device="cpu")
             episodes, lengths = self._transformed(Steps.concat(cut), lengths)
             stored = self._storage.append_all(episodes, lengths)
@@ -237,7 +211,7 @@ class EpisodeWriter(Writer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` gave."""
         self._open = {
-            key: _OpenEpisode(schema, (steps.clone(),))
+            key: OpenEpisode(schema, (steps.clone(),))
             for key, (schema, steps) in state_dict["open"].items()
         }
         self._told_by = state_dict["told_by"]
@@ -269,7 +243,7 @@ class EpisodeWriter(Writer):
             )
         if key is None:
             return told_by, torch.arange(rows, device="cpu")[:, None].expand(rows, shape[-1])
-        ids = _stacked(steps.columns[key])
+        ids = stacked(steps.columns[key])
         if (
             ids is None
             or ids.is_floating_point()
@@ -286,12 +260,12 @@ class EpisodeWriter(Writer):
             return next((key for key in _ID_KEYS if key in steps.columns), None)
         key = (self.traj_key,) if isinstance(self.traj_key, str) else self.traj_key
         if key not in steps.columns:
-            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {_names(steps)}")
+            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}")
         return key
 
     def _assemble(
         self, steps: Steps, segments: list[Segment]
-    ) -> tuple[Steps, Tensor, dict[int, _OpenEpisode]]:
+    ) -> tuple[Steps, Tensor, dict[int, OpenEpisode]]:
         """The episodes that end, one after the other; the length of each; what stays open."""
         still_open = dict(self._open)
         pieces: list[Steps] = []
@@ -304,7 +278,7 @@ class EpisodeWriter(Writer):
             if not segment.ended:
                 schema = fits(segment.key, begun)
                 part = steps[segment.start : segment.stop].clone()
-                begun = begun or _OpenEpisode(schema, ())
+                begun = begun or OpenEpisode(schema, ())
                 still_open[segment.key] = begun.join(schema, part)
                 continue
             if begun or segment.start != last:
@@ -324,7 +298,7 @@ class EpisodeWriter(Writer):
 
     def _fitting(
         self, steps: Steps, segments: list[Segment]
-    ) -> Callable[[int, _OpenEpisode | None], Schema]:
+    ) -> Callable[[int, OpenEpisode | None], Schema]:
         """What gives an open episode's schema with steps of this batch, or refuses them."""
         if all(segment.ended for segment in segments):
             came = None
@@ -336,7 +310,7 @@ class EpisodeWriter(Writer):
         # Episodes that began together share one schema: each is merged once.
         merged: dict[int, Schema] = {}
 
-        def schema(key: int, episode: _OpenEpisode | None) -> Schema:
+        def schema(key: int, episode: OpenEpisode | None) -> Schema:
             assert came is not None
             if episode is None:
                 return came
@@ -360,9 +334,9 @@ class EpisodeWriter(Writer):
         episodes = episodes.clone()
         if getattr(self.transform, "takes_many_episodes", False):
             results = unpack(_one_batch(self.transform(pack(episodes))))
-            ended = _ended(results) if results.length else torch.zeros(1, dtype=torch.bool)
-            ends = ended.nonzero().squeeze(1) + 1
-            if len(ends) != len(lengths) or not ended[-1]:
+            last = ended(results) if results.length else torch.zeros(1, dtype=torch.bool)
+            ends = last.nonzero().squeeze(1) + 1
+            if len(ends) != len(lengths) or not last[-1]:
                 raise ValueError(
                     f"transform was given {len(lengths)} whole episodes and must return as many, got "
                     f"{len(ends)} ends of episodes in {results.length} steps"
@@ -374,11 +348,6 @@ class EpisodeWriter(Writer):
             for start, stop in zip([0, *stops], stops, strict=False)
         ]
         return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
-
-
-def _names(steps: Steps) -> str:
-    """The entries of some steps as one writes them in code."""
-    return ", ".join(map(name_of, sorted(steps.columns)))
 
 
 def _one_batch(result: Any) -> Any:
@@ -415,54 +384,6 @@ def _flatten(data: Any) -> Steps:
     return unpack(data.reshape(-1))
 
 
-def _valid(steps: Steps, shape: torch.Size) -> Tensor | None:
-    """Bool of the given shape: the steps that are no padding; None if there is none."""
-    mask = _stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
-    return None if mask is None or bool(mask.all()) else mask.reshape(shape).cpu().bool()
-
-
-def _ended(steps: Steps) -> Tensor:
-    """Bool ``[N]`` on the CPU: the steps that end their episode."""
-    ended = torch.zeros(steps.length, dtype=torch.bool, device="cpu")
-    found = [flag for flag in map(steps.columns.get, _END_KEYS) if flag is not None]
-    if not found:
-        raise ValueError(
-            f'data must tell where episodes end: ("next", "done") (or terminated, truncated) is '
-            f"missing; the keys are {_names(steps)}"
-        )
-    for column in found:
-        flag = _stacked(column)
-        if flag is None:
-            raise ValueError("done flags must be tensors, got Python objects")
-        ended |= flag.reshape(steps.length, -1).bool().any(1).cpu()
-    return ended
-
-
-def _truncated(episode: Steps) -> Steps:
-    """The episode with its last step marked truncated."""
-    columns = dict(episode.columns)
-    marked = False
-    for key in (_DONE, _TRUNCATED):
-        flag = None if key not in columns else _stacked(columns[key])
-        if flag is not None:
-            flag = flag.clone()
-            flag[-1] = True
-            columns[key], marked = flag, True
-    if not marked:
-        raise ValueError(
-            'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
-            'or ("next", "done")'
-        )
-    return replace(episode, columns=columns)
-
-
-def _stacked(column: Column) -> Tensor | None:
-    """A column as one tensor; None if it holds objects."""
-    if isinstance(column, Rows):
-        return torch.stack(column.items)
-    return column if isinstance(column, Tensor) else None
-
-
 def _aligned(
     segments: list[Segment],
     came: Tensor,
@@ -482,9 +403,9 @@ def _aligned(
         stored: number of stored steps.
     """
     index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
-    ended = [s for s in segments if s.ended]
+    whole = [s for s in segments if s.ended]
     end = stored
-    each = zip(ended, came.tolist(), lengths.tolist(), strict=True)
+    each = zip(whole, came.tolist(), lengths.tolist(), strict=True)
     for segment, before, length in reversed(list(each)):
         steps = segment.stop - segment.start
         if end >= length == before:
