@@ -64,6 +64,12 @@ def endless(model, tokenizer, **kwargs):
     return engine
 
 
+def assert_sampled_by(model, prompt, answer) -> None:
+    """The log-probabilities of an answer are those that the model gives it."""
+    expected = plain_log_probs(model, prompt, answer)
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+
+
 def test_is_an_engine(engine):
     assert isinstance(engine, Engine)
 
@@ -71,12 +77,7 @@ def test_is_an_engine(engine):
 def test_log_probs_are_those_of_a_plain_forward_pass(engine, model):
     requests = prompts(40)
     for prompt, answer in zip(requests, generate_all(engine, requests), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(answer.log_probs),
-            plain_log_probs(model, prompt, answer),
-            atol=1e-5,
-            rtol=0,
-        )
+        assert_sampled_by(model, prompt, answer)
 
 
 def test_an_answer_stops_at_the_stop_token_or_at_its_limit(engine, tokenizer):
@@ -98,12 +99,7 @@ def test_the_models_own_mode_and_attention_are_left_alone(model, tokenizer):
     assert model.training
     assert model.config._attn_implementation == before
     engine.close()
-    torch.testing.assert_close(  # dropout did not act while sampling
-        torch.tensor(answer.log_probs),
-        plain_log_probs(model, prompts(1)[0], answer),
-        atol=1e-5,
-        rtol=0,
-    )
+    assert_sampled_by(model, prompts(1)[0], answer)  # dropout did not act while sampling
 
 
 def test_shared_weights_are_the_models_own(engine, model):
@@ -121,12 +117,7 @@ def test_updated_weights_are_used_and_counted(model, tokenizer):
     # The same prompts again: a prefix cached under the old weights would show here.
     for prompt, answer in zip(requests, generate_all(engine, requests), strict=True):
         assert set(answer.versions) == {1}
-        torch.testing.assert_close(
-            torch.tensor(answer.log_probs),
-            plain_log_probs(changed, prompt, answer),
-            atol=1e-5,
-            rtol=0,
-        )
+        assert_sampled_by(changed, prompt, answer)
     engine.close()
 
 
@@ -138,12 +129,7 @@ def test_weights_changed_in_place_take_effect_with_an_update(engine, model):
             parameter.mul_(1.1)
     engine.update_weights(model)
     for prompt, answer in zip(requests, generate_all(engine, requests), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(answer.log_probs),
-            plain_log_probs(model, prompt, answer),
-            atol=1e-5,
-            rtol=0,
-        )
+        assert_sampled_by(model, prompt, answer)
 
 
 def test_an_update_splits_answers_under_way(tokenizer, model):
@@ -212,12 +198,7 @@ def test_a_request_that_waits_to_be_scheduled_gets_the_new_version(tokenizer, mo
 
     for prompt, answer in zip(requests, asyncio.run(run()), strict=True):
         assert set(answer.versions) == {1}
-        torch.testing.assert_close(
-            torch.tensor(answer.log_probs),
-            plain_log_probs(changed, prompt, answer),
-            atol=1e-5,
-            rtol=0,
-        )
+        assert_sampled_by(changed, prompt, answer)
     engine.close()
 
 
