@@ -1,11 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +22,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
 
@@ -405,6 +415,9 @@ def test_shutdown_leaves_no_thread(guesser):
     assert set(threading.enumerate()) - before
     collector.shutdown()
     collector.shutdown()
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)  # calls that are answered are about to end their threads
     assert not set(threading.enumerate()) - before
     with pytest.raises(RuntimeError, match="shut down"):
         next(iter(collector))
@@ -417,8 +430,7 @@ def test_an_interrupt_cancels_what_runs(tokenizer):
 
     engine = ScriptedEngine(tokenizer, lambda _: [8, tokenizer.eos_token_id])
     collector = MultiTurnCollector(Hangs, engine, [{"turns": 2}], episodes_per_batch=4)
-    timer = threading.Timer(0.3, lambda: signal_main(engine))
-    timer.start()
+    threading.Thread(target=signal_main, args=[engine], daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         next(iter(collector))
     stats = collector.stats()
@@ -426,14 +438,12 @@ def test_an_interrupt_cancels_what_runs(tokenizer):
     collector.shutdown()
 
 
-def signal_main(engine):
+def signal_main(engine, calls=4):
     """Press Ctrl-C once every episode waits for its environment."""
-    import os
-    import signal
-
     deadline = time.monotonic() + 10
-    while len(engine.calls) < 4 and time.monotonic() < deadline:
+    while len(engine.calls) < calls and time.monotonic() < deadline:
         time.sleep(0.01)
+    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -469,6 +479,7 @@ def test_with_the_real_engine(model, tokenizer):
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
         ({"episodes_per_batch": 0}, "episodes_per_batch must be at least 1, got 0"),
         ({"max_concurrency": 0}, "max_concurrency must be at least 1, got 0"),
+        ({"max_consecutive_failures": 0}, "max_consecutive_failures must be at least 1, got 0"),
         ({"group_size": 3}, "episodes_per_batch must be a multiple of group_size=3, got 4"),
         ({"group_size": 2, "total_episodes": 5}, "total_episodes must be a multiple"),
     ],
@@ -483,8 +494,14 @@ def test_bad_arguments_are_refused(guesser, kwargs, message):
 def test_what_is_no_engine_or_environment_is_refused(guesser, model):
     with pytest.raises(TypeError, match=r"policy must be an engine .* got Qwen2ForCausalLM"):
         MultiTurnCollector(GuessNumber, model, episodes_per_batch=1)
+    with pytest.raises(
+        TypeError, match=r"policy must be an engine .* got the class ScriptedEngine"
+    ):
+        MultiTurnCollector(GuessNumber, ScriptedEngine, episodes_per_batch=1)
     with pytest.raises(TypeError, match=r"env must be a TextEnv, .* got str"):
         MultiTurnCollector("GuessNumber", guesser, episodes_per_batch=1)
+    with pytest.raises(TypeError, match=r"env must be a TextEnv, .* got the class object"):
+        MultiTurnCollector(object, guesser, episodes_per_batch=1)
 
 
 def test_an_opening_without_room_for_a_response_is_refused(guesser):
@@ -495,3 +512,392 @@ def test_an_opening_without_room_for_a_response_is_refused(guesser):
         pytest.raises(RuntimeError, match="raise the limit or shorten the prompt"),
     ):
         next(iter(collector))
+
+
+def in_time(function, seconds=30):
+    """What the function returns or raises, or a failure if it does neither."""
+    outcome = Future()
+
+    def call():
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return outcome.result(seconds)
+
+
+def settled(stats):
+    """Whether every episode that started is accepted or rejected."""
+    return stats["accepted"] + stats["rejected"] == stats["started"] and stats["running"] == 0
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (StopIteration(), "RuntimeError"),
+        (SystemExit(3), "SystemExit"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (asyncio.CancelledError(), "CancelledError"),
+    ],
+)
+def test_nothing_that_an_environment_raises_stops_the_others(guesser, inline, error, cause):
+    class Raises(Flaky):
+        pass
+
+    Raises.inline = inline
+    data = [{"turns": 1}, {"turns": 1, "fail": error}]
+    (batch,), stats = in_time(
+        lambda: collect(Raises, guesser, data, episodes_per_batch=2, total_episodes=2)
+    )
+    assert batch.batch_size == (2,)
+    assert stats[f"rejected/{cause}"] == stats["rejected"] == 1
+    assert settled(stats)
+
+
+def test_a_cancellation_within_an_environment_is_its_failure(guesser):
+    class Cancels(Talk):
+        async def step(self, response):
+            if self.data["turns"] == 2:
+                inner = asyncio.ensure_future(asyncio.sleep(3600))
+                inner.cancel()
+                await inner
+            return Talk.step(self, response)
+
+        def reset(self, data=None):
+            self.data = data
+            return super().reset(data)
+
+    data = [{"turns": 1}, {"turns": 2}]
+    (batch,), stats = in_time(
+        lambda: collect(Cancels, guesser, data, episodes_per_batch=2, total_episodes=2)
+    )
+    assert stats["rejected/CancelledError"] == stats["rejected"] == 1
+    assert batch.batch_size == (2,)
+
+
+def test_siblings_that_swallow_their_cancellation_are_rejected_all_the_same(guesser):
+    class Swallows(Talk):
+        made = 0
+
+        def __init__(self):
+            type(self).made += 1
+            self.rank = self.made
+
+        async def step(self, response):
+            if self.rank == 1:
+                await asyncio.sleep(0.05)
+                raise OSError("no tool")
+            if self.rank == 2:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+            return TextStep(done=True)
+
+    (batch,), stats = in_time(
+        lambda: collect(
+            Swallows,
+            guesser,
+            [{"turns": 1}],
+            episodes_per_batch=2,
+            group_size=2,
+            total_episodes=2,
+        )
+    )
+    assert (stats["rejected/OSError"], stats["rejected/incomplete_group"]) == (1, 1)
+    assert batch["group"].tolist() == [1, 1]
+    assert settled(stats)
+
+
+class Waits(Talk):
+    """Waits for ever where its data says so."""
+
+    patience = 3600.0
+
+    def reset(self, data=None):
+        self.waits = data.get("waits") and data["waits"][0]
+        return super().reset(data)
+
+    async def step(self, response):
+        if self.waits:
+            await asyncio.sleep(self.patience)
+        return Talk.step(self, response)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_episodes_of_a_batch_that_was_cut_short_are_not_accepted(guesser, group_size):
+    waits = [True]
+    data = [*[{"turns": 1}] * 3, {"turns": 1, "waits": waits}]
+    with MultiTurnCollector(
+        Waits,
+        guesser,
+        data,
+        episodes_per_batch=4 * group_size,
+        group_size=group_size,
+        total_episodes=8 * group_size,
+    ) as collector:
+        threading.Thread(target=signal_main, args=[guesser, 4 * group_size], daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(collector))
+        stats = collector.stats()
+        assert stats["rejected/cancelled"] == stats["started"] == 4 * group_size
+        assert settled(stats)
+        waits[0] = False
+        delivered = in_time(lambda: sum(int(b["next", "done"].sum()) for b in collector))
+        assert delivered == 8 * group_size == collector.stats()["accepted"]
+
+
+def test_episodes_before_a_run_gave_up_or_a_postproc_failed_are_not_accepted(guesser):
+    def fails(batch):
+        raise KeyError("mine")
+
+    data = [{"turns": 1}, {"turns": 1, "fail": OSError("no tool")}]
+    for kwargs in ({"postproc": fails}, {"max_consecutive_failures": 1}):
+        with MultiTurnCollector(Flaky, guesser, data, episodes_per_batch=2, **kwargs) as collector:
+            with pytest.raises((KeyError, RuntimeError)):
+                in_time(lambda: next(iter(collector)))
+            assert collector.stats()["accepted"] == 0
+            assert settled(collector.stats())
+
+
+def test_the_statistics_add_up_at_any_moment(guesser):
+    data = [{"turns": 3}, {"turns": 2, "fail": OSError("no tool")}]
+    seen = []
+    with MultiTurnCollector(
+        Flaky, guesser, data, episodes_per_batch=20, max_concurrency=7, total_episodes=400
+    ) as collector:
+        run = threading.Thread(target=lambda: list(collector), daemon=True)
+        run.start()
+        while run.is_alive() and len(seen) < 100_000:
+            seen.append(collector.stats())
+        run.join(30)
+    assert all(s["accepted"] + s["rejected"] + s["running"] == s["started"] for s in seen)
+    assert max(s["running"] for s in seen) > 0
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
+    """Also at the interpreter's end: in a process of its own, which must not hang either."""
+    code = f"""
+    import os, signal, threading, time
+    from torchrl_mt.collectors import MultiTurnCollector
+    from torchrl_mt.envs import TextEnv, TextStep
+    from torchrl_mt.testing import tiny_chat_tokenizer
+    from tests.collectors.scripted import ScriptedEngine
+
+    tokenizer = tiny_chat_tokenizer("guess 8")
+    engine = ScriptedEngine(tokenizer, lambda _: [5, tokenizer.eos_token_id])
+
+    class Blocks(TextEnv):
+        def reset(self, data=None):
+            return [{{"role": "user", "content": "guess"}}]
+
+        def step(self, response):
+            if len(engine.calls) == 2:
+                threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            threading.Event().wait()
+
+        if {closes}:
+            def close(self):
+                print("closed")
+
+    collector = MultiTurnCollector(Blocks, engine, episodes_per_batch=2)
+    try:
+        next(iter(collector))
+    except KeyboardInterrupt:
+        print("interrupted", collector.stats()["rejected/cancelled"])
+    collector.shutdown()
+    print("down")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["closed"] * 2 * closes + ["interrupted", "2", "down"]
+
+
+def test_environments_close_in_peace_after_an_interrupt(guesser):
+    closed = []
+
+    class ClosesSlowly(Waits):
+        async def close(self):
+            await asyncio.sleep(0.05)
+            closed.append(1)
+
+    data = [{"turns": 1, "waits": [True]}]
+    with MultiTurnCollector(ClosesSlowly, guesser, data, episodes_per_batch=4) as collector:
+        threading.Thread(target=signal_main, args=[guesser], daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(collector))
+        # Nothing is left over when the interrupt is through: its tasks were waited for.
+        assert len(closed) == 4
+        assert settled(collector.stats())
+
+
+def test_shutdown_waits_no_longer_than_it_is_told(guesser):
+    class Stubborn(Waits):
+        async def step(self, response):
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+
+    collector = MultiTurnCollector(Stubborn, guesser, [{"turns": 1}], episodes_per_batch=1)
+    caller = Future()
+
+    def iterate():
+        try:
+            next(iter(collector))
+        except RuntimeError as error:
+            caller.set_result(str(error))
+
+    threading.Thread(target=iterate, daemon=True).start()
+    while not guesser.calls:
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError, match=r"within timeout=0.1 seconds"):
+        in_time(lambda: collector.shutdown(timeout=0.1))
+    assert "shut down" in caller.result(30)
+
+
+def test_a_shutdown_from_elsewhere_tells_the_caller(guesser):
+    data = [{"turns": 1, "waits": [True]}]
+    collector = MultiTurnCollector(Waits, guesser, data, episodes_per_batch=2)
+
+    def shut_down():
+        while len(guesser.calls) < 2:
+            time.sleep(0.01)
+        collector.shutdown()
+
+    threading.Thread(target=shut_down, daemon=True).start()
+    with pytest.raises(RuntimeError, match="the collector was shut down"):
+        in_time(lambda: next(iter(collector)))
+    assert settled(collector.stats())
+
+
+def test_a_turn_without_messages_leads_to_the_next_answer(guesser, tokenizer):
+    class Silent(Talk):
+        def step(self, response):
+            step = super().step(response)
+            return TextStep(reward=step.reward, done=step.done)
+
+    (batch,), _ = collect(Silent, guesser, [{"turns": 2}], episodes_per_batch=1, total_episodes=1)
+    first, second = batch.get(("tokens", "prompt"), as_list=True)
+    assert first[-1] == second[-1] == tokenizer.convert_tokens_to_ids("<assistant>")
+
+
+def test_what_an_environment_says_about_a_turn_is_kept(guesser):
+    class Says(Talk):
+        def step(self, response):
+            step = super().step(response)
+            return dataclasses.replace(step, info={"left": self.left} if self.left % 2 else None)
+
+    (batch,), _ = collect(Says, guesser, [{"turns": 3}], episodes_per_batch=1, total_episodes=1)
+    assert list(batch["info"]) == [None, {"left": 1}, None]
+    buffer = ReplayBuffer(storage=EpisodeStorage(10), writer=EpisodeWriter())
+    buffer.extend(batch)
+    assert list(buffer.storage[:]["info"]) == [None, {"left": 1}, None]
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        ("reset", "guess", r"TextEnv.reset must return a list of messages .* got str \(guess\)"),
+        ("reset", {"role": "user", "content": "x"}, r"reset must return a list .* got dict"),
+        ("reset", None, r"reset must return a list of messages .* got NoneType"),
+        ("reset", ["guess"], r"reset must return .* got str \(guess\) among them"),
+        ("step", {"reward": 1}, r"TextEnv.step must return a TextStep, got dict"),
+        ("step", TextStep(["higher"]), r"TextStep.messages must be a list .* got str"),
+        ("step", TextStep(reward=None), r"TextStep.reward must be a number, got NoneType"),
+    ],
+)
+def test_what_no_environment_may_return_is_named(guesser, method, value, message):
+    wrong = type("Wrong", (Talk,), {method: lambda self, _: value})
+    with (
+        MultiTurnCollector(wrong, guesser, [{"turns": 1}], episodes_per_batch=1) as collector,
+        pytest.raises(RuntimeError, match=message) as caught,
+    ):
+        next(iter(collector))
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_factory_of_something_else_is_named(guesser):
+    with (
+        MultiTurnCollector(lambda: object(), guesser, episodes_per_batch=1) as collector,
+        pytest.raises(RuntimeError, match=r"env must make a TextEnv .* got object"),
+    ):
+        next(iter(collector))
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_episode_tokens=100)])
+def test_a_conversation_ends_where_the_engine_does(guesser, limits):
+    # 6 tokens of opening, then 2 sampled and 4 of hint a turn: no room for a third turn.
+    guesser.max_total_tokens = 18
+    (batch,), stats = collect(
+        Talk, guesser, [{"turns": 9}], episodes_per_batch=1, total_episodes=1, limits=limits
+    )
+    assert list(batch["stop_reason"]) == ["", "max_episode_tokens"]
+    assert stats["rejected"] == 0
+
+
+def test_the_engines_longest_answer_holds_also_where_the_conversation_is_limited(guesser):
+    guesser.max_new_tokens = 1
+    (batch,), _ = collect(
+        Talk,
+        guesser,
+        [{"turns": 9}],
+        episodes_per_batch=1,
+        total_episodes=1,
+        limits=Limits(max_episode_tokens=100),
+    )
+    assert list(batch["stop_reason"]) == ["max_response_tokens"]
+
+
+def test_the_seed_is_restored(guesser):
+    def seeds(collector):
+        return [item["seed"] for item in next(iter(collector))["data"]]
+
+    def collector():
+        return MultiTurnCollector(GuessNumber(4, 1), guesser, episodes_per_batch=3)
+
+    with collector() as first, collector() as resumed:
+        first.set_seed(7)
+        seeds(first)
+        state = first.state_dict()
+        expected = seeds(first)
+        resumed.load_state_dict(state)
+        assert seeds(resumed) == expected
+        first.load_state_dict(state)
+        assert seeds(first) == expected
+        resumed.set_seed(7)
+        again = seeds(resumed)
+        first.set_seed(7)
+        assert seeds(first) == again != expected
+
+
+def test_the_position_in_an_iterator_is_restored(guesser):
+    def collector():
+        items = iter([{"turns": 1, "i": i} for i in range(9)])
+        return MultiTurnCollector(Talk, guesser, items, episodes_per_batch=3)
+
+    def numbers(collector):
+        return [item["i"] for item in next(iter(collector))["data"]]
+
+    with collector() as first, collector() as resumed:
+        numbers(first)
+        state = first.state_dict()
+        resumed.load_state_dict(state)
+        assert numbers(resumed) == numbers(first) == [3, 4, 5]
+        with pytest.raises(ValueError, match=r"got 3 items where 6 were taken"):
+            first.load_state_dict(state)
+
+
+def test_a_seed_reaches_torch(guesser):
+    with MultiTurnCollector(Talk, guesser, [{"turns": 1}], episodes_per_batch=1) as collector:
+        assert collector.set_seed(3) == 4
+        drawn = torch.rand(3)
+        assert collector.set_seed(3, static_seed=True) == 3
+        assert torch.equal(torch.rand(3), drawn)

@@ -34,6 +34,12 @@ def test_truncated_without_done_is_refused():
         TextStep(truncated=True)
 
 
+@pytest.mark.parametrize("messages", ["higher", {"role": "user", "content": "higher"}])
+def test_messages_are_a_list(messages):
+    with pytest.raises(TypeError, match=rf"must be a list .* got {type(messages).__name__}"):
+        TextStep(messages)
+
+
 def test_a_step_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         TextStep().reward = 1.0

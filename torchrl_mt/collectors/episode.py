@@ -33,6 +33,8 @@ class Turn:
     episode's last turn those after it."""
     reward: float = 0.0
     """The environment's reward for the response."""
+    info: Mapping[str, Any] | None = None
+    """What else the environment said about it."""
 
 
 @dataclass(slots=True)
@@ -75,7 +77,8 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         A TensorDict of batch size ``[ΣT]``, a step a turn. The token columns (``("tokens", "prompt")``,
         ``("tokens", "response")``, ``("log_probs", "response")``, ``("versions", "response")``) are
         lazily stacked, since their lengths differ; ``td.get(key, as_list=True)`` gives one tensor a
-        turn.
+        turn. The non-tensor columns are ``"text"`` (messages), ``"info"`` (the environment's
+        ``TextStep.info``, or ``None``), ``"data"`` and ``"stop_reason"``.
 
     Examples:
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [0], "stop"), messages=[])
@@ -127,6 +130,7 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "group": per_turn(episode.group for episode in episodes),
             "text": _objects(turn.messages for turn in turns),
+            "info": _objects(turn.info for turn in turns),
             "stop_reason": _objects(stop_reason),
             "data": _objects(episode.data for episode in episodes for _ in episode.turns),
         },

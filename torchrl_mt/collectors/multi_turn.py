@@ -10,7 +10,7 @@ import asyncio
 import copy
 import itertools
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,8 +22,9 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loop_thread import LoopThread
+from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
 from torchrl_mt.collectors.rollout import play_episode
+from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 
@@ -33,6 +34,10 @@ _logger = logging.getLogger("torchrl_mt")
 
 _CANCELLED = "cancelled"
 _INCOMPLETE_GROUP = "incomplete_group"
+
+
+class _EpisodeFailed(Exception):
+    """An episode was rejected for what it raised, which is this exception's cause."""
 
 
 class MultiTurnCollector(BaseCollector):
@@ -93,7 +98,18 @@ class MultiTurnCollector(BaseCollector):
         tokenizer: Any = None,
     ) -> None:
         super().__init__()
-        _require_sizes(episodes_per_batch, group_size, max_concurrency, total_episodes)
+        _require_sizes(
+            episodes_per_batch,
+            group_size,
+            max_concurrency,
+            total_episodes,
+            max_consecutive_failures,
+        )
+        if isinstance(policy, type):
+            raise TypeError(
+                "policy must be an engine (generate, update_weights, version, close), got the class "
+                f"{policy.__name__}: make an instance of it."
+            )
         if not isinstance(policy, Engine):
             raise TypeError(
                 "policy must be an engine (generate, update_weights, version, close), got "
@@ -115,10 +131,9 @@ class MultiTurnCollector(BaseCollector):
         self.max_consecutive_failures = max_consecutive_failures or episodes_per_batch
         self.postproc = postproc
         self._slots = asyncio.Semaphore(self.max_concurrency)
-        self._counts: Counter[str] = Counter()
-        self._num_groups = 0
-        self._consecutive_failures = 0
-        self._thread = LoopThread("torchrl_mt-rollout", max_workers=self.max_concurrency)
+        self._tally = Tally()
+        self._seed = self._num_groups = self._num_items = 0
+        self._thread = LoopThread("torchrl_mt-rollout")
 
     # Collecting
 
@@ -129,58 +144,66 @@ class MultiTurnCollector(BaseCollector):
             RuntimeError: if too many episodes in a row were rejected; its cause is the last failure.
         """
         while (size := self._next_batch_size()) > 0:
-            if self._thread.closed:
-                raise RuntimeError("the collector was shut down: make a new one.")
-            episodes = self._thread.run(self._collect(size))
-            if not episodes:
-                return
-            batch = episodes_to_tensordict(episodes)
-            if self.postproc is not None:
-                batch = self.postproc(batch)
-            if self.replay_buffer is None:
-                yield batch
-            else:
-                self.replay_buffer.extend(batch)
-                yield None
+            try:
+                episodes = self._thread.run(self._collect(size))
+                if not episodes:
+                    return
+                batch = self._deliver(episodes)
+            except LoopClosedError:
+                raise RuntimeError("the collector was shut down: make a new one.") from None
+            finally:
+                # Whatever cut the batch short, its episodes are not delivered.
+                self._tally.reject_running(_CANCELLED)
+            yield batch
+
+    def _deliver(self, episodes: list[Episode]) -> TensorDictBase | None:
+        """Write a batch where batches go; with it, its episodes are accepted."""
+        batch: TensorDictBase = episodes_to_tensordict(episodes)
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+        self._tally.accept(episodes)
+        return batch if self.replay_buffer is None else None
 
     def _next_batch_size(self) -> int:
         """How many episodes the next batch has; 0 when the run is over."""
         if self.total_episodes < 0:
             return self.episodes_per_batch
-        return min(self.episodes_per_batch, self.total_episodes - self._counts["accepted"])
+        return min(self.episodes_per_batch, self.total_episodes - self._tally.accepted)
 
     async def _collect(self, size: int) -> list[Episode]:
-        """Play groups until ``size`` episodes are accepted."""
+        """Play groups until ``size`` episodes came to their end."""
         finished: asyncio.Queue[asyncio.Task[list[Episode]]] = asyncio.Queue()
         running: set[asyncio.Task[list[Episode]]] = set()
-        accepted: list[Episode] = []
+        ended: list[Episode] = []
         items_left = True
         try:
-            while len(accepted) < size:
-                while items_left and len(accepted) + len(running) * self.group_size < size:
+            while len(ended) < size:
+                while items_left and len(ended) + len(running) * self.group_size < size:
                     try:
                         item = next(self._items)
                     except StopIteration:
                         items_left = False
                         break
-                    task = asyncio.create_task(self._play_group(item))
+                    task = asyncio.create_task(self._play_group(item, self._num_groups))
+                    self._num_groups += 1
+                    self._num_items += 1
                     running.add(task)
                     task.add_done_callback(finished.put_nowait)
                 if not running:
                     break
                 task = await finished.get()
                 running.discard(task)
-                accepted += task.result()
+                ended += task.result()
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        return sorted(accepted, key=lambda episode: episode.traj_id)
+        return sorted(ended, key=lambda episode: episode.traj_id)
 
-    async def _play_group(self, item: Any) -> list[Episode]:
+    async def _play_group(self, item: Any, group: int) -> list[Episode]:
         """Play the episodes that share an item; none if one of them is rejected."""
-        group = self._num_groups
-        self._num_groups += 1
         members = [
             Episode(item, group=group, traj_id=group * self.group_size + rank)
             for rank in range(self.group_size)
@@ -189,70 +212,54 @@ class MultiTurnCollector(BaseCollector):
         try:
             await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            await self._reject_siblings(tasks, _CANCELLED)
+            await _cancel(tasks)
+            self._tally.reject(members, _CANCELLED)
             raise
         except Exception as error:
-            await self._reject_siblings(tasks, _INCOMPLETE_GROUP)
-            self._give_up_if_only_failing(error)
-            return []
-        self._count_accepted(members)
+            await _cancel(tasks)
+            self._tally.reject(members, _INCOMPLETE_GROUP)
+            if isinstance(error, _EpisodeFailed):
+                return []
+            raise
+        self._tally.consecutive_failures = 0
         return members
 
     async def _play(self, episode: Episode) -> None:
         """Play one episode when there is room for it."""
         async with self._slots:
-            self._counts["started"] += 1
+            self._tally.start(episode)
+            playing = asyncio.create_task(self._failure_of(episode))
             try:
-                await play_episode(self._make_env(), self.engine, self._chat, self.limits, episode)
-            except asyncio.CancelledError as reason:
-                self._count_rejected(*reason.args or (_CANCELLED,))
+                await asyncio.wait([playing])
+            except asyncio.CancelledError:
+                playing.cancel()
+                await asyncio.wait([playing])
                 raise
-            except (Exception, SystemExit) as error:
-                self._count_rejected(type(error).__name__, error)
-                if isinstance(error, SystemExit):
-                    # It would end the rollout thread and leave the caller waiting.
-                    raise RuntimeError("the environment called sys.exit().") from error
-                raise
+            if (error := playing.result()) is not None:
+                self._tally.fail(episode, error)
+                self._give_up_if_only_failing(error)
+                raise _EpisodeFailed from error
 
-    async def _reject_siblings(self, tasks: list[asyncio.Task[None]], cause: str) -> None:
-        """Reject the members of a group that cannot become whole, finished or not."""
-        for task in tasks:
-            if not task.done():
-                task.cancel(cause)
-            elif not task.cancelled() and task.exception() is None:
-                self._count_rejected(cause)
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _failure_of(self, episode: Episode) -> BaseException | None:
+        """Play one episode and return what it raised, if it did.
 
-    def _give_up_if_only_failing(self, error: Exception) -> None:
+        As a task of its own, so that a cancellation that the environment brought about itself, or
+        swallowed, is not taken for ours; and returned, since ``sys.exit()`` in a task ends the loop.
+        """
+        try:
+            env = self._make_env()
+            await play_episode(env, self.engine, self._chat, self.limits, episode)
+        except BaseException as error:
+            return error
+        return None
+
+    def _give_up_if_only_failing(self, error: BaseException) -> None:
         """Raise once too many episodes in a row were rejected."""
-        if self._consecutive_failures >= self.max_consecutive_failures:
+        if self._tally.consecutive_failures >= self.max_consecutive_failures:
             raise RuntimeError(
-                f"{self._consecutive_failures} episodes in a row were rejected, the last for "
+                f"{self._tally.consecutive_failures} episodes in a row were rejected, the last for "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    def _count_accepted(self, episodes: list[Episode]) -> None:
-        """Enter whole episodes into the statistics."""
-        self._consecutive_failures = 0
-        self._counts["accepted"] += len(episodes)
-        for episode in episodes:
-            self._counts["turns"] += len(episode.turns)
-            self._counts["tokens"] += episode.num_tokens
-            self._counts["forks"] += episode.num_forks
-
-    def _count_rejected(self, cause: str, error: BaseException | None = None) -> None:
-        """Enter a rejected episode into the statistics; the first of its cause is logged."""
-        self._counts["rejected"] += 1
-        self._counts[f"rejected/{cause}"] += 1
-        if error is None:
-            return
-        self._consecutive_failures += 1
-        if self._counts[f"rejected/{cause}"] == 1:
-            _logger.warning(
-                "An episode was rejected for %s; more of this cause are only counted.",
-                cause,
-                exc_info=error,
-            )
 
     # TorchRL's collector protocol
 
@@ -266,15 +273,11 @@ class MultiTurnCollector(BaseCollector):
         """Counters since the collector was made.
 
         Returns:
-            ``started``, ``accepted``, ``rejected`` and ``running`` episodes, ``rejected/<cause>``, and
-            of the accepted ones ``turns``, ``tokens`` (sampled) and ``forks``.
+            ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (not settled yet)
+            episodes, ``rejected/<cause>``, and of the accepted ones ``turns``, ``tokens`` (sampled) and
+            ``forks``.
         """
-        names = ("started", "accepted", "rejected", "turns", "tokens", "forks")
-        stats: dict[str, int | float | bool] = {name: self._counts[name] for name in names}
-        stats |= {name: count for name, count in self._counts.items() if "/" in name}
-        stats["running"] = (
-            self._counts["started"] - self._counts["accepted"] - self._counts["rejected"]
-        )
+        stats: dict[str, int | float | bool] = {**self._tally.stats()}
         stats["policy_version"] = self.policy_version
         return stats
 
@@ -299,7 +302,9 @@ class MultiTurnCollector(BaseCollector):
         self.engine.update_weights(source)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the sampling of tokens and, without data, of the episodes.
+        """Seed torch's global generator and, without data, what episodes are reset with.
+
+        Tokens repeat as far as the engine samples them from that generator, in the same order.
 
         Args:
             seed: the seed.
@@ -310,24 +315,63 @@ class MultiTurnCollector(BaseCollector):
         """
         torch.manual_seed(seed)
         if self._data is None:
+            self._seed, self._num_items = seed, 0
             self._items = _seeds(seed)
         return seed if static_seed else seed + 1
 
     def state_dict(self) -> OrderedDict:
-        """Counters and the position in the data; the engine's weights are the model's."""
-        return OrderedDict(counts=dict(self._counts), num_groups=self._num_groups)
+        """Counters, seed and the position in the data; the engine's weights are the model's."""
+        return OrderedDict(
+            counts=self._tally.stats(),
+            num_groups=self._num_groups,
+            num_items=self._num_items,
+            seed=self._seed,
+        )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
-        """Go on where another collector over the same data stood."""
-        self._counts = Counter(state_dict["counts"])
+        """Go on where another collector over the same data stood.
+
+        Raises:
+            ValueError: if the data is an iterator of which this collector has taken more already.
+        """
+        missing = state_dict["num_items"] - self._num_items
+        if self._data is None:
+            items, missing = _seeds(state_dict["seed"]), state_dict["num_items"]
+        elif missing >= 0:
+            items = self._items
+        elif iter(self._data) is self._data:
+            raise ValueError(
+                "state_dict must not lie behind data that is an iterator, got "
+                f"{state_dict['num_items']} items where {self._num_items} were taken: make a new "
+                "collector."
+            )
+        else:
+            items, missing = _cycle(self._data), state_dict["num_items"]
+        self._items = itertools.islice(items, missing, None)
+        self._seed = state_dict["seed"]
+        self._num_items = state_dict["num_items"]
         self._num_groups = state_dict["num_groups"]
-        self._items = itertools.islice(_cycle(self._data), self._num_groups, None)
+        self._tally.load(state_dict["counts"])
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Cancel what runs and end the rollout thread. Repeated calls do nothing."""
-        self._thread.close()
+        """Cancel what runs and end the rollout thread. Repeated calls do nothing.
+
+        Args:
+            timeout: seconds to wait for environments to close; as long as it takes if ``None``.
+            close_env: not used: environments are closed with their episodes.
+            raise_on_error: raise if the time is over, rather than only log a warning.
+
+        Raises:
+            TimeoutError: if not everything has ended in time; what has not is left behind.
+        """
+        if self._thread.close(timeout):
+            return
+        message = f"the collector's environments did not end within timeout={timeout} seconds."
+        if raise_on_error:
+            raise TimeoutError(message)
+        _logger.warning(message)
 
     def __enter__(self) -> MultiTurnCollector:
         return self
@@ -343,13 +387,20 @@ class MultiTurnCollector(BaseCollector):
 
 
 def _require_sizes(
-    episodes_per_batch: int, group_size: int, max_concurrency: int | None, total_episodes: int
+    episodes_per_batch: int,
+    group_size: int,
+    max_concurrency: int | None,
+    total_episodes: int,
+    max_consecutive_failures: int | None,
 ) -> None:
     """Refuse sizes that do not fit together."""
     for name, value in {
         "episodes_per_batch": episodes_per_batch,
         "group_size": group_size,
         "max_concurrency": 1 if max_concurrency is None else max_concurrency,
+        "max_consecutive_failures": (
+            1 if max_consecutive_failures is None else max_consecutive_failures
+        ),
     }.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
@@ -365,12 +416,19 @@ def _env_factory(env: TextEnv | type[TextEnv] | Callable[[], TextEnv]) -> Callab
     """A callable that makes a fresh environment."""
     if isinstance(env, TextEnv):
         return lambda: copy.deepcopy(env)
-    if callable(env):
+    if callable(env) and (not isinstance(env, type) or issubclass(env, TextEnv)):
         return env
     raise TypeError(
         "env must be a TextEnv, a subclass of it, or a callable that makes one, got "
-        f"{type(env).__name__}."
+        f"{f'the class {env.__name__}' if isinstance(env, type) else type(env).__name__}."
     )
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cycle(data: Iterable[Any] | None) -> Iterator[Any]:

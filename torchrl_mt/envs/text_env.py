@@ -27,9 +27,11 @@ class TextStep:
         done: the episode is over, for whatever reason.
         truncated: the episode was cut short rather than finished, so what would have followed may
             still be worth something. Only with ``done=True``.
-        info: anything else worth keeping about the turn.
+        info: anything else worth keeping about the turn; a collector writes it to the non-tensor
+            column ``"info"``.
 
     Raises:
+        TypeError: if ``messages`` is a single message or a string.
         ValueError: if ``truncated`` is set on a step that is not ``done``.
 
     Examples:
@@ -45,6 +47,11 @@ class TextStep:
     info: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.messages, (str, Mapping)):
+            raise TypeError(
+                "messages must be a list of messages such as {'role': 'user', 'content': '...'}, got "
+                f"{type(self.messages).__name__} ({str(self.messages)[:80]})."
+            )
         if self.truncated and not self.done:
             raise ValueError(
                 "TextStep(truncated=True) ends the episode and needs done=True, got done=False."

@@ -1,0 +1,103 @@
+"""What became of every episode.
+
+``accepted + rejected + running == started`` at any moment, whichever thread looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from torchrl_mt.collectors.episode import Episode
+
+__all__ = ["Tally"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+
+class Tally:
+    """Counters of episodes; each episode that starts is accepted or rejected once.
+
+    Examples:
+        >>> tally = Tally()
+        >>> tally.start(episode := Episode(data=None, traj_id=0))
+        >>> tally.reject([episode], "cancelled")
+        >>> tally.accept([episode])
+        >>> tally.stats()["rejected/cancelled"], tally.stats()["accepted"]
+        (1, 0)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._running: dict[int, Episode] = {}
+        self.consecutive_failures = 0
+        """Episodes that failed since one last came to its end; siblings that shared their fate are
+        not counted."""
+
+    @property
+    def accepted(self) -> int:
+        """How many episodes were accepted."""
+        return self._counts["accepted"]
+
+    def start(self, episode: Episode) -> None:
+        """Enter an episode that begins."""
+        with self._lock:
+            self._counts["started"] += 1
+            self._running[episode.traj_id] = episode
+
+    def accept(self, episodes: Iterable[Episode]) -> None:
+        """Enter episodes that were delivered."""
+        with self._lock:
+            for episode in self._settle(episodes):
+                self._counts["accepted"] += 1
+                self._counts["turns"] += len(episode.turns)
+                self._counts["tokens"] += episode.num_tokens
+                self._counts["forks"] += episode.num_forks
+
+    def reject(self, episodes: Iterable[Episode], cause: str) -> None:
+        """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
+        with self._lock:
+            for _ in self._settle(episodes):
+                self._counts["rejected"] += 1
+                self._counts[f"rejected/{cause}"] += 1
+
+    def reject_running(self, cause: str) -> None:
+        """Enter every episode that is not settled."""
+        with self._lock:
+            running = tuple(self._running.values())
+        self.reject(running, cause)
+
+    def fail(self, episode: Episode, error: BaseException) -> None:
+        """Enter an episode that raised; the first of its cause is logged."""
+        cause = type(error).__name__
+        self.reject([episode], cause)
+        self.consecutive_failures += 1
+        if self._counts[f"rejected/{cause}"] == 1:
+            _logger.warning(
+                "An episode was rejected for %s; more of this cause are only counted.",
+                cause,
+                exc_info=error,
+            )
+
+    def stats(self) -> dict[str, int]:
+        """Copy all counters; ``turns``, ``tokens`` and ``forks`` are of accepted episodes."""
+        with self._lock:
+            names = ("started", "accepted", "rejected", "turns", "tokens", "forks")
+            stats = {name: self._counts[name] for name in names}
+            stats |= {name: count for name, count in self._counts.items() if "/" in name}
+            stats["running"] = len(self._running)
+            return stats
+
+    def load(self, stats: Mapping[str, int]) -> None:
+        """Go on from another tally's :meth:`stats`; what ran there does not run here."""
+        with self._lock:
+            self._counts = Counter(stats)
+            self._counts["started"] -= self._counts.pop("running", 0)
+
+    def _settle(self, episodes: Iterable[Episode]) -> list[Episode]:
+        """Take from the running episodes those of ``episodes`` that are among them."""
+        found = [self._running.pop(episode.traj_id, None) for episode in episodes]
+        return [episode for episode in found if episode is not None]
