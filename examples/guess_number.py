@@ -368,6 +368,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.prompt = args.prompt or (PROMPT_FOR_LARGER_MODELS if args.model else PROMPT)
     try:
+        args.prompt.format(numbers=args.numbers)
+    except (LookupError, ValueError, AttributeError) as error:
+        parser.error(f"--prompt: only {{numbers}} is filled in, write {{{{ for a brace: {error!r}")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        parser.error(f"--device: cannot use {args.device}: {str(error).splitlines()[0]}")
+    try:
         args.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:

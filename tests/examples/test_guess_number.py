@@ -109,11 +109,16 @@ def test_a_full_disk_leaves_nothing_half_written(example, tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize(
-    "args", [["--numbers", "0"], ["--updates", "x"], ["--seed", "a"], ["--nonsense"]]
+    "args",
+    [
+        *(["--numbers", "0"], ["--updates", "x"], ["--seed", "a"], ["--nonsense"]),
+        *(["--prompt", "guess {x}"], ["--prompt", "guess {"], ["--prompt", "guess {}"]),
+        *(["--device", "nowhere"], ["--device", "cuda:99"]),
+    ],
 )
-def test_bad_arguments_are_refused(example, args, capsys):
+def test_bad_arguments_are_refused(example, args, capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
-        example.main(args)
+        example.main([*args, "--out", str(tmp_path)])
     assert stopped.value.code == 2
     assert args[0] in capsys.readouterr().err
 
