@@ -901,3 +901,15 @@ def test_a_seed_reaches_torch(guesser):
         drawn = torch.rand(3)
         assert collector.set_seed(3, static_seed=True) == 3
         assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_stop_iteration_keeps_its_place(guesser):
+    data = [{"turns": 1, "fail": StopIteration("mine")}]
+    with (
+        MultiTurnCollector(
+            type("Threaded", (Flaky,), {"inline": False}), guesser, data, episodes_per_batch=1
+        ) as collector,
+        pytest.raises(RuntimeError) as caught,
+    ):
+        next(iter(collector))
+    assert str(caught.value.__cause__.__cause__) == "mine"
