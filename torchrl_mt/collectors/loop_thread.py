@@ -12,10 +12,10 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["LoopClosedError", "LoopThread", "call_in_thread"]
+__all__ = ["LoopClosedError", "LoopThread", "call_in_thread", "cancel_all"]
 
 _T = TypeVar("_T")
 _PATIENCE = 5.0
@@ -170,12 +170,13 @@ class _Jobs:
 
     async def _settle(self) -> None:
         """Let the coroutines end what they began, then cancel what is left."""
-        await _cancel(set(self._tasks))
-        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        await cancel_all(set(self._tasks))
+        await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
 
 
-async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended."""
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,8 +21,9 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
+from torchrl_mt.collectors.items import cycle, seeds
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
+from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread, cancel_all
 from torchrl_mt.collectors.rollout import play_episode
 from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.engines import Engine
@@ -121,7 +122,7 @@ class MultiTurnCollector(BaseCollector):
             getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
         )
         self._data = data
-        self._items = _cycle(data)
+        self._items = cycle(data)
         self.episodes_per_batch = episodes_per_batch
         self.group_size = group_size
         self.max_concurrency = max_concurrency or episodes_per_batch
@@ -197,9 +198,7 @@ class MultiTurnCollector(BaseCollector):
                 running.discard(task)
                 ended += task.result()
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel_all(running)
         return sorted(ended, key=lambda episode: episode.traj_id)
 
     async def _play_group(self, item: Any, group: int) -> list[Episode]:
@@ -212,11 +211,11 @@ class MultiTurnCollector(BaseCollector):
         try:
             await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            await _cancel(tasks)
+            await cancel_all(tasks)
             self._tally.reject(members, _CANCELLED)
             raise
         except Exception as error:
-            await _cancel(tasks)
+            await cancel_all(tasks)
             self._tally.reject(members, _INCOMPLETE_GROUP)
             if isinstance(error, _EpisodeFailed):
                 return []
@@ -316,7 +315,7 @@ class MultiTurnCollector(BaseCollector):
         torch.manual_seed(seed)
         if self._data is None:
             self._seed, self._num_items = seed, 0
-            self._items = _seeds(seed)
+            self._items = seeds(seed)
         return seed if static_seed else seed + 1
 
     def state_dict(self) -> OrderedDict:
@@ -336,7 +335,7 @@ class MultiTurnCollector(BaseCollector):
         """
         missing = state_dict["num_items"] - self._num_items
         if self._data is None:
-            items, missing = _seeds(state_dict["seed"]), state_dict["num_items"]
+            items, missing = seeds(state_dict["seed"]), state_dict["num_items"]
         elif missing >= 0:
             items = self._items
         elif iter(self._data) is self._data:
@@ -346,7 +345,7 @@ class MultiTurnCollector(BaseCollector):
                 "collector."
             )
         else:
-            items, missing = _cycle(self._data), state_dict["num_items"]
+            items, missing = cycle(self._data), state_dict["num_items"]
         self._items = itertools.islice(items, missing, None)
         self._seed = state_dict["seed"]
         self._num_items = state_dict["num_items"]
@@ -422,29 +421,3 @@ def _env_factory(env: TextEnv | type[TextEnv] | Callable[[], TextEnv]) -> Callab
         "env must be a TextEnv, a subclass of it, or a callable that makes one, got "
         f"{f'the class {env.__name__}' if isinstance(env, type) else type(env).__name__}."
     )
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _cycle(data: Iterable[Any] | None) -> Iterator[Any]:
-    """The items of ``data``, endlessly unless it is an iterator; refuses empty data at once."""
-    if data is None:
-        return _seeds(0)
-    items = iter(data)
-    try:
-        first = next(items)
-    except StopIteration:
-        raise ValueError("data must hold at least one item, got none.") from None
-    if items is data:
-        return itertools.chain([first], items)
-    return itertools.chain([first], items, itertools.chain.from_iterable(itertools.repeat(data)))
-
-
-def _seeds(start: int) -> Iterator[dict[str, int]]:
-    """What episodes are reset with when there is no data."""
-    return ({"seed": seed} for seed in itertools.count(start * 1_000_003))
