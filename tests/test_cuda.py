@@ -1,0 +1,124 @@
+"""The same results on a CUDA device as on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives.functional import group_advantage, masked_gae, masked_returns
+from torchrl_mt.transforms import DiscountedReturn, MergeTurns
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def episodes(lengths: list[int]) -> TensorDict:
+    done = torch.cat([torch.arange(n) == n - 1 for n in lengths])[:, None]
+    seen = torch.randn(len(done) + 1, 3)
+    return TensorDict(
+        {
+            "observation": seen[:-1],
+            "next": {"observation": seen[1:], "reward": torch.randn(len(done), 1), "done": done},
+        },
+        [len(done)],
+    )
+
+
+def test_masked_functions_agree_with_the_cpu():
+    torch.manual_seed(0)
+    reward, value = torch.randn(2, 8, 50)
+    mask = torch.rand(8, 50) < 0.4
+    on_gpu = [x.cuda() for x in (reward, value, mask)]
+    for got, expected in zip(
+        masked_gae(*on_gpu, 0.9, 0.8), masked_gae(reward, value, mask, 0.9, 0.8), strict=True
+    ):
+        torch.testing.assert_close(got.cpu(), expected)
+    got = masked_returns(on_gpu[0], on_gpu[2], 0.9)
+    torch.testing.assert_close(got.cpu(), masked_returns(reward, mask, 0.9))
+    group = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3])
+    got = group_advantage(reward[:, 0].cuda(), group.cuda(), "grpo")
+    torch.testing.assert_close(got.cpu(), group_advantage(reward[:, 0], group, "grpo"))
+
+
+@pytest.mark.parametrize("sampler", [ClipSampler(slice_len=4), EpisodeSampler()])
+def test_a_storage_on_the_gpu_gives_what_was_written(sampler):
+    torch.manual_seed(0)
+    data = episodes([7, 5, 9])
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(100, device="cuda"),
+        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
+        sampler=sampler,
+        batch_size=8,
+    )
+    buffer.extend(data)
+    stored = buffer[:]
+    assert stored["observation"].is_cuda
+    assert torch.equal(stored["observation"].cpu(), data["observation"])
+    assert torch.equal(stored["next", "observation"].cpu(), data["next", "observation"])
+    expected = DiscountedReturn(0.9)(data.clone())["next", "return"]
+    torch.testing.assert_close(stored["next", "return"].cpu(), expected)
+    assert buffer.sample()["observation"].is_cuda
+
+
+def test_a_model_on_the_gpu_plays_and_learns(model, tokenizer):
+    model.cuda()
+    engine = TransformersEngine(model, tokenizer)
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(1000),
+        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
+        sampler=EpisodeSampler(replacement=False),
+        transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
+        batch_size=32,
+    )
+    with MultiTurnCollector(
+        GuessNumber(16, 5),
+        engine,
+        episodes_per_batch=32,
+        total_episodes=64,
+        limits=Limits(max_turns=5, max_response_tokens=3),
+        replay_buffer=buffer,
+    ) as collector:
+        maker = ExperienceMaker(model, advantage="turn", old_log_probs="actor")
+        for update, _ in enumerate(collector):
+            rows = maker(buffer.sample().to("cuda"))
+            mask = rows["masks", "all_assistant_mask"]
+            assert (rows["versions", "full"][mask] == update).all()
+            sampled, scored = rows["log_probs", "full"][mask], rows["log_probs", "old"][mask]
+            torch.testing.assert_close(sampled, scored, atol=1e-3, rtol=0)
+            MultiTurnLoss(model)(rows)["loss_objective"].backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.01 * parameter.grad)
+            collector.update_policy_weights_(model)
+            buffer.empty()
+    engine.close()
+
+
+def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):
+    model.cuda()
+    engine = TransformersEngine(model, tokenizer)
+    engine._stop_ids = frozenset()
+
+    async def run():
+        tasks = [
+            asyncio.create_task(engine.generate([5, 6, 7], max_new_tokens=300)) for _ in range(8)
+        ]
+        while not engine._manager.batch_processor or engine._manager.current_batch < 30:
+            assert not any(task.done() for task in tasks)
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.update_weights)
+        return await asyncio.wait_for(asyncio.gather(*tasks), timeout=120)
+
+    answers = asyncio.run(run())
+    engine.close()
+    for answer in answers:
+        assert len(answer.token_ids) == 300
+        assert set(answer.versions) == {0, 1}
