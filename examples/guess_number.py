@@ -343,7 +343,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--numbers", type=positive, default=16, help="the number is from 1 to this")
     parser.add_argument("--turns", type=positive, default=5, help="guesses a game allows")
-    parser.add_argument("--updates", type=positive, default=100, help="rounds of play and training")
+    parser.add_argument("--updates", type=positive, default=150, help="rounds of play and training")
     parser.add_argument(
         "--model",
         metavar="NAME_OR_PATH",
