@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tensordict import lazy_stack as stack
 from torchrl.data import (
     LazyTensorStorage,
     ReplayBuffer,
@@ -64,6 +65,217 @@ def test_clips_are_runs_of_one_episode(make, lengths, span, strict, weighting, t
     assert len(starts) == 6
 
 
+def joined(steps):
+    """Slow reference: what consecutive steps become when taken as one."""
+    if len(steps) == 1:
+        return steps[0]
+    out, last = steps[0].clone(), steps[-1]
+    out["next"] = last["next"].clone()
+    if "action" in out:
+        actions = [step["action"] for step in steps]
+        out["action"] = torch.cat(actions) if actions[0].ndim else torch.stack(actions)
+    out["next", "reward"] = torch.stack([step["next", "reward"] for step in steps]).sum(0)
+    for flag in ("done", "terminated", "truncated"):
+        if ("next", flag) in out.keys(True):
+            out["next", flag] = torch.stack([step["next", flag] for step in steps]).any(0)
+    return out
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=15),
+    slice_len=st.integers(1, 4),
+    stride=st.integers(1, 4),
+    form=st.sampled_from(["flat", "short", "clips"]),
+    weighting=st.sampled_from(["clip", "episode"]),
+    shape=st.sampled_from([(), (2,), (2, 3)]),
+    turns=st.booleans(),
+)
+def test_clips_are_those_sliced_from_the_stored_episodes(
+    make, lengths, slice_len, stride, form, weighting, shape, turns
+):
+    torch.manual_seed(0)
+    strict, layout = form != "short", "clips" if form == "clips" else "flat"
+    rb = buffer(
+        max_steps=40,
+        slice_len=slice_len,
+        stride=stride,
+        strict_length=strict,
+        weighting=weighting,
+        layout=layout,
+        seed=slice_len,
+    )
+    for k, length in enumerate(lengths):
+        data = (make.turns if turns else make.vectors)([length], seed=k, first_id=k)
+        if not turns:
+            data["action"] = torch.randn(length, *shape)
+            data["next", "reward"] = torch.randint(-9, 9, (length, 1)).float()
+            data["next", "terminated"] = torch.rand(length, 1) < 0.5
+        else:
+            for step in data.tensordicts:
+                step["next", "reward"] = torch.randint(-9, 9, (1,)).float()
+        rb.extend(data)
+    episodes = list(rb.storage.episodes())
+    least = slice_len * stride if strict else stride
+    longest = max(len(episode) for episode in episodes)
+    if longest < least:
+        with pytest.raises(RuntimeError, match=f"{least} steps: the longest has {longest}"):
+            rb.sample(5 * slice_len)
+        assert not rb.can_sample(5 * slice_len)
+        assert rb.sampler._sampleable_count(rb.storage, 5 * slice_len) == 0
+        return
+    assert rb.can_sample(5 * slice_len)
+    sample, info = rb.sample(5 * slice_len, return_info=True)
+    if layout == "clips":
+        assert sample.batch_size == info["index"].shape == (5, slice_len)
+    index, ends = info["index"].flatten().tolist(), info["next", "truncated"].flatten().tolist()
+    place = [(e, t) for e, episode in enumerate(episodes) for t in range(len(episode))]
+    expected, fresh, previous = [], True, 0
+    for i, end in zip(index, ends, strict=True):
+        e, t = place[i]
+        length = len(episodes[e])
+        if fresh:
+            first, kept = (e, t), slice_len if strict else min(slice_len, length // stride)
+            assert length >= slice_len * stride or t == 0
+        else:
+            assert (e, t) == (first[0], previous + stride)
+        assert t + stride <= length
+        assert end == (t == first[1] + (kept - 1) * stride)
+        expected.append(joined([episodes[e][k] for k in range(t, t + stride)]))
+        fresh, previous = end, t
+    assert fresh
+    assert sum(ends) == 5
+    flat = sample.reshape(-1) if layout == "clips" else sample
+    assert make.steps(flat) == make.steps(stack(expected))
+    done = torch.stack([step["next", "done"] for step in expected]).flatten()
+    assert info["next", "done"].flatten().tolist() == (done | torch.tensor(ends)).tolist()
+    if not turns:
+        flag = torch.stack([step["next", "terminated"] for step in expected])
+        assert torch.equal(info["next", "terminated"].flatten(), flag.flatten())
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("form", [{"slice_len": 4}, {"num_slices": 5}])
+def test_layouts_differ_in_shape_only(make, cls, stride, form):
+    samples = []
+    for layout in ("flat", "clips"):
+        rb = buffer(cls, layout=layout, stride=stride, **form)
+        rb.extend(make.vectors([9, 12, 8]))
+        samples.append(rb.sample(20, return_info=True))
+    (flat, flat_info), (clips, clips_info) = samples
+    assert flat.batch_size == (20,)
+    assert clips.batch_size == (5, 4)
+    assert make.steps(clips.reshape(20)) == make.steps(flat)
+    assert flat_info.keys() == clips_info.keys()
+    for key, value in flat_info.items():
+        assert torch.equal(clips_info[key], value.unflatten(0, (5, 4)))
+    assert clips["next", "reward"].shape == (5, 4, 1)
+    if cls is TensorDictReplayBuffer:
+        assert clips["next", "truncated"].squeeze(-1).tolist() == [[False] * 3 + [True]] * 5
+        assert clips["is_init"][:, 0].all()
+
+
+def test_a_strided_clip_by_hand():
+    rb = buffer(slice_len=2, stride=3, layout="clips")
+    steps = torch.arange(6.0)
+    done = torch.arange(6)[:, None] == 5
+    rb.extend(
+        TensorDict(
+            {
+                "observation": steps[:, None],
+                "action": torch.stack([steps, -steps], 1),
+                "next": {"observation": steps[:, None] + 1, "reward": 10.0**steps, "done": done},
+            },
+            [6],
+        )
+    )
+    sample, info = rb.sample(2, return_info=True)
+    assert info["index"].tolist() == [[0, 3]]
+    assert sample["observation"].tolist() == [[[0.0], [3.0]]]
+    assert sample["next", "observation"].tolist() == [[[3.0], [6.0]]]
+    assert sample["action"].tolist() == [[[0, 0, 1, -1, 2, -2], [3, -3, 4, -4, 5, -5]]]
+    assert sample["next", "reward"].tolist() == [[111.0, 111000.0]]
+    assert sample["next", "done"].tolist() == [[[False], [True]]]
+
+
+def test_strides_need_actions_and_rewards_of_one_shape(make):
+    rb = buffer(slice_len=2, stride=2)
+    data = make.turns([5])
+    for k, step in enumerate(data.tensordicts):
+        step["action"] = torch.arange(k)
+    rb.extend(data)
+    with pytest.raises(ValueError, match=r"'action' .* got a ragged entry: use stride=1"):
+        rb.sample(4)
+    rb.extend(data)
+    rb.set_sampler(ClipSampler(slice_len=2))
+    assert rb.sample(4).batch_size == (4,)
+
+
+@pytest.mark.parametrize("layout", ["flat", "clips"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_selector_chooses(make, layout, stride):
+    calls = []
+
+    def selector(step, storage, num_slices, span):
+        calls.append((step, storage, num_slices, span))
+        return torch.arange(step * num_slices, (step + 1) * num_slices) % storage.num_clips(span)
+
+    rb = buffer(
+        max_steps=30, slice_len=2, stride=stride, selector=selector, layout=layout, prefetch=None
+    )
+    rb.extend(make.vectors([9, 8]))
+    rb.extend(make.vectors([9, 3, 4], seed=1, first_id=2))
+    span, starts, first = 2 * stride, [], 0
+    for length in rb.storage.lengths.tolist():
+        starts += range(first, first + max(length - span + 1, 0))
+        first += length
+    assert len(starts) == rb.storage.num_clips(span)
+    for step in range(4):
+        _, info = rb.sample(10, return_info=True)
+        assert calls.pop() == (step, rb.storage, 5, span)
+        chosen = [starts[(step * 5 + k) % len(starts)] for k in range(5)]
+        assert info["index"].reshape(5, 2).tolist() == [[i, i + stride] for i in chosen]
+    state = rb.sampler.state_dict()
+    other = ClipSampler(slice_len=2, stride=stride, selector=selector)
+    other.load_state_dict(state)
+    other.sample(rb.storage, 10)
+    assert calls.pop()[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([0, 1], TypeError, "int64 tensor of clip indices, got list"),
+        (torch.tensor([0.0, 1.0]), ValueError, r"int64 and shape \(2,\), got torch.float32"),
+        (torch.tensor([0, 1], dtype=torch.int32), ValueError, r"got torch.int32 and \(2,\)"),
+        (torch.tensor([True, False]), ValueError, "got torch.bool"),
+        (torch.tensor([0]), ValueError, r"shape \(2,\), got torch.int64 and \(1,\)"),
+        (torch.tensor([[0], [1]]), ValueError, r"got torch.int64 and \(2, 1\)"),
+        (torch.tensor([0, -1]), ValueError, r"in \[0, 7\).* 3 steps .* from -1 to 0"),
+        (torch.tensor([7, 2]), ValueError, r"in \[0, 7\).* 3 steps .* from 2 to 7"),
+    ],
+)
+def test_what_a_selector_gives_is_checked(make, given, error, message):
+    steps = []
+    rb = buffer(slice_len=3, selector=lambda step, *_: steps.append(step) or given)
+    rb.extend(make.vectors([9]))
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            rb.sample(6)
+    assert steps == [0, 0]
+
+
+def test_the_count_of_samples_is_saved(make, tmp_path):
+    rb = buffer(slice_len=3)
+    rb.extend(make.vectors([9]))
+    rb.sample(6)
+    rb.dumps(tmp_path)
+    other = buffer(slice_len=3)
+    other.loads(tmp_path)
+    assert other.sampler.state_dict() == rb.sampler.state_dict() == {"step": 1}
+
+
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("form", [{"slice_len": 4}, {"num_slices": 5}])
 def test_marks_are_those_of_slice_sampler(make, cls, form):
@@ -113,10 +325,17 @@ def test_marks_can_be_switched_off(make):
 
 @pytest.mark.parametrize("weighting", ["clip", "episode"])
 @pytest.mark.parametrize("strict", [True, False])
-def test_clips_are_drawn_uniformly(make, weighting, strict):
-    lengths, span = [3, 4, 5, 9, 2], 4
+@pytest.mark.parametrize("stride", [1, 2])
+def test_clips_are_drawn_uniformly(make, weighting, strict, stride):
+    lengths, span = [3, 4, 5, 1, 9, 2], 4
+    slice_len = span // stride
     rb = buffer(
-        max_steps=sum(lengths), slice_len=span, weighting=weighting, strict_length=strict, seed=1
+        max_steps=sum(lengths),
+        slice_len=slice_len,
+        stride=stride,
+        weighting=weighting,
+        strict_length=strict,
+        seed=1,
     )
     rb.extend(make.vectors([7] * 12))
     rb.extend(make.vectors([*lengths], seed=1))
@@ -124,21 +343,21 @@ def test_clips_are_drawn_uniformly(make, weighting, strict):
     law = {}
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     for first, length in zip(starts.tolist(), lengths, strict=True):
-        clips = length - span + 1 if strict else max(length - span + 1, 1)
+        clips = length - span + 1 if strict else max(length - span + 1, int(length >= stride))
         for k in range(max(clips, 0)):
             law[first + k] = 1.0 if weighting == "clip" else 1.0 / clips
     counts, draws = dict.fromkeys(law, 0), 0
     for _ in range(40):
-        index, info = rb.sampler.sample(rb.storage, 500 * span)
+        index, info = rb.sampler.sample(rb.storage, 500 * slice_len)
         ends = info["next", "truncated"].squeeze(-1).roll(1)
         for i in index[ends].tolist():
             counts[i] += 1
             draws += 1
     expected = {i: draws * p / sum(law.values()) for i, p in law.items()}
     chi2 = sum((counts[i] - e) ** 2 / e for i, e in expected.items())
-    # The 0.9999 quantile of chi-square with 9 degrees of freedom is 33.7.
+    # The 0.9999 quantile of chi-square with 11 degrees of freedom is 37.4.
     assert draws == 20000
-    assert chi2 < 33.7
+    assert chi2 < 37.4
 
 
 def test_the_buffers_generator_decides(make):
@@ -186,6 +405,20 @@ def test_a_selection_outlives_a_write(make):
     assert make.steps(rb.storage.get(index)) == [stored[i] for i in index.tolist()]
 
 
+@pytest.mark.parametrize("layout", ["flat", "clips"])
+def test_a_strided_selection_outlives_a_write(make, layout):
+    reads = []
+    for write in (False, True):
+        rb = buffer(max_steps=10, slice_len=3, stride=2, layout=layout)
+        rb.extend(make.vectors([9]))
+        index, _ = rb.sampler.sample(rb.storage, 6)
+        if write:
+            rb.extend(make.vectors([9], seed=1, first_id=1))
+        reads.append(rb.storage.get(index))
+    assert reads[0].batch_size == reads[1].batch_size == index.shape
+    assert make.steps(reads[0].reshape(-1)) == make.steps(reads[1].reshape(-1))
+
+
 def test_selections_that_are_not_read_are_forgotten(make):
     rb = buffer(slice_len=3)
     rb.extend(make.vectors([9]))
@@ -207,10 +440,22 @@ def test_bad_arguments_are_refused(make):
     for kwargs in ({}, {"slice_len": 2, "num_slices": 2}):
         with pytest.raises(TypeError, match="exactly one of slice_len and num_slices"):
             ClipSampler(**kwargs)
-    with pytest.raises(ValueError, match="slice_len must be positive"):
+    with pytest.raises(ValueError, match="slice_len must be a positive integer, got 0"):
         ClipSampler(slice_len=0)
     with pytest.raises(ValueError, match="weighting must be"):
         ClipSampler(slice_len=2, weighting="x")
+    for stride in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"stride must be a positive integer, got {stride}"):
+            ClipSampler(slice_len=2, stride=stride)
+    with pytest.raises(ValueError, match="layout must be"):
+        ClipSampler(slice_len=2, layout="x")
+    with pytest.raises(ValueError, match="use strict_length=True"):
+        ClipSampler(slice_len=2, layout="clips", strict_length=False)
+    with pytest.raises(TypeError, match=r"selector must be a function .*, got int"):
+        ClipSampler(slice_len=2, selector=3)
+    for kwargs in ({"strict_length": False}, {"weighting": "episode"}):
+        with pytest.raises(ValueError, match="selector chooses among the clips of full length"):
+            ClipSampler(slice_len=2, selector=lambda *_: None, **kwargs)
     rb = buffer(slice_len=4)
     with pytest.raises(RuntimeError, match="nothing is stored"):
         rb.sample(8)

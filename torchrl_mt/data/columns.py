@@ -14,9 +14,17 @@ from torch import Tensor
 
 from torchrl_mt.data.ring import Blocks, Moves, Ring
 from torchrl_mt.data.schema import Entry, bits
-from torchrl_mt.data.steps import Column, Objects, Rows, own, step_tensors
+from torchrl_mt.data.steps import Column, Objects, Path, Rows, own, step_tensors
 
-__all__ = ["DenseColumn", "NextColumn", "ObjectColumn", "RaggedColumn", "RowPlan", "StoredColumn"]
+__all__ = [
+    "DenseColumn",
+    "NextColumn",
+    "ObjectColumn",
+    "RaggedColumn",
+    "ReadPlan",
+    "RowPlan",
+    "StoredColumn",
+]
 
 
 class RowPlan:
@@ -46,6 +54,20 @@ class RowPlan:
         if self.span == 1:
             return self.starts
         return (self.starts[:, None] + torch.arange(self.span, device="cpu")).flatten()
+
+    def read(self, path: Path, column: StoredColumn) -> Column:
+        """The entry ``path``, which ``column`` stores, at the rows."""
+        return column.read(self)
+
+
+class ReadPlan(Protocol):
+    """What the store asks of a read: how many steps it gives, and each entry of them."""
+
+    def __len__(self) -> int:
+        """Number of steps."""
+
+    def read(self, path: Path, column: StoredColumn) -> Column:
+        """The entry ``path``, which ``column`` stores, at these steps, as new memory."""
 
 
 class StoredColumn(Protocol):

@@ -21,12 +21,13 @@ from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import FileCheckpointer
-from torchrl_mt.data.columns import RowPlan
+from torchrl_mt.data.columns import ReadPlan, RowPlan
 from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.ring import runs
 from torchrl_mt.data.schema import Schema
 from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
 from torchrl_mt.data.store import EpisodeStore
+from torchrl_mt.data.strides import StridePlan
 from torchrl_mt.data.table import EpisodeTable
 
 __all__ = ["EpisodeStorage", "Selection"]
@@ -39,8 +40,8 @@ class Selection:
     It stays readable when episodes are written, or leave, in between.
     """
 
-    plan: RowPlan
-    """The steps as ring rows."""
+    plan: ReadPlan
+    """Where the steps are read: ring rows."""
     version: int
     """How often the index tensor had been changed in place: one changed since is read anew."""
     read: dict[Path, Column] = field(default_factory=dict)
@@ -227,7 +228,8 @@ class EpisodeStorage(LazyStackStorage):
             if isinstance(index, Tensor) and index in self._selections:
                 selection = self._selections.pop(index)
                 if selection.version == _version(index):
-                    return self._pack(selection.plan, selection.read)
+                    data = self._pack(selection.plan, selection.read)
+                    return data if index.ndim == 1 else data.reshape(index.shape)
             steps, shape = resolve_index(index, self.table.num_steps)
             episodes, offsets = self.table.find(steps)
             data = self._pack(RowPlan(self.table.starts[episodes] + offsets))
@@ -248,27 +250,48 @@ class EpisodeStorage(LazyStackStorage):
     # ---- choosing -------------------------------------------------------------------------------
 
     def select(
-        self, episodes: Tensor, offsets: Tensor, spans: int | Tensor
+        self,
+        episodes: Tensor,
+        offsets: Tensor,
+        spans: int | Tensor,
+        *,
+        stride: int = 1,
+        rectangular: bool = False,
     ) -> tuple[Tensor, Selection]:
         """Select runs of consecutive steps; ``get(index)`` then reads them at once.
 
         Args:
             episodes: int64 ``[n]`` on the CPU, positions of the episodes (0 is the oldest).
             offsets: int64 ``[n]`` on the CPU, first step of each run within its episode.
-            spans: steps per run: one for all, or int64 ``[n]``.
+            spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
+            stride: how many stored steps are read as one; see
+                :class:`~torchrl_mt.data.strides.StridePlan`.
+            rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
 
         Returns:
-            the storage indices, int64 ``[N]`` on the storage's device, one run after the other,
-            and the selection, which lives as long as they do.
+            the storage indices (the first of each ``stride`` steps), int64 ``[N]`` on the
+            storage's device, one run after the other, and the selection, which lives as long as
+            they do.
         """
+        plan: ReadPlan
         with self.lock:
             steps = self.table.first_steps(episodes) + offsets
             rows = self.table.starts[episodes] + offsets
             if isinstance(spans, int):
-                index = (steps[:, None] + torch.arange(spans, device="cpu")).flatten()
-                plan = RowPlan(rows, spans)
-            else:
+                within = torch.arange(0, spans * stride, stride, device="cpu")
+                index = steps[:, None] + within
+                if not rectangular:
+                    index = index.flatten()
+                if stride == 1:
+                    plan = RowPlan(rows, spans)
+                else:
+                    plan = StridePlan((rows[:, None] + within).flatten(), stride)
+            elif stride == 1:
                 index, plan = runs(steps, spans), RowPlan(runs(rows, spans))
+            else:
+                within = runs(torch.zeros_like(spans), spans) * stride
+                index = torch.repeat_interleave(steps, spans) + within
+                plan = StridePlan(torch.repeat_interleave(rows, spans) + within, stride)
             index = index.to(self.device)
             selection = self._selections[index] = Selection(plan, _version(index))
             return index, selection
@@ -281,7 +304,7 @@ class EpisodeStorage(LazyStackStorage):
         path = _path(key)
         with self.lock:
             if path in self._store.columns and path not in selection.read:
-                selection.read[path] = self._store.columns[path].read(selection.plan)
+                selection.read[path] = selection.plan.read(path, self._store.columns[path])
             return selection.read.get(path)
 
     def first_values(self, key: NestedKey) -> Column:
@@ -365,8 +388,8 @@ class EpisodeStorage(LazyStackStorage):
 
     # ---- reading, inside ------------------------------------------------------------------------
 
-    def _pack(self, plan: RowPlan, known: dict[Path, Column] | None = None) -> Any:
-        """The steps at the rows of ``plan``; columns that are ``known`` are not read again."""
+    def _pack(self, plan: ReadPlan, known: dict[Path, Column] | None = None) -> Any:
+        """The steps of ``plan``; columns that are ``known`` are not read again."""
         return pack(self._store.read(plan, known), self.device)
 
     def _settle(self) -> None:

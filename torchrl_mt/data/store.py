@@ -23,6 +23,7 @@ from torchrl_mt.data.columns import (
     NextColumn,
     ObjectColumn,
     RaggedColumn,
+    ReadPlan,
     RowPlan,
     StoredColumn,
 )
@@ -122,8 +123,8 @@ class EpisodeStore:
         self.table.evict(episodes)
         self._ring.pop(next_start=first)
 
-    def read(self, plan: RowPlan, known: Mapping[Path, Column] | None = None) -> Steps:
-        """The steps at the rows of ``plan``; columns that are ``known`` are not read again.
+    def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
+        """The steps of ``plan``; columns that are ``known`` are not read again.
 
         Raises:
             IndexError: if nothing was ever stored.
@@ -132,7 +133,7 @@ class EpisodeStore:
             raise IndexError("nothing is stored yet")
         known = known or {}
         columns = {
-            path: known[path] if path in known else column.read(plan)
+            path: known[path] if path in known else plan.read(path, column)
             for path, column in self.columns.items()
         }
         return Steps(len(plan), columns, self.schema.root_class)

@@ -22,7 +22,7 @@ Weight = Literal["clips", "clips_or_whole", "episodes"]
 _MAX_TALLIES = 8
 
 
-def weigh(lengths: Tensor, span: int, weight: Weight) -> Tensor:
+def weigh(lengths: Tensor, span: int, weight: Weight, least: int = 1) -> Tensor:
     """How many units of choice an episode of each length offers.
 
     Args:
@@ -31,6 +31,7 @@ def weigh(lengths: Tensor, span: int, weight: Weight) -> Tensor:
         weight: ``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an
             episode shorter than ``span`` as one clip, ``"episodes"`` counts 1 for each episode
             that holds a clip.
+        least: with ``"clips_or_whole"``, episodes of fewer steps count nothing.
 
     Returns:
         int64 ``[E]``.
@@ -43,7 +44,7 @@ def weigh(lengths: Tensor, span: int, weight: Weight) -> Tensor:
     if weight == "clips":
         return clips.clamp_min(0)
     if weight == "clips_or_whole":
-        return clips.clamp_min(1)
+        return torch.where(lengths >= least, clips.clamp_min(1), 0)
     return (clips > 0).long()
 
 
@@ -63,7 +64,7 @@ class EpisodeTable:
         self._start = torch.zeros(64, dtype=torch.int64, device="cpu")
         self._steps = torch.zeros(65, dtype=torch.int64, device="cpu")
         """Steps before each episode and after the last, counted from anywhere."""
-        self._tallies: OrderedDict[tuple[Weight, int], Tensor] = OrderedDict()
+        self._tallies: OrderedDict[tuple[Weight, int, int], Tensor] = OrderedDict()
         """Units of choice likewise, for the spans last asked for."""
 
     @property
@@ -110,8 +111,8 @@ class EpisodeTable:
         self._length[new] = lengths
         self._start[new] = starts
         self._accumulate(self._steps, new, lengths)
-        for (weight, span), tally in self._tallies.items():
-            self._accumulate(tally, new, weigh(lengths, span, weight))
+        for (weight, span, least), tally in self._tallies.items():
+            self._accumulate(tally, new, weigh(lengths, span, weight, least))
         self._tail = tail
 
     def evict(self, episodes: int) -> None:
@@ -140,23 +141,26 @@ class EpisodeTable:
         """
         return self._search(self._steps, steps)
 
-    def total(self, weight: Weight, span: int) -> int:
+    def total(self, weight: Weight, span: int, least: int = 1) -> int:
         """Units of choice that the stored episodes offer together (see :func:`weigh`)."""
-        tally = self._tally(weight, span)
+        tally = self._tally(weight, span, least)
         return int(tally[self._tail] - tally[self._head])
 
-    def locate(self, units: Tensor, weight: Weight, span: int) -> tuple[Tensor, Tensor]:
+    def locate(
+        self, units: Tensor, weight: Weight, span: int, least: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """The episode of each unit of choice.
 
         Args:
-            units: int64 ``[n]`` in ``[0, total(weight, span))``.
+            units: int64 ``[n]`` in ``[0, total(weight, span, least))``.
             weight: what a unit is (see :func:`weigh`).
             span: steps per clip.
+            least: see :func:`weigh`.
 
         Returns:
             int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
         """
-        return self._search(self._tally(weight, span), units)
+        return self._search(self._tally(weight, span, least), units)
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
@@ -170,14 +174,14 @@ class EpisodeTable:
         return episodes, units.sub_(before[episodes])
 
     @torch.inference_mode(False)
-    def _tally(self, weight: Weight, span: int) -> Tensor:
+    def _tally(self, weight: Weight, span: int, least: int) -> Tensor:
         """Units before each episode, kept for the spans last asked for."""
-        key = (weight, span)
+        key = (weight, span, least)
         tally = self._tallies.get(key)
         if tally is None:
             tally = torch.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, weigh(self.lengths, span, weight))
+            self._accumulate(tally, stored, weigh(self.lengths, span, weight, least))
             self._tallies[key] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)
