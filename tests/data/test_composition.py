@@ -1,0 +1,438 @@
+"""What of TorchRL composes with the storage, row by row as in docs/torchrl.rst.
+
+Each combination gives the stored steps and never mixes episodes, or is refused by name.
+"""
+
+import pickle
+import threading
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import (
+    ConsumingSampler,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    PromptGroupSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    Sequence,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import (
+    PendulumEnv,
+    RenameTransform,
+    RewardScaling,
+    StepCounter,
+    TransformedEnv,
+)
+
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+
+BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
+# What a sampler of slices marks anew, and a TensorDictReplayBuffer adds.
+MARKS = {
+    ("is_init",),
+    ("next", "done"),
+    ("next", "terminated"),
+    ("next", "truncated"),
+    ("index",),
+    ("index", "index"),
+    ("index", "buffer_ids"),
+    ("staleness",),
+}
+KEY = "episode"
+
+
+def buffer(sampler=None, *, cls=ReplayBuffer, max_steps=40, batch_size=12, **kwargs):
+    return cls(
+        storage=EpisodeStorage(max_steps),
+        writer=EpisodeWriter(),
+        sampler=sampler,
+        batch_size=batch_size,
+        **kwargs,
+    )
+
+
+def unmarked(steps):
+    return [{key: leaf for key, leaf in step.items() if key not in MARKS} for step in steps]
+
+
+def check(make, rb, sample, span=1):
+    """The sample holds stored steps, in runs of ``span`` that follow each other in one episode."""
+    stored = {
+        (int(step[KEY]), int(step["step"])): leaves
+        for episode in rb.storage.episodes()
+        for step, leaves in zip(episode, unmarked(make.steps(episode)), strict=True)
+    }
+    where = list(zip(sample[KEY].tolist(), sample["step"].tolist(), strict=True))
+    assert where
+    assert unmarked(make.steps(sample)) == [stored[each] for each in where]
+    assert (sample[KEY].view(-1, span).diff() == 0).all()
+    assert (sample["step"].view(-1, span).diff() == 1).all()
+
+
+def writes(make, num=8):
+    """Episodes of 3 to 7 steps in uneven pieces, more than the buffer holds."""
+    data = make.vectors([3 + (5 * k) % 7 % 5 for k in range(3 * num)])
+    bounds = [0, *sorted((k * 37) % (len(data) - 1) + 1 for k in range(num - 1)), len(data)]
+    return [data[a:b] for a, b in pairwise(bounds) if b > a]
+
+
+def staleness_aware(**kwargs):
+    sampler = StalenessAwareSampler(**kwargs)
+    sampler.consumer_version = 100
+    return sampler
+
+
+SAMPLERS = {
+    "RandomSampler": (lambda: RandomSampler(), 1),
+    "SamplerWithoutReplacement": (lambda: SamplerWithoutReplacement(), 1),
+    "SamplerWithoutReplacement(drop_last)": (lambda: SamplerWithoutReplacement(drop_last=True), 1),
+    "SliceSampler(traj_key)": (lambda: SliceSampler(slice_len=3, traj_key=KEY), 3),
+    "SliceSampler(end_key)": (lambda: SliceSampler(slice_len=3, end_key=("next", "done")), 3),
+    "SliceSampler(num_slices)": (lambda: SliceSampler(num_slices=4), 3),
+    "SliceSampler(cache_values)": (
+        lambda: SliceSampler(slice_len=3, traj_key=KEY, cache_values=True),
+        3,
+    ),
+    "SliceSamplerWithoutReplacement": (
+        lambda: SliceSamplerWithoutReplacement(slice_len=3, traj_key=KEY),
+        3,
+    ),
+    "PromptGroupSampler": (lambda: PromptGroupSampler(num_groups=2, group_key=KEY), 1),
+    "PromptGroupSampler(reward)": (
+        lambda: PromptGroupSampler(num_groups=2, group_key=KEY, strategy="reward"),
+        1,
+    ),
+    "StalenessAwareSampler": (lambda: staleness_aware(version_key="action"), 1),
+    "ClipSampler": (lambda: ClipSampler(slice_len=3), 3),
+    "EpisodeSampler": (lambda: EpisodeSampler(), 1),
+}
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_give_stored_steps_while_episodes_come_and_go(make, name, cls, prefetch):
+    sampler, span = SAMPLERS[name]
+    batch_size = 3 if name == "EpisodeSampler" else 12
+    rb = buffer(sampler(), cls=cls, prefetch=prefetch, batch_size=batch_size)
+    left = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A group .or the set of groups. was smaller")
+        for piece in writes(make):
+            rb.extend(piece)
+            left = rb.storage.table.oldest
+            if len(rb.storage.lengths) < 3:
+                continue
+            if prefetch:
+                rb.sample()  # What was chosen before the write is of before the write.
+                continue
+            for _ in range(4):
+                check(make, rb, rb.sample(), span)
+    assert left > 5
+    if prefetch:
+        for _ in range(prefetch + 1):
+            rb.sample()
+        check(make, rb, rb.sample(), span)
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_samplers_without_replacement_give_each_step_once(make, cls):
+    rb = buffer(SamplerWithoutReplacement(), cls=cls, batch_size=4)
+    rb.extend(make.vectors([5, 4, 7]))
+    for _ in range(2):
+        seen = torch.cat([batch["step"] + 10 * batch[KEY] for batch in rb])
+        assert sorted(seen.tolist()) == [*range(5), *range(10, 14), *range(20, 27)]
+
+
+def test_slices_without_replacement_give_each_episode_once(make):
+    rb = buffer(SliceSamplerWithoutReplacement(slice_len=3, traj_key=KEY), batch_size=6)
+    rb.extend(make.vectors([5, 4, 7, 3]))
+    for _ in range(2):
+        assert sorted(torch.cat([batch[KEY][::3] for batch in rb]).tolist()) == [0, 1, 2, 3]
+
+
+def test_groups_are_never_mixed(make):
+    rb = buffer(PromptGroupSampler(num_groups=2, group_key=KEY), max_steps=9, batch_size=6)
+    rb.extend(make.vectors([4, 5]))
+    for k in range(2, 6):
+        groups = rb.sample()[KEY].view(2, 3)
+        assert (groups == groups[:, :1]).all()
+        rb.extend(make.vectors([4 if k % 2 == 0 else 5], first_id=k))
+        assert len(rb) == 9
+
+
+STALE = pytest.mark.xfail(strict=True, reason="the storage tells no buffer of such writes")
+
+
+@pytest.mark.parametrize("cache_groups", [pytest.param(True, marks=STALE), False])
+@pytest.mark.parametrize("how", ["flush", "another buffer"])
+def test_groups_are_never_mixed_after_a_write_from_elsewhere(make, how, cache_groups):
+    sampler = PromptGroupSampler(num_groups=2, group_key=KEY, cache_groups=cache_groups)
+    rb = buffer(sampler, max_steps=9, batch_size=6)
+    other = ReplayBuffer(storage=rb.storage, writer=EpisodeWriter())
+    writer = rb if how == "flush" else other
+    writer.extend(make.vectors([4, 5]))
+    writer.extend(make.vectors([5], first_id=7)[:4])
+    rb.sample()
+    if how == "flush":
+        rb.writer.flush()
+    else:
+        other.extend(make.vectors([4], first_id=8))
+    for _ in range(10):
+        groups = rb.sample()[KEY].view(2, 3)
+        assert (groups == groups[:, :1]).all()
+
+
+def test_stale_steps_are_left_out(make):
+    sampler = StalenessAwareSampler(max_staleness=1, version_key=KEY)
+    rb = buffer(sampler, cls=TensorDictReplayBuffer, max_steps=12)
+    for k in range(6):
+        rb.extend(make.vectors([4], first_id=k))
+        sampler.consumer_version = k
+        sample = rb.sample()
+        assert set(sample[KEY].tolist()) <= {k - 1, k}
+        assert (sample["staleness"] == k - sample[KEY]).all()
+
+
+def tied(cls):
+    # Made without its C++ trees, which not every build of TorchRL has.
+    return object.__new__(cls)
+
+
+@pytest.mark.parametrize("sampler", [PrioritizedSampler, PrioritizedSliceSampler])
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_priorities_by_index_are_refused(make, sampler, cls):
+    rb = buffer(cls=cls)
+    rb.set_sampler(tied(sampler))
+    with pytest.raises(TypeError, match="use ClipSampler or EpisodeSampler"):
+        rb.extend(make.vectors([3]))
+    assert len(rb) == 0
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_consuming_by_index_is_refused(cls):
+    with pytest.raises(TypeError, match="ConsumingSampler requires a writer"):
+        buffer(ConsumingSampler(), cls=cls)
+
+
+def test_sequences_are_refused(make):
+    rb = buffer(sample_unit=Sequence(length=3))
+    rb.extend(make.vectors([5, 4]))
+    with pytest.raises(TypeError, match=r"Sequence requires .*; got EpisodeStorage"):
+        rb.sample()
+
+
+@pytest.mark.parametrize("sampler", [ClipSampler(slice_len=2), EpisodeSampler()])
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_our_samplers_refuse_other_storages(make, sampler, cls):
+    rb = cls(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    rb.extend(make.vectors([5]))
+    with pytest.raises(TypeError, match="samples from an EpisodeStorage, got LazyTensorStorage"):
+        rb.sample()
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("turns", [False, True])
+def test_buffers_are_read_by_age(make, cls, turns):
+    rb = buffer(cls=cls, max_steps=12)
+    maker = make.turns if turns else make.vectors
+    for k, lengths in enumerate([(5, 4), (3, 4), (2,)]):
+        rb.extend(maker(lengths, seed=k))
+    stored = [step for episode in rb.storage.episodes() for step in make.steps(episode)]
+    assert len(stored) == len(rb) == 9
+    assert make.steps(rb[:]) == stored
+    assert make.steps(rb[2:5]) == stored[2:5]
+    assert make.steps(rb[torch.tensor([4, 0, 4])]) == [stored[4], stored[0], stored[4]]
+    assert [make.steps(rb[i : i + 1])[0] for i in range(9)] == stored
+    assert make.steps(rb[-1].unsqueeze(0)) == stored[-1:]
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_stored_steps_do_not_change(make, cls):
+    rb = buffer(cls=cls)
+    rb.extend(make.vectors([3]))
+    before = make.steps(rb[:])
+    with pytest.raises(TypeError, match="never changes stored steps"):
+        rb[0] = rb[1]
+    zeros = torch.zeros(3, dtype=torch.int32)
+    rb.set_at_("action", zeros, torch.arange(3))
+    rb.set_("action", zeros)
+    rb.update_({"action": zeros})
+    assert make.steps(rb[:]) == before
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_query_gives_the_episodes(make, cls):
+    rb = buffer(cls=cls, max_steps=12)
+    for k in range(5):
+        rb.extend(make.vectors([3 + k % 3], first_id=k))
+    found = {int(t.data[KEY][0]): t.data for t in rb.query(trajectory_key=KEY)}
+    stored = {int(episode[KEY][0]): episode for episode in rb.storage.episodes()}
+    assert found.keys() == stored.keys() == {2, 3, 4}
+    for k, episode in stored.items():
+        assert make.steps(found[k].select(*episode.keys(True, True))) == make.steps(episode)
+
+
+def test_transforms_run_on_what_is_sampled(make):
+    plain, scaled = buffer(ClipSampler(slice_len=3)), buffer(ClipSampler(slice_len=3))
+    scaled.append_transform(RewardScaling(1.0, 2.0, in_keys=[("next", "reward")]))
+    for rb in (plain, scaled):
+        rb.extend(make.vectors([5, 6]))
+    sample = scaled.sample()
+    for step in sample:
+        index = int(
+            (plain[:][KEY] * 10 + plain[:]["step"] == step[KEY] * 10 + step["step"]).nonzero()
+        )
+        expected = 2.0 * plain[index]["next", "reward"] + 1.0
+        torch.testing.assert_close(step["next", "reward"], expected)
+    # The stored steps stay as they are.
+    torch.testing.assert_close(scaled.storage[:]["next", "reward"], plain[:]["next", "reward"])
+
+
+def test_inverse_transforms_run_on_what_is_written(make):
+    rb = buffer(ClipSampler(slice_len=3))
+    rb.append_transform(RenameTransform(["act"], ["action"], ["act"], ["action"]))
+    data = make.vectors([5, 6])
+    rb.extend(data.clone())
+    assert "act" in rb.storage[:]
+    assert torch.equal(rb.storage[:]["act"], data["action"])
+    sample = rb.sample().view(4, 3)
+    assert (sample["step"].diff() == 1).all()
+    assert "action" in sample
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_an_ensemble_keeps_its_buffers_apart(make, turns):
+    maker = make.turns if turns else make.vectors
+    buffers = [buffer(ClipSampler(slice_len=2), max_steps=15) for _ in range(2)]
+    for k, rb in enumerate(buffers):
+        for i in range(3):
+            rb.extend(maker([5, 4], seed=3 * k + i, first_id=10 * k + 2 * i))
+    sample = ReplayBufferEnsemble(*buffers, batch_size=16, sample_from_all=True).sample()
+    assert sample.batch_size == (2, 8)
+    for k, rb in enumerate(buffers):
+        if not turns:
+            check(make, rb, sample[k], 2)
+            continue
+        stored = unmarked(make.steps(rb[:]))
+        clips = unmarked(make.steps(sample[k]))
+        for first, second in zip(clips[::2], clips[1::2], strict=True):
+            at = stored.index(first)
+            assert stored[at + 1] == second
+            assert first["collector", "traj_ids"] == second["collector", "traj_ids"]
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle"])
+def test_a_saved_buffer_goes_on_where_it_was(make, turns, cls, how, tmp_path):
+    maker = make.turns if turns else make.vectors
+    rb = buffer(ClipSampler(slice_len=2), cls=cls, max_steps=15)
+    for k in range(3):
+        rb.extend(maker([5, 4], seed=k, first_id=2 * k))
+    last = maker([4], seed=9, first_id=9)
+    rb.extend(last[:3])
+    copy = buffer(ClipSampler(slice_len=2), cls=cls, max_steps=15)
+    if how == "state_dict":
+        copy.load_state_dict(rb.state_dict())
+    elif how == "dumps":
+        rb.dumps(tmp_path)
+        copy.loads(tmp_path)
+    else:
+        copy = pickle.loads(pickle.dumps(rb))
+    assert make.steps(copy[:]) == make.steps(rb[:])
+    for each in (rb, copy):
+        each.extend(last[3:])
+    assert copy.storage.lengths.tolist() == rb.storage.lengths.tolist() == [5, 4, 4]
+    assert make.steps(copy[:]) == make.steps(rb[:])
+    assert copy.sample().batch_size == (12,)
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_slices_of_a_thread_that_samples_while_another_writes(make, cls):
+    rb = buffer(SliceSampler(slice_len=3, traj_key=KEY), cls=cls, max_steps=20, prefetch=2)
+    rb.extend(make.vectors([6, 5]))
+    stop = threading.Event()
+
+    def write():
+        k = 2
+        while not stop.is_set():
+            rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k))
+            k += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(60):
+            clips = rb.sample().view(4, 3)
+            assert (clips[KEY].diff() == 0).all()
+            assert (clips["step"].diff() == 1).all()
+            assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
+    finally:
+        stop.set()
+        thread.join()
+
+
+def env_maker():
+    # A local function is sent to other processes by value: they cannot import the tests.
+    def env():
+        return TransformedEnv(PendulumEnv(), StepCounter(max_steps=5))
+
+    return env
+
+
+def check_pendulum(rb):
+    """Every stored episode is a whole one, and every clip a part of it."""
+    assert rb.storage.num_episodes
+    for episode in rb.storage.episodes():
+        assert episode["step_count"].squeeze(-1).tolist() == list(range(5))
+        assert torch.equal(episode["next", "th"][:-1], episode["th"][1:])
+        assert len(episode["collector", "traj_ids"].unique()) == 1
+    clips = rb.sample().view(4, 3)
+    assert (clips["step_count"].squeeze(-1).diff() == 1).all()
+    assert torch.equal(clips["next", "th"][:, :-1], clips["th"][:, 1:])
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_a_collector_writes_to_the_buffer(cls):
+    rb = buffer(ClipSampler(slice_len=3), cls=cls)
+    collector = Collector(env_maker(), frames_per_batch=12, total_frames=96, replay_buffer=rb)
+    for _ in collector:
+        pass
+    collector.shutdown()
+    assert rb.write_count == 95
+    check_pendulum(rb)
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_collectors_of_several_processes_cannot_share_the_buffer(make, cls):
+    rb = buffer(ClipSampler(slice_len=3))
+    with pytest.raises(RuntimeError, match="write to it in the process that samples from it"):
+        cls([env_maker()], frames_per_batch=12, total_frames=24, replay_buffer=rb)
+    rb.extend(make.vectors([5, 4]))
+    check(make, rb, rb.sample(), 3)
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_batches_of_several_processes_are_put_together(cls):
+    rb = buffer(ClipSampler(slice_len=3))
+    collector = cls([env_maker()] * 2, frames_per_batch=12, total_frames=48)
+    try:
+        for batch in collector:
+            rb.extend(batch)
+    finally:
+        collector.shutdown()
+    # Each worker made 24 steps or so, the last of which belong to an unfinished episode.
+    assert rb.write_count >= 40
+    check_pendulum(rb)
