@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -13,6 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
+
+# Some tests press Ctrl-C, which a shell that starts them in the background has had ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 17))]
 
