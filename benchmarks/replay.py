@@ -1,0 +1,232 @@
+"""What replay costs: this project's storage and clips beside TorchRL's, in one process.
+
+Steps have a 17-float observation, a 6-float action, a reward and three done flags; episodes have 50 to
+400 steps; a batch is 256 clips of 16 steps. Contenders take turns, medians count. The floor is one
+``index_select`` of whole windows per entry of the sample, with the windows known and nothing else
+done: no sampler can do without. On a busy machine, several threads wait for each other: measure on one.
+
+    OMP_NUM_THREADS=1 python benchmarks/replay.py
+    python benchmarks/replay.py --large --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl import torchrl_logger
+from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+
+CLIPS, SLICE_LEN = 256, 16
+BATCH = CLIPS * SLICE_LEN
+DONE = ("next", "done")
+
+Buffers = tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]
+"""Ours and TorchRL's."""
+
+
+def episodes(lengths: Tensor, observation: tuple[int, ...] = (17,)) -> TensorDict:
+    """Whole episodes in TED, one after the other; pixels where an observation is an image."""
+    ends = lengths.cumsum(0) - 1
+    steps = int(ends[-1]) + 1
+    # Each episode sees one observation more than it has steps.
+    of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    rows = torch.arange(steps) + of
+    if len(observation) > 1:
+        seen = torch.randint(256, (steps + len(lengths), *observation), dtype=torch.uint8)
+    else:
+        seen = torch.randn(steps + len(lengths), *observation)
+    done = torch.zeros(steps, 1, dtype=torch.bool)
+    done[ends] = True
+    return TensorDict(
+        {
+            "observation": seen[rows],
+            "action": torch.randn(steps, 6),
+            "next": {
+                "observation": seen[rows + 1],
+                "reward": torch.randn(steps, 1),
+                "done": done,
+                "terminated": done.clone(),
+                "truncated": torch.zeros_like(done),
+            },
+        },
+        [steps],
+    )
+
+
+def flags(lengths: Tensor) -> TensorDict:
+    """Episodes of which only the ends are known: all that choosing clips needs."""
+    return episodes(lengths, (1,)).select(DONE)
+
+
+def chunks(steps: int, shortest: int, longest: int, chunk: int) -> Iterator[Tensor]:
+    """Lengths of episodes, at least ``steps`` steps in all, about ``chunk`` at a time."""
+    while steps > 0:
+        number = max(1, min(chunk, steps) * 2 // (shortest + longest))
+        lengths = torch.randint(shortest, longest + 1, (number,))
+        steps -= int(lengths.sum())
+        yield lengths
+
+
+def buffers(max_steps: int, device: str, marks: bool = True) -> Buffers:
+    """Both buffers, empty; without ``marks`` the samplers only choose."""
+    key = ("next", "truncated") if marks else None
+    ours = TensorDictReplayBuffer(
+        storage=EpisodeStorage(max_steps, device=device),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=SLICE_LEN, truncated_key=key),
+        batch_size=BATCH,
+    )
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(max_steps, device=device),
+        sampler=SliceSampler(
+            slice_len=SLICE_LEN, end_key=DONE, cache_values=True, truncated_key=key
+        ),
+        batch_size=BATCH,
+    )
+    return ours, theirs
+
+
+def fill(
+    pair: Buffers,
+    steps: int,
+    make: Callable[[Tensor], TensorDict],
+    shortest: int = 50,
+    longest: int = 400,
+    chunk: int = 100_000,
+) -> None:
+    """Write the same episodes in both buffers."""
+    for lengths in chunks(steps, shortest, longest, chunk):
+        data = make(lengths)
+        for buffer in pair:
+            buffer.extend(data)
+
+
+def floor(storage: EpisodeStorage, device: str) -> Callable[[], object]:
+    """Reads whole windows at random rows from flat columns of as many steps."""
+    steps = len(storage)
+    first = storage[:1]
+    # Ones: memory that is zero need not be there.
+    columns = [
+        torch.ones(steps, *value.shape[1:], dtype=value.dtype, device=device)
+        for value in first.values(True, True)
+    ]
+    windows = []
+    for column in columns:
+        width = column[0].numel()
+        windows.append(column.as_strided((steps - SLICE_LEN + 1, SLICE_LEN * width), (width, 1)))
+
+    def read() -> list[Tensor]:
+        starts = torch.randint(steps - SLICE_LEN + 1, (CLIPS,)).to(device)
+        return [window.index_select(0, starts) for window in windows]
+
+    return read
+
+
+def medians(device: str, repeats: int, *contenders: Callable[[], object]) -> list[float]:
+    """Median microseconds of each; they take turns, so that what disturbs one disturbs all."""
+    times: list[list[float]] = [[] for _ in contenders]
+    for turn in range(repeats + 1):
+        for contender, seconds in zip(contenders, times, strict=True):
+            begin = time.perf_counter()
+            contender()
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            if turn:  # the first turn allocates and fills caches
+                seconds.append(time.perf_counter() - begin)
+    return [statistics.median(seconds) * 1e6 for seconds in times]
+
+
+def report(name: str, ours: float, theirs: float, least: float | None = None) -> None:
+    """One row of the table."""
+    row = f"{name:<52}{ours:>12,.0f}{theirs:>14,.0f}{theirs / ours:>9.2f}x"
+    print(row if least is None else f"{row}{least:>12,.0f}{ours / least:>9.2f}x", flush=True)
+
+
+def sampling(pair: Buffers, name: str, device: str, repeats: int) -> None:
+    """Sampling while nothing is written."""
+    ours, theirs = pair
+    read = floor(ours.storage, device)
+    report(f"sample, {name}", *medians(device, repeats, ours.sample, theirs.sample, read))
+
+
+def online(pair: Buffers, name: str, device: str, repeats: int) -> None:
+    """One episode written, then one sample."""
+    episode = episodes(torch.tensor([225]))
+
+    def turn(buffer: TensorDictReplayBuffer) -> None:
+        buffer.extend(episode)
+        buffer.sample()
+
+    times = medians(device, repeats, lambda: turn(pair[0]), lambda: turn(pair[1]))
+    report(f"write an episode of 225, then sample, {name}", *times)
+
+
+def choosing(steps: int, name: str, device: str, repeats: int) -> None:
+    """Choosing clips, without reading them."""
+    pair = buffers(steps, device, marks=False)
+    fill(pair, steps, flags, chunk=1_000_000)
+    times = medians(
+        device, repeats, *(lambda b=b: b.sampler.sample(b.storage, BATCH) for b in pair)
+    )
+    report(f"choose clips, {name}", *times)
+
+
+def writing(stored: int, device: str, repeats: int) -> None:
+    """One episode written in a full buffer of short ones."""
+    length = 10
+    pair = buffers(stored * length, device)
+    fill(pair, stored * length, episodes, length, length)
+    episode = episodes(torch.tensor([length]))
+    times = medians(device, repeats, *(lambda b=b: b.extend(episode) for b in pair))
+    report(f"write an episode of {length}, {stored:,} stored", *times)
+
+
+def pixels(steps: int, device: str, repeats: int) -> None:
+    """Images: bytes held, and sampling."""
+    pair = buffers(steps, device)
+    fill(pair, steps, lambda lengths: episodes(lengths, (64, 64, 3)), chunk=2_000)
+    ours, theirs = pair
+    held = theirs.storage._storage
+    kept = sum(value.numel() * value.element_size() for value in held.values(True, True))
+    report(
+        f"64x64x3 uint8: bytes per step, {steps:,} steps", ours.storage.nbytes / steps, kept / steps
+    )
+    sampling(pair, "64x64x3 uint8", device, repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cpu", help="where steps are stored")
+    parser.add_argument("--large", action="store_true", help="1e7 steps too (5 GB of memory)")
+    parser.add_argument("--repeats", type=int, default=31, help="turns; the median counts")
+    args = parser.parse_args()
+    device, repeats = args.device, args.repeats
+
+    torchrl_logger.setLevel("WARNING")
+    torch.manual_seed(0)
+    print(f"device {device}, {torch.get_num_threads()} threads; microseconds but for the bytes")
+    print(f"{'':<52}{'torchrl_mt':>12}{'TorchRL':>14}{'ratio':>10}{'floor':>12}{'ratio':>10}")
+    for steps, name in ((1_000_000, "1e6 steps"), (10_000_000, "1e7 steps"))[: 1 + args.large]:
+        pair = buffers(steps, device)
+        fill(pair, steps, episodes)
+        sampling(pair, name, device, repeats)
+        online(pair, name, device, min(repeats, 11))
+        del pair
+    sizes = ((10_000, "1e4 steps"), (1_000_000, "1e6 steps"), (10_000_000, "1e7 steps"))
+    for steps, name in sizes[: 2 + args.large]:
+        choosing(steps, name, device, repeats)
+    for stored in (100, 100_000):
+        writing(stored, device, repeats)
+    pixels(20_000, device, min(repeats, 11))
+
+
+if __name__ == "__main__":
+    main()
