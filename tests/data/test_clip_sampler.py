@@ -115,6 +115,11 @@ def test_clips_are_those_sliced_from_the_stored_episodes(
             for step in data.tensordicts:
                 step["next", "reward"] = torch.randint(-9, 9, (1,)).float()
         rb.extend(data)
+        clips = [max(held - slice_len * stride + 1, 0) for held in rb.storage.lengths.tolist()]
+        if not strict:
+            whole = rb.storage.lengths >= stride
+            clips = [max(n, int(w)) for n, w in zip(clips, whole, strict=True)]
+        assert rb.sampler._sampleable_count(rb.storage, 5 * slice_len) == sum(clips)
     episodes = list(rb.storage.episodes())
     least = slice_len * stride if strict else stride
     longest = max(len(episode) for episode in episodes)
