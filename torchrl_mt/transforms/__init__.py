@@ -1,6 +1,7 @@
-"""Transforms of whole episodes: credit and training rows."""
+"""Transforms of whole episodes: credit and training rows; and what is stored of them."""
 
 from torchrl_mt.transforms.discounted_return import DiscountedReturn
 from torchrl_mt.transforms.merge_turns import MergeTurns
+from torchrl_mt.transforms.return_balance import ReturnBalance
 
-__all__ = ["DiscountedReturn", "MergeTurns"]
+__all__ = ["DiscountedReturn", "MergeTurns", "ReturnBalance"]

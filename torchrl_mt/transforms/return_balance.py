@@ -1,0 +1,173 @@
+"""How many stored steps have a low return, and how well episodes have ended lately.
+
+The counts are those of the steps that are stored, however episodes came and left; following a
+write costs the steps that it brought, not the steps that are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_mt.data.storage import EpisodeStorage, Selection
+from torchrl_mt.data.table import EpisodeTable
+
+__all__ = ["ReturnBalance"]
+
+
+class ReturnBalance:
+    """Counts stored steps with a return below a threshold, and averages the episodes' outcomes.
+
+    Call :meth:`update` after writing. The counts then are exact, whatever was written, left, emptied
+    or loaded since the last call. The outcome takes in every episode once, in the order of storing;
+    one that came and left between two calls is not seen.
+
+    Args:
+        threshold: returns below it count as low.
+        in_key: the return of each step, one number, as
+            :class:`~torchrl_mt.transforms.DiscountedReturn` writes it.
+        reward_key: the reward of each step; an episode's outcome is that of its last step.
+        decay: weight of the past in the running outcome, in ``[0, 1)``.
+
+    Raises:
+        ValueError: if ``threshold`` is NaN or ``decay`` is out of range.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+        >>> from torchrl_mt.transforms import DiscountedReturn, ReturnBalance
+        >>> writer = EpisodeWriter(transform=DiscountedReturn(gamma=0.5))
+        >>> rb = ReplayBuffer(storage=EpisodeStorage(100), writer=writer)
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> reward = torch.tensor([[0.0], [0.0], [1.0]])
+        >>> _ = rb.extend(TensorDict({"next": {"reward": reward, "done": done}}, [3]))
+        >>> balance = ReturnBalance(threshold=0.5)
+        >>> balance.update(rb.storage)
+        >>> balance.below, balance.at_or_above, balance.outcome
+        (1, 2, 1.0)
+    """
+
+    def __init__(
+        self,
+        threshold: float,
+        *,
+        in_key: NestedKey = ("next", "return"),
+        reward_key: NestedKey = ("next", "reward"),
+        decay: float = 0.99,
+    ) -> None:
+        if math.isnan(threshold):
+            raise ValueError(f"threshold must be a number, got {threshold}")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be in [0, 1), got {decay}")
+        self.threshold = threshold
+        self.in_key = in_key
+        self.reward_key = reward_key
+        self.decay = decay
+        self.below = 0
+        """Stored steps whose return is below the threshold."""
+        self.at_or_above = 0
+        """Stored steps whose return is at the threshold or above it (NaN is neither)."""
+        self.outcome: float | None = None
+        """Exponential mean of the episodes' last rewards, begun with the first; None before."""
+        self._averaged = 0
+        """Ordinal of the first episode that is not in the outcome."""
+        self._table: EpisodeTable | None = None
+        """The table that was counted."""
+        self._oldest = 0
+        """Ordinal of the oldest episode that is counted."""
+        self._counts: deque[tuple[int, int]] = deque()
+        """Steps below, and at or above, of each counted episode, oldest first."""
+
+    def update(self, storage: EpisodeStorage) -> None:
+        """Take note of what was written to the storage, and of what left it.
+
+        Args:
+            storage: the same :class:`~torchrl_mt.data.EpisodeStorage` each time.
+
+        Raises:
+            TypeError: if it is another kind of storage.
+            KeyError: if the return or the reward is not stored.
+            ValueError: if one of them is not one number per step.
+        """
+        if not isinstance(storage, EpisodeStorage):
+            raise TypeError(
+                f"storage must be an EpisodeStorage, got {type(storage).__name__}: pass rb.storage"
+            )
+        with storage.lock:
+            table, counted = storage.table, len(self._counts)
+            if table is self._table:
+                left = min(table.oldest - self._oldest, counted)
+                first = max(table.oldest, self._oldest + counted)
+            else:  # The storage loaded a state: its ordinals may have been used before.
+                left, first = counted, table.oldest
+            came, rewards = self._read(storage, first)
+        for _ in range(left):
+            below, above = self._counts.popleft()
+            self.below -= below
+            self.at_or_above -= above
+        for below, above in came:
+            self._counts.append((below, above))
+            self.below += below
+            self.at_or_above += above
+        for reward in rewards[max(self._averaged - first, 0) :]:
+            past = reward if self.outcome is None else self.outcome
+            self.outcome = self.decay * past + (1 - self.decay) * reward
+        self._averaged = first + len(came)
+        self._oldest, self._table = self._averaged - len(self._counts), table
+
+    def _read(
+        self, storage: EpisodeStorage, first: int
+    ) -> tuple[list[tuple[int, int]], list[float]]:
+        """Counts and last reward of each stored episode from the ordinal ``first`` on."""
+        table = storage.table
+        new = torch.arange(first - table.oldest, table.num_episodes, device="cpu")
+        if not len(new):
+            return [], []
+        lengths = table.lengths[new]
+        index, selection = storage.select(new, torch.zeros_like(new), lengths)
+        returns = self._column(storage, selection, self.in_key, index)
+        rewards = self._column(storage, selection, self.reward_key, index)
+        episode = torch.arange(len(new), device="cpu").repeat_interleave(lengths)
+        low, high = (
+            torch.zeros_like(lengths).index_add_(0, episode, mask.long()).tolist()
+            for mask in (returns < self.threshold, returns >= self.threshold)
+        )
+        return list(zip(low, high, strict=True)), rewards[lengths.cumsum(0) - 1].tolist()
+
+    def _column(
+        self, storage: EpisodeStorage, selection: Selection, key: NestedKey, index: Tensor
+    ) -> Tensor:
+        """One number per selected step, ``[N]`` on the CPU."""
+        column: Any = storage.read_selected(selection, key)
+        if column is None:
+            raise KeyError(
+                f"{key!r} is not stored: give in_key and reward_key, and have returns computed with "
+                f"EpisodeWriter(transform=DiscountedReturn(gamma))"
+            )
+        if not isinstance(column, Tensor) or column.numel() != len(index):
+            got = tuple(column.shape[1:]) if isinstance(column, Tensor) else "no dense tensor"
+            raise ValueError(f"{key!r} must hold one number per step, got {got}")
+        return column.reshape(-1).cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running outcome; the steps are counted anew."""
+        return {"outcome": self.outcome, "averaged": self._averaged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave, with the storage's state of then."""
+        self.outcome = state_dict["outcome"]
+        self._averaged = state_dict["averaged"]
+        self._table = None
+
+    def __repr__(self) -> str:
+        return (
+            f"ReturnBalance(threshold={self.threshold}, below={self.below}, "
+            f"at_or_above={self.at_or_above}, outcome={self.outcome})"
+        )
