@@ -88,7 +88,7 @@ def test_episodes_written_at_once_are_averaged_in_order():
 
 def test_state_continues():
     rb, balance = buffer(), ReturnBalance(0.5)
-    write(rb, [0.0, 1.0], [1.0])
+    write(rb, [0.0, 1.0], [2.0])
     balance.update(rb.storage)
     other, copy = buffer(), ReturnBalance(0.5)
     other.load_state_dict(rb.state_dict())
