@@ -27,6 +27,7 @@ from torchrl.data import (
     StalenessAwareSampler,
     TensorDictReplayBuffer,
 )
+from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.envs import (
     PendulumEnv,
     RenameTransform,
@@ -172,10 +173,7 @@ def test_groups_are_never_mixed(make):
         assert len(rb) == 9
 
 
-STALE = pytest.mark.xfail(strict=True, reason="the storage tells no buffer of such writes")
-
-
-@pytest.mark.parametrize("cache_groups", [pytest.param(True, marks=STALE), False])
+@pytest.mark.parametrize("cache_groups", [True, False])
 @pytest.mark.parametrize("how", ["flush", "another buffer"])
 def test_groups_are_never_mixed_after_a_write_from_elsewhere(make, how, cache_groups):
     sampler = PromptGroupSampler(num_groups=2, group_key=KEY, cache_groups=cache_groups)
@@ -210,9 +208,11 @@ def tied(cls):
     return object.__new__(cls)
 
 
-@pytest.mark.parametrize("sampler", [PrioritizedSampler, PrioritizedSliceSampler])
+@pytest.mark.parametrize(
+    "sampler", [PrioritizedSampler, PrioritizedSliceSampler, StreamingSliceSampler]
+)
 @pytest.mark.parametrize("cls", BUFFERS)
-def test_priorities_by_index_are_refused(make, sampler, cls):
+def test_what_is_remembered_by_index_is_refused(make, sampler, cls):
     rb = buffer(cls=cls)
     rb.set_sampler(tied(sampler))
     with pytest.raises(TypeError, match="use ClipSampler or EpisodeSampler"):

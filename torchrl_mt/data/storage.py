@@ -371,7 +371,11 @@ class EpisodeStorage(LazyStackStorage):
             self._changed()
             kept = self.table.lengths[max(first - self.table.oldest, 0) :]
             stored = len(self)
-            return torch.arange(stored - int(kept.sum()), stored, device="cpu")
+            index = torch.arange(stored - int(kept.sum()), stored, device="cpu")
+            # Every buffer on this storage is told: what its sampler remembers may be of the past.
+            for buffer in self._attached_entities_iter():
+                buffer.mark_update(index)
+            return index
 
     def _changed(self) -> None:
         """Note that the stored steps are others now."""

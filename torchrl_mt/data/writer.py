@@ -16,6 +16,7 @@ from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
@@ -363,10 +364,11 @@ def _one_batch(result: Any) -> Any:
 def _check_samplers(storage: EpisodeStorage) -> None:
     """Refuse samplers that tie something to a storage index: it is a step's age, and shifts."""
     for buffer in storage._attached_entities:
-        if isinstance(getattr(buffer, "_sampler", None), PrioritizedSampler):
+        sampler = getattr(buffer, "_sampler", None)
+        if isinstance(sampler, (PrioritizedSampler, StreamingSliceSampler)):
             raise TypeError(
-                "PrioritizedSampler keeps priorities by storage index, and the index of a step in "
-                "an EpisodeStorage changes when older episodes leave: use ClipSampler or "
+                f"{type(sampler).__name__} remembers steps by storage index, and the index of a step "
+                "in an EpisodeStorage changes when older episodes leave: use ClipSampler or "
                 "EpisodeSampler"
             )
 
