@@ -19,7 +19,7 @@ def test_table_equals_a_plain_list(events, span, late):
             del model[:episodes]
         else:
             starts = range(stored, stored + len(event))
-            table.extend(torch.tensor(event), torch.tensor(starts))
+            table.extend(torch.tensor(event), torch.tensor(starts), 2 * torch.tensor(event))
             model += zip(event, starts, strict=True)
             stored += len(event)
         lengths = [n for n, _ in model]

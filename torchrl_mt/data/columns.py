@@ -6,12 +6,14 @@ What is read equals, bit for bit, what was written. A column knows rows, not epi
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_mt.data.memory import Memory, to_device
 from torchrl_mt.data.ring import Blocks, Moves, Ring
 from torchrl_mt.data.schema import Entry, bits
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, own, step_tensors
@@ -46,7 +48,7 @@ class RowPlan:
     def starts_on(self, device: torch.device) -> Tensor:
         """``starts`` on ``device``; copied there once."""
         if device not in self._moved:
-            self._moved[device] = self.starts.to(device, non_blocking=True)
+            self._moved[device] = to_device(self.starts, device)
         return self._moved[device]
 
     def rows(self) -> Tensor:
@@ -82,8 +84,8 @@ class StoredColumn(Protocol):
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Let go of the oldest episodes; ``first`` is the oldest row that stays, None if none."""
 
-    def relayout(self, moves: Moves, capacity: int) -> None:
-        """Follow the rows to a ring of ``capacity`` rows."""
+    def laid_out(self, moves: Moves, capacity: int) -> StoredColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
 
     @property
     def nbytes(self) -> int:
@@ -93,14 +95,10 @@ class StoredColumn(Protocol):
 class DenseColumn:
     """Tensors of one shape: row ``r`` of ``data`` is the value at ring row ``r``."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
-        self._width = math.prod(data.shape[1:])
-
-    @classmethod
-    def empty(cls, entry: Entry, capacity: int, device: torch.device) -> DenseColumn:
-        """A column of ``capacity`` rows for ``entry``."""
-        return cls(torch.empty((capacity, *entry.shape), dtype=entry.dtype, device=device))
+    def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
+        self.data = memory.empty((capacity, *entry.shape), entry.dtype)
+        self._memory = memory
+        self._width = math.prod(entry.shape)
 
     @property
     def nbytes(self) -> int:
@@ -138,18 +136,19 @@ class DenseColumn:
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of: rows are overwritten."""
 
-    def relayout(self, moves: Moves, capacity: int) -> None:
-        """Follow the rows to a ring of ``capacity`` rows."""
-        old = self.data
-        self.data = torch.empty((capacity, *old.shape[1:]), dtype=old.dtype, device=old.device)
-        moves.rows(old, self.data)
+    def laid_out(self, moves: Moves, capacity: int) -> DenseColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        new = copy(self)
+        new.data = self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype)
+        moves.rows(self.data, new.data)
+        return new
 
 
 class NextColumn:
     """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more."""
 
-    def __init__(self, source: DenseColumn) -> None:
-        self.source = source
+    source: DenseColumn
+    """Set by the store."""
 
     @property
     def nbytes(self) -> int:
@@ -172,14 +171,16 @@ class NextColumn:
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of."""
 
-    def relayout(self, moves: Moves, capacity: int) -> None:
-        """Nothing to move: the source does."""
+    def laid_out(self, moves: Moves, capacity: int) -> NextColumn:
+        """A column that is yet to be told its source."""
+        return NextColumn()
 
     def unshared(self) -> DenseColumn:
         """The same values in rows of their own."""
-        data = torch.empty_like(self.source.data)
-        data[:-1].copy_(self.source.data[1:])
-        return DenseColumn(data)
+        column = copy(self.source)
+        column.data = column._memory.empty(tuple(column.data.shape), column.data.dtype)
+        column.data[:-1].copy_(self.source.data[1:])
+        return column
 
 
 class ObjectColumn:
@@ -207,11 +208,12 @@ class ObjectColumn:
         for row, begin, stop in blocks.pieces:
             self.data[row : row + stop - begin] = None
 
-    def relayout(self, moves: Moves, capacity: int) -> None:
-        """Follow the rows to a ring of ``capacity`` rows."""
-        old, self.data = self.data, np.empty(capacity, dtype=object)
-        self.data[: moves.upper] = old[moves.start : moves.start + moves.upper]
-        self.data[moves.upper : moves.upper + moves.lower] = old[: moves.lower]
+    def laid_out(self, moves: Moves, capacity: int) -> ObjectColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        new = ObjectColumn(capacity)
+        new.data[: moves.upper] = self.data[moves.start : moves.start + moves.upper]
+        new.data[moves.upper : moves.upper + moves.lower] = self.data[: moves.lower]
+        return new
 
 
 class RaggedColumn:
@@ -220,8 +222,9 @@ class RaggedColumn:
     Where a step's elements begin and what shape they have is kept per row, on the CPU.
     """
 
-    def __init__(self, entry: Entry, capacity: int, device: torch.device) -> None:
-        self.values = torch.empty(0, dtype=entry.dtype, device=device)
+    def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
+        self._memory = memory
+        self.values = memory.empty((0,), entry.dtype)
         self.ring = Ring(0)
         self.offset = torch.empty(capacity, dtype=torch.int64, device="cpu")
         self.shape = torch.empty(capacity, len(entry.shape), dtype=torch.int64, device="cpu")
@@ -276,24 +279,24 @@ class RaggedColumn:
         next_start = None if first is None else int(self.offset[first])
         self.ring.pop(next_start=next_start)
 
-    def relayout(self, moves: Moves, capacity: int) -> None:
-        """Follow the rows to a ring of ``capacity`` rows."""
-        for name in ("offset", "shape"):
-            old = getattr(self, name)
-            new = torch.empty((capacity, *old.shape[1:]), dtype=torch.int64, device="cpu")
-            moves.rows(old, new)
-            setattr(self, name, new)
+    def laid_out(self, moves: Moves, capacity: int) -> RaggedColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        new = copy(self)
+        new.offset = moves.laid_out(self.offset, capacity)
+        new.shape = moves.laid_out(self.shape, capacity)
+        return new
 
     def _push(self, sizes: list[int]) -> list[int]:
-        """Places for blocks of elements; makes room, half as much again at least, if needed."""
+        """Places for blocks of elements; makes room, an eighth as much again at least, if needed."""
         starts = self.ring.push_all(sizes)
         if starts is None:
             live = self.ring.layout()
             needed = live.upper + live.lower + sum(sizes)
-            moves = self.ring.resize(max(needed, self.ring.capacity * 3 // 2))
-            old = self.values
-            self.values = torch.empty(self.ring.capacity, dtype=old.dtype, device=old.device)
-            moves.rows(old, self.values)
+            capacity = max(needed, self.ring.capacity * 9 // 8)
+            values = self._memory.empty((capacity,), self.values.dtype)
+            moves = self.ring.resize(capacity)
+            moves.rows(self.values, values)
+            self.values = values
             self.offset.copy_(moves.positions(self.offset))
             starts = self.ring.push_all(sizes)
             assert starts is not None

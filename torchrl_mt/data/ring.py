@@ -80,6 +80,12 @@ class Moves:
         new[: self.upper].copy_(old[self.start : self.start + self.upper])
         new[self.upper : self.upper + self.lower].copy_(old[: self.lower])
 
+    def laid_out(self, old: Tensor, capacity: int) -> Tensor:
+        """The live rows of ``old`` at their new places, in new memory of ``capacity`` rows."""
+        new = torch.empty((capacity, *old.shape[1:]), dtype=old.dtype, device=old.device)
+        self.rows(old, new)
+        return new
+
     def positions(self, old: Tensor) -> Tensor:
         """The new places of the live rows ``old``."""
         return torch.where(old >= self.start, old - self.start, old + self.upper)

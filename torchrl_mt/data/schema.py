@@ -16,7 +16,10 @@ from torch import Tensor
 
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, name_of
 
-__all__ = ["Entry", "Schema", "bits", "same_bits"]
+__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "bits", "same_bits"]
+
+PROMPT: Path = ("tokens", "prompt")
+RESPONSE: Path = ("tokens", "response")
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,6 +53,17 @@ class Schema:
 
     entries: Mapping[Path, Entry]
     root_class: type | None = None
+
+    @property
+    def growing(self) -> bool:
+        """Whether each turn's prompt is stored as what it adds to the turn before."""
+        prompt, response = self.entries.get(PROMPT), self.entries.get(RESPONSE)
+        if prompt is None or response is None or prompt.dtype is None:
+            return False
+        if prompt.dtype.is_floating_point or prompt.dtype.is_complex:
+            return False
+        vectors = len(prompt.shape) == len(response.shape) == 1
+        return vectors and prompt.kind == "ragged" and response.dtype == prompt.dtype
 
     @staticmethod
     def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
+from numbers import Integral
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_mt.data.checkpoint import FileCheckpointer
 from torchrl_mt.data.columns import ReadPlan, RowPlan
 from torchrl_mt.data.indexing import resolve_index
+from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.ring import runs
-from torchrl_mt.data.schema import Schema
+from torchrl_mt.data.schema import PROMPT, Schema
 from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
 from torchrl_mt.data.store import EpisodeStore
 from torchrl_mt.data.strides import StridePlan
@@ -61,15 +64,26 @@ class EpisodeStorage(LazyStackStorage):
     batch size of the steps, those without entries do not. Tensorclasses below the root and tensors
     among Python objects are copied, other objects kept as they are.
 
+    Of each turn's ``("tokens", "prompt")`` only what it adds to the turn before (its prompt and
+    ``("tokens", "response")``) is stored; where it does not go on from there, all that differs. Read
+    together, the prompts of an episode are views of one tensor: clone one to change it in place.
+
     Compose it with :class:`~torchrl_mt.data.EpisodeWriter`.
 
     Args:
         max_steps: the budget, in steps.
         device: where tensors are kept.
+        scratch_dir: a folder for files that hold the tensors, mapped into memory; None holds them
+            in the device's memory. The files are scratch, deleted with the storage: to keep what is
+            stored, use the buffer's ``dumps``.
+        max_tokens: a second budget, in tokens: the elements of the entries under ``"tokens"`` (of
+            a prompt those that it adds), or, where there are none, of the largest entry whose shape
+            varies from step to step.
         share_next: whether ``("next", k)`` may share the rows of ``k``.
 
     Raises:
-        ValueError: if ``max_steps`` is not positive.
+        ValueError: if a budget is not positive, or ``scratch_dir`` is given for another device than
+            the CPU.
 
     Examples:
         >>> import torch
@@ -100,16 +114,29 @@ class EpisodeStorage(LazyStackStorage):
         max_steps: int,
         *,
         device: torch.device | str | int = "cpu",
+        scratch_dir: str | FilePath | None = None,
+        max_tokens: int | None = None,
         share_next: bool = True,
     ) -> None:
-        if isinstance(max_steps, bool) or int(max_steps) != max_steps or max_steps < 1:
-            raise ValueError(f"max_steps must be a positive number of steps, got {max_steps!r}")
+        for name, budget in (("max_steps", max_steps), ("max_tokens", max_tokens)):
+            if budget is None and name == "max_tokens":
+                continue
+            if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
+                raise ValueError(f"{name} must be a positive integer, got {budget!r}")
         super().__init__(max_size=int(max_steps))
         self.device = torch.empty(0, device=device).device
         self.lock = threading.RLock()
-        self._store = EpisodeStore(self.max_size, self.device, share_next)
+        self.max_tokens = None if max_tokens is None else int(max_tokens)
+        self.scratch_dir = scratch_dir
+        self._store = self._new_store(share_next)
         self._revision = 0
         self._selections = WeakTensorKeyDictionary()
+
+    def _new_store(self, share_next: bool) -> EpisodeStore:
+        """A store for this storage's episodes that holds none yet."""
+        return EpisodeStore(
+            self.max_size, self.device, share_next, self.max_tokens, self.scratch_dir
+        )
 
     # ---- what is stored -------------------------------------------------------------------------
 
@@ -144,6 +171,12 @@ class EpisodeStorage(LazyStackStorage):
             return self.table.lengths.clone()
 
     @property
+    def num_tokens(self) -> int:
+        """Number of stored tokens, as ``max_tokens`` counts them."""
+        with self.lock:
+            return self.table.num_tokens
+
+    @property
     def revision(self) -> int:
         """Changes whenever the stored steps do."""
         return self._revision
@@ -163,13 +196,16 @@ class EpisodeStorage(LazyStackStorage):
         """The stored keys of one kind.
 
         Args:
-            kind: ``"dense"``, ``"ragged"`` (variable shape), ``"object"`` (non-tensor) or
-                ``"shared"`` (next entries that share the rows of their root entry).
+            kind: ``"dense"``, ``"ragged"`` (variable shape), ``"object"`` (non-tensor),
+                ``"shared"`` (next entries that share the rows of their root entry) or ``"growing"``
+                (prompts kept as what each turn adds).
         """
-        kinds = ("dense", "ragged", "object", "shared")
+        kinds = ("dense", "ragged", "object", "shared", "growing")
         if kind not in kinds:
             raise ValueError(f"kind must be one of {kinds}, got {kind!r}")
         entries = self.schema.entries if self.schema is not None else {}
+        if kind == "growing":
+            return [PROMPT] if self.schema is not None and self.schema.growing else []
         return [
             unravel_key(path)
             for path, entry in entries.items()
@@ -185,6 +221,11 @@ class EpisodeStorage(LazyStackStorage):
     def ragged_keys(self) -> list[NestedKey]:
         """The entries whose shape varies from step to step."""
         return self.keys_of_kind("ragged")
+
+    @property
+    def growing_keys(self) -> list[NestedKey]:
+        """The entries of which each step keeps what it adds to the step before."""
+        return self.keys_of_kind("growing")
 
     @property
     def object_keys(self) -> list[NestedKey]:
@@ -292,7 +333,7 @@ class EpisodeStorage(LazyStackStorage):
                 within = runs(torch.zeros_like(spans), spans) * stride
                 index = torch.repeat_interleave(steps, spans) + within
                 plan = StridePlan(torch.repeat_interleave(rows, spans) + within, stride)
-            index = index.to(self.device)
+            index = to_device(index, self.device)
             selection = self._selections[index] = Selection(plan, _version(index))
             return index, selection
 
@@ -339,7 +380,7 @@ class EpisodeStorage(LazyStackStorage):
             int64 ``[T]``: the storage indices of its steps.
 
         Raises:
-            ValueError: if it is empty, longer than ``max_steps`` or does not fit the schema.
+            ValueError: if it is empty, exceeds a budget or does not fit the schema.
         """
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
@@ -357,17 +398,17 @@ class EpisodeStorage(LazyStackStorage):
             int64 ``[N]``: the storage indices of their steps that are stored now.
 
         Raises:
-            ValueError: if one is empty, longer than ``max_steps`` or does not fit the schema.
+            ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
         with self.lock:
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
             # Whatever can go wrong has gone wrong before anything is changed.
             steps = steps.on(self.device)
-            schema = self._store.admit(steps, lengths)
+            admitted = self._store.admit(steps, lengths)
             self._settle()
             first = self.table.next
-            self._store.append(schema, steps, lengths)
+            self._store.append(admitted)
             self._changed()
             kept = self.table.lengths[max(first - self.table.oldest, 0) :]
             stored = len(self)
@@ -416,7 +457,7 @@ class EpisodeStorage(LazyStackStorage):
             ValueError: if it holds more than ``max_steps`` steps.
         """
         with self.lock:
-            store = EpisodeStore(self.max_size, self.device, self._store.share_next)
+            store = self._new_store(self._store.share_next)
             store.load_state_dict(state_dict)
             self._settle()
             self._store = store
@@ -428,14 +469,19 @@ class EpisodeStorage(LazyStackStorage):
                 "an EpisodeStorage cannot be shared between processes: write to it in the process "
                 "that samples from it"
             )
-        state = copy(Storage.__getstate__(self))
-        del state["lock"], state["_selections"]
-        return state
+        with self.lock:
+            state = copy(Storage.__getstate__(self))
+            del state["lock"], state["_selections"]
+            state["_store"] = (self._store.share_next, self._store.state_dict())
+            return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        share_next, stored = state.pop("_store")
         super().__setstate__(state)
         self.lock = threading.RLock()
         self._selections = WeakTensorKeyDictionary()
+        self._store = self._new_store(share_next)
+        self._store.load_state_dict(stored)
 
     def __repr__(self) -> str:
         return (

@@ -1,7 +1,8 @@
 """Episodes in columns: what the storage holds, without TorchRL.
 
-Whole episodes come in at one end and leave at the other. ``admit`` refuses and changes nothing;
-``append`` only stores what was admitted.
+Whole episodes come in at one end and leave at the other, the oldest first, so that two budgets
+hold: of steps and of tokens. ``admit`` refuses and changes nothing; ``append`` only stores what was
+admitted.
 
 An episode's rows are one block of the ring. What is written names its rows as ``Blocks``, the
 blocks in the order of the data; what is read as a ``RowPlan``, windows of rows in any order; a
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,19 +30,36 @@ from torchrl_mt.data.columns import (
     RowPlan,
     StoredColumn,
 )
+from torchrl_mt.data.growing import PromptColumn, additions
+from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Ring, runs
-from torchrl_mt.data.schema import Entry, Schema
-from torchrl_mt.data.steps import Column, Path, Steps
+from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry, Schema
+from torchrl_mt.data.steps import Column, Path, Steps, step_tensors
 from torchrl_mt.data.table import EpisodeTable
+from torchrl_mt.data.token_count import count_tokens, counted
 
-__all__ = ["EpisodeStore"]
+__all__ = ["Admission", "EpisodeStore"]
 
 _USUAL_LENGTH = 32
 """Episodes are taken to be at least this long on average until they prove shorter."""
 
 
+@dataclass(frozen=True)
+class Admission:
+    """Episodes that can be stored, one after the other."""
+
+    schema: Schema
+    """The schema once they are stored."""
+    steps: Steps
+    """Their steps, each column in the form in which it is stored."""
+    lengths: Tensor
+    """int64 ``[E]``: steps of each."""
+    tokens: Tensor
+    """int64 ``[E]``: tokens of each."""
+
+
 class EpisodeStore:
-    """Whole episodes, at most ``max_steps`` steps of them.
+    """Whole episodes, at most ``max_steps`` steps of them and ``max_tokens`` tokens.
 
     Every episode has one block of rows in a ring, of ``T`` rows, or ``T + 1`` where next entries
     share the rows of their root entries; every column keeps its values by these rows.
@@ -48,12 +68,22 @@ class EpisodeStore:
         max_steps: the budget, in steps.
         device: where tensors are kept.
         share_next: whether next entries may be shared.
+        max_tokens: the budget, in tokens; None for none.
+        scratch_dir: the folder for files that hold the tensors; None to hold them in memory.
     """
 
-    def __init__(self, max_steps: int, device: torch.device, share_next: bool) -> None:
+    def __init__(
+        self,
+        max_steps: int,
+        device: torch.device,
+        share_next: bool,
+        max_tokens: int | None = None,
+        scratch_dir: str | FilePath | None = None,
+    ) -> None:
         self.max_steps = max_steps
-        self.device = device
+        self.max_tokens = max_tokens
         self.share_next = share_next
+        self.memory = Memory(device, scratch_dir)
         self.schema: Schema | None = None
         self.columns: dict[Path, StoredColumn] = {}
         self.table = EpisodeTable()
@@ -70,15 +100,15 @@ class EpisodeStore:
         """Bytes that the columns hold, Python objects not counted."""
         return sum(column.nbytes for column in self.columns.values())
 
-    def admit(self, steps: Steps, lengths: Tensor) -> Schema:
-        """The schema once these episodes are stored.
+    def admit(self, steps: Steps, lengths: Tensor) -> Admission:
+        """Check episodes before they are stored.
 
         Args:
-            steps: the episodes, one after the other.
+            steps: the episodes, one after the other, on the store's device.
             lengths: int64 ``[E]``, steps of each, at least one episode.
 
         Raises:
-            ValueError: if one is empty, longer than ``max_steps`` or does not fit the schema.
+            ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
         if int(lengths.min()) < 1:
             raise ValueError("an episode must have at least one step, got an empty one")
@@ -89,26 +119,27 @@ class EpisodeStore:
                 f"EpisodeStorage a larger budget"
             )
         if self.schema is None:
-            return Schema.of(steps, lengths, share_next=self.share_next)
-        return self.schema.admit(steps, lengths)
+            schema = Schema.of(steps, lengths, share_next=self.share_next)
+        else:
+            schema = self.schema.admit(steps, lengths)
+        return self._admitted(schema, steps, lengths)
 
-    def append(self, schema: Schema, steps: Steps, lengths: Tensor) -> None:
-        """Store episodes, after the oldest have made room.
-
-        Args:
-            schema: what :meth:`admit` gave for them.
-            steps: the episodes, one after the other, on the store's device.
-            lengths: int64 ``[E]``, steps of each.
-        """
-        if schema is not self.schema:
-            self._adopt(schema, lengths)
-        ends = lengths.cumsum(0)
+    def append(self, admitted: Admission) -> None:
+        """Store what :meth:`admit` gave, after the oldest have made room."""
+        lengths, tokens = admitted.lengths, admitted.tokens
+        if admitted.schema is not self.schema:
+            self._adopt(admitted.schema, lengths)
+        ends, token_ends = lengths.cumsum(0), tokens.cumsum(0)
         done = 0
         while done < lengths.shape[0]:
-            # As many episodes at once as the budget holds.
+            # As many episodes at once as the budgets hold.
             begin = int(ends[done] - lengths[done])
             stop = int(torch.searchsorted(ends, begin + self.max_steps, right=True))
-            self._write(steps[begin : int(ends[stop - 1])], lengths[done:stop])
+            if self.max_tokens is not None:
+                held = int(token_ends[done] - tokens[done]) + self.max_tokens
+                stop = min(stop, int(torch.searchsorted(token_ends, held, right=True)))
+            part = admitted.steps[begin : int(ends[stop - 1])]
+            self._write(part, lengths[done:stop], tokens[done:stop])
             done = stop
 
     def evict(self, episodes: int) -> None:
@@ -155,7 +186,7 @@ class EpisodeStore:
         """Store what :meth:`state_dict` gave, in a store that holds nothing yet.
 
         Raises:
-            ValueError: if it holds more than ``max_steps`` steps.
+            ValueError: if it holds more than a budget.
         """
         lengths: Tensor = state_dict["lengths"]
         stored = int(lengths.sum())
@@ -167,10 +198,32 @@ class EpisodeStore:
         if schema is not None:
             self._adopt(schema, lengths if stored else torch.ones(1, device="cpu"))
         if schema is not None and stored:
-            steps = Steps(stored, state_dict["columns"], schema.root_class)
-            self._write(steps.on(self.device), lengths)
+            steps = Steps(stored, state_dict["columns"], schema.root_class).on(self.memory.device)
+            admitted = self._admitted(schema, steps, lengths)
+            tokens = int(admitted.tokens.sum())
+            if self.max_tokens is not None and tokens > self.max_tokens:
+                raise ValueError(
+                    f"the state holds {tokens} tokens, more than max_tokens={self.max_tokens}"
+                )
+            self._write(admitted.steps, lengths, admitted.tokens)
         self.table.oldest = state_dict["oldest"]
         self._seen_steps = state_dict["seen_steps"]
+
+    def _admitted(self, schema: Schema, steps: Steps, lengths: Tensor) -> Admission:
+        """Episodes that fit the schema, in the form in which they are stored.
+
+        Raises:
+            ValueError: if one is longer than ``max_tokens``.
+        """
+        steps = _as_stored(schema, steps, lengths)
+        tokens = count_tokens(schema, steps, lengths)
+        most = int(tokens.max())
+        if self.max_tokens is not None and most > self.max_tokens:
+            raise ValueError(
+                f"an episode of {most} tokens does not fit in max_tokens={self.max_tokens}: give "
+                f"EpisodeStorage a larger budget"
+            )
+        return Admission(schema, steps, lengths, tokens)
 
     def _adopt(self, schema: Schema, lengths: Tensor) -> None:
         """Make the columns fit ``schema``; ``lengths`` are those of the episodes to come."""
@@ -180,44 +233,72 @@ class EpisodeStore:
             usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
             rows = self.max_steps + self._pad * math.ceil(self.max_steps / usual) + self._slack
             self._ring = Ring(rows)
-        entries = schema.entries
-        for path, entry in entries.items():
+        columns: dict[Path, StoredColumn] = {}
+        for path, entry in schema.entries.items():
             column = self.columns.get(path)
             if isinstance(column, NextColumn) and not entry.shared:
-                column = self.columns[path] = column.unshared()
+                column = column.unshared()
             if isinstance(column, DenseColumn) and entry.kind == "ragged":
-                self.columns[path] = self._as_ragged(column, entry)
-            elif column is None and not entry.shared:
-                self.columns[path] = self._new_column(entry)
-        for path in entries:
-            if path not in self.columns:
-                source = self.columns[path[1:]]
+                column = self._as_ragged(column, entry)
+            if column is None:
+                column = NextColumn() if entry.shared else self._new_column(entry)
+            columns[path] = column
+        if schema.growing and not isinstance(columns[PROMPT], PromptColumn):
+            columns[PROMPT] = self._as_growing(
+                columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT]
+            )
+        self._link(columns)
+        others_count = self.schema is not None and counted(self.schema) != counted(schema)
+        self.columns, self.schema = columns, schema
+        if others_count:
+            stored = self.read(RowPlan(runs(self.table.starts, self.table.lengths)))
+            stored = _as_stored(schema, stored, self.table.lengths)
+            self.table.recount(count_tokens(schema, stored, self.table.lengths))
+
+    @staticmethod
+    def _link(columns: dict[Path, StoredColumn]) -> None:
+        """Tell the columns that are read from others which those are."""
+        for path, column in columns.items():
+            if isinstance(column, NextColumn):
+                source = columns[path[1:]]
                 assert isinstance(source, DenseColumn)
-                self.columns[path] = NextColumn(source)
-        self.columns = {path: self.columns[path] for path in entries}
-        self.schema = schema
+                column.source = source
+            elif isinstance(column, PromptColumn):
+                column.responses = columns[RESPONSE]
 
     def _new_column(self, entry: Entry) -> StoredColumn:
         """An empty column for ``entry``."""
         if entry.kind == "object":
             return ObjectColumn(self._ring.capacity)
         if entry.kind == "dense":
-            return DenseColumn.empty(entry, self._ring.capacity, self.device)
-        return RaggedColumn(entry, self._ring.capacity, self.device)
+            return DenseColumn(entry, self._ring.capacity, self.memory)
+        return RaggedColumn(entry, self._ring.capacity, self.memory)
 
     def _as_ragged(self, dense: DenseColumn, entry: Entry) -> RaggedColumn:
         """A dense column's episodes, stored as ragged ones."""
-        ragged = RaggedColumn(entry, self._ring.capacity, self.device)
+        ragged = RaggedColumn(entry, self._ring.capacity, self.memory)
         if self.table.num_episodes:
             blocks = Blocks(self.table.starts, self.table.lengths)
             ragged.write(blocks, dense.read(RowPlan(blocks.rows)))
         return ragged
 
-    def _write(self, steps: Steps, lengths: Tensor) -> None:
-        """Store admitted episodes that the budget holds, after the oldest have made room."""
-        self.evict(
-            self.table.episodes_holding(self.table.num_steps + steps.length - self.max_steps)
-        )
+    def _as_growing(
+        self, whole: StoredColumn, responses: StoredColumn, entry: Entry
+    ) -> PromptColumn:
+        """The prompts of a column, stored as what they add."""
+        growing = PromptColumn(entry, self._ring.capacity, self.memory)
+        if self.table.num_episodes:
+            blocks = Blocks(self.table.starts, self.table.lengths)
+            plan = RowPlan(blocks.rows)
+            prompts, answers = (step_tensors(column.read(plan)) for column in (whole, responses))
+            growing.write(blocks, additions(prompts, answers, blocks.lengths))
+        return growing
+
+    def _write(self, steps: Steps, lengths: Tensor, tokens: Tensor) -> None:
+        """Store admitted episodes that the budgets hold, after the oldest have made room."""
+        table, most = self.table, self.max_tokens
+        surplus = 0 if most is None else table.num_tokens + int(tokens.sum()) - most
+        self.evict(table.episodes_holding(table.num_steps + steps.length - self.max_steps, surplus))
         sizes = (lengths + self._pad).tolist()
         starts = self._ring.push_all(sizes)
         if starts is None:
@@ -227,7 +308,7 @@ class EpisodeStore:
         blocks = Blocks(torch.tensor(starts, device="cpu"), lengths)
         for path, column in self.columns.items():
             column.write(blocks, steps.columns[path])
-        self.table.extend(lengths, blocks.starts)
+        self.table.extend(lengths, blocks.starts, tokens)
         self._seen_steps += steps.length
 
     def _grow(self, sizes: list[int]) -> None:
@@ -243,11 +324,25 @@ class EpisodeStore:
         episodes = self.table.next + len(sizes)
         mean = (self._seen_steps + sum(sizes) - self._pad * len(sizes)) / episodes
         wanted = self.max_steps + self._pad * math.ceil(self.max_steps / mean) + self._slack
-        moves = self._ring.layout()
+        ring = replace(self._ring)
+        moves = ring.layout()
         needed = moves.upper + moves.lower + sum(sizes)
-        if self._ring.capacity >= wanted:
-            wanted = self._ring.capacity + self._ring.capacity // 16
-        moves = self._ring.resize(max(wanted, needed))
-        for column in self.columns.values():
-            column.relayout(moves, self._ring.capacity)
+        if ring.capacity >= wanted:
+            wanted = ring.capacity + ring.capacity // 16
+        moves = ring.resize(max(wanted, needed))
+        # Nothing is changed before every column has found its memory.
+        columns = {
+            path: column.laid_out(moves, ring.capacity) for path, column in self.columns.items()
+        }
+        self._link(columns)
+        self._ring, self.columns = ring, columns
         self.table.move(moves)
+
+
+def _as_stored(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
+    """The steps with a growing prompt taken apart."""
+    if not schema.growing:
+        return steps
+    prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
+    grown = cast(Column, additions(prompts, responses, lengths))
+    return replace(steps, columns={**steps.columns, PROMPT: grown})

@@ -64,6 +64,8 @@ class EpisodeTable:
         self._start = torch.zeros(64, dtype=torch.int64, device="cpu")
         self._steps = torch.zeros(65, dtype=torch.int64, device="cpu")
         """Steps before each episode and after the last, counted from anywhere."""
+        self._tokens = torch.zeros(65, dtype=torch.int64, device="cpu")
+        """Tokens likewise."""
         self._tallies: OrderedDict[tuple[Weight, int, int], Tensor] = OrderedDict()
         """Units of choice likewise, for the spans last asked for."""
 
@@ -76,6 +78,11 @@ class EpisodeTable:
     def num_steps(self) -> int:
         """Number of stored steps."""
         return int(self._steps[self._tail] - self._steps[self._head])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of stored tokens."""
+        return int(self._tokens[self._tail] - self._tokens[self._head])
 
     @property
     def next(self) -> int:
@@ -96,12 +103,13 @@ class EpisodeTable:
         """Storage index of the first step of the episodes at these positions: int64 ``[n]``."""
         return self._steps[self._head + episodes] - self._steps[self._head]
 
-    def extend(self, lengths: Tensor, starts: Tensor) -> None:
+    def extend(self, lengths: Tensor, starts: Tensor, tokens: Tensor) -> None:
         """Add the newest episodes.
 
         Args:
             lengths: int64 ``[n]``, steps of each.
             starts: int64 ``[n]``, first ring row of each.
+            tokens: int64 ``[n]``, tokens of each.
         """
         tail = self._tail + lengths.shape[0]
         if tail > self._length.shape[0]:
@@ -111,9 +119,14 @@ class EpisodeTable:
         self._length[new] = lengths
         self._start[new] = starts
         self._accumulate(self._steps, new, lengths)
+        self._accumulate(self._tokens, new, tokens)
         for (weight, span, least), tally in self._tallies.items():
             self._accumulate(tally, new, weigh(lengths, span, weight, least))
         self._tail = tail
+
+    def recount(self, tokens: Tensor) -> None:
+        """Replace the tokens of each stored episode: int64 ``[E]``."""
+        self._accumulate(self._tokens, slice(self._head, self._tail), tokens)
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
@@ -122,12 +135,9 @@ class EpisodeTable:
         if self._head == self._tail:
             self._head = self._tail = 0
 
-    def episodes_holding(self, steps: int) -> int:
-        """The least number of oldest episodes that together hold at least ``steps`` steps."""
-        if steps <= 0:
-            return 0
-        before = self._steps[self._head : self._tail + 1]
-        return int(torch.searchsorted(before, before[0] + steps))
+    def episodes_holding(self, steps: int, tokens: int = 0) -> int:
+        """The least number of oldest episodes that together hold so many steps and tokens."""
+        return max(self._holding(self._steps, steps), self._holding(self._tokens, tokens))
 
     def find(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """The episode of each stored step.
@@ -165,6 +175,13 @@ class EpisodeTable:
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
         self.starts.copy_(moves.positions(self.starts))
+
+    def _holding(self, counts: Tensor, wanted: int) -> int:
+        """The least number of oldest episodes that hold so many, by the counts before each."""
+        if wanted <= 0:
+            return 0
+        before = counts[self._head : self._tail + 1]
+        return int(torch.searchsorted(before, before[0] + wanted))
 
     def _search(self, counts: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
         """The episode that holds each unit, given the units before each episode."""
@@ -206,7 +223,7 @@ class EpisodeTable:
             return new
 
         self._length, self._start = moved(self._length, 0), moved(self._start, 0)
-        self._steps = moved(self._steps, 1)
+        self._steps, self._tokens = moved(self._steps, 1), moved(self._tokens, 1)
         for key, tally in self._tallies.items():
             self._tallies[key] = moved(tally, 1)
         self._head, self._tail = 0, live

@@ -1,0 +1,191 @@
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.growing import Additions, additions, expand
+
+PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")
+
+tokens = st.lists(st.integers(0, 2), max_size=5)
+turns = st.tuples(tokens, tokens, st.sampled_from(["extend", "cut", "alone"]), st.integers(0, 12))
+conversations = st.lists(turns, min_size=1, max_size=6)
+
+
+def play(conversation):
+    """Prompts and responses: each prompt extends what came before, a part of it, or nothing."""
+    history, prompts, responses = [], [], []
+    for added, response, how, cut in conversation:
+        base = {"extend": history, "cut": history[:cut], "alone": []}[how]
+        prompts.append(torch.tensor(base + added, dtype=torch.int64))
+        responses.append(torch.tensor(response, dtype=torch.int64))
+        history = base + added + response
+    return prompts, responses
+
+
+def episode(prompts, responses, identity=0):
+    last = len(prompts) - 1
+    return lazy_stack(
+        [
+            TensorDict(
+                {
+                    "tokens": {"prompt": prompt, "response": response},
+                    "episode": torch.tensor(identity),
+                    "next": {"done": torch.tensor([t == last])},
+                }
+            )
+            for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+    )
+
+
+def listed(data, key):
+    return [step.tolist() for step in data.get(key, as_list=True)]
+
+
+def plain(tensors):
+    return [tensor.tolist() for tensor in tensors]
+
+
+@given(episodes=st.lists(conversations, min_size=1, max_size=3))
+def test_what_is_taken_apart_is_put_together_again(episodes):
+    prompts, responses, lengths = [], [], []
+    for conversation in episodes:
+        more = play(conversation)
+        prompts += more[0]
+        responses += more[1]
+        lengths.append(len(conversation))
+    items = additions(prompts, responses, torch.tensor(lengths)).items
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        assert items[start][0] == 0
+        together = expand(Additions(items[part]), responses[part])
+        assert plain(together) == plain(prompts[part])
+        start += length
+
+
+@given(conversation=conversations)
+def test_no_prompt_keeps_what_it_could_share(conversation):
+    prompts, responses = play(conversation)
+    items = additions(prompts, responses, torch.tensor([len(prompts)])).items
+    for t in range(1, len(prompts)):
+        kept, added = items[t]
+        before = prompts[t - 1].tolist() + responses[t - 1].tolist()
+        assert prompts[t].tolist()[:kept] == before[:kept]
+        assert not len(added) or kept == len(before) or int(added[0]) != before[kept]
+
+
+@settings(max_examples=60)
+@given(
+    episodes=st.lists(conversations, min_size=1, max_size=9),
+    max_steps=st.integers(6, 14),
+    picks=st.lists(st.integers(0, 999), min_size=1, max_size=9),
+)
+def test_stored_prompts_are_those_written(episodes, max_steps, picks):
+    storage, model = EpisodeStorage(max_steps), []
+    for i, conversation in enumerate(episodes):
+        prompts, responses = play(conversation)
+        storage.append(episode(prompts, responses, i))
+        model.append((plain(prompts), plain(responses)))
+        while sum(len(p) for p, _ in model) > max_steps:
+            del model[0]
+    steps = [step for prompts, _ in model for step in prompts]
+    assert listed(storage[:], PROMPT) == steps
+    index = torch.tensor([pick % len(steps) for pick in picks])
+    assert listed(storage[index], PROMPT) == [steps[i] for i in index.tolist()]
+    for i, (prompts, responses) in enumerate(model):
+        stored = storage.episode(i)
+        assert listed(stored, PROMPT) == prompts
+        assert listed(stored, RESPONSE) == responses
+    again = pickle.loads(pickle.dumps(storage))
+    assert listed(again[:], PROMPT) == steps
+
+
+def test_prompts_of_one_length_come_first():
+    storage = EpisodeStorage(20)
+    storage.append(episode([torch.tensor([1, 2])], [torch.tensor([3])], 0))
+    assert storage.growing_keys == []
+    prompts, responses = play([([1], [2, 2], "extend", 0), ([3], [4], "extend", 0)])
+    storage.append(episode(prompts, responses, 1))
+    assert storage.growing_keys == [PROMPT]
+    assert listed(storage[:], PROMPT) == [[1, 2], [1], [1, 2, 2, 3]]
+    assert listed(storage[:], RESPONSE) == [[3], [2, 2], [4]]
+
+
+def test_responses_of_one_length():
+    storage = EpisodeStorage(20)
+    prompts, responses = play([([1], [2], "extend", 0), ([3], [4], "extend", 0)])
+    storage.append(episode(prompts, responses))
+    assert storage.growing_keys == [PROMPT]
+    assert storage.ragged_keys == [PROMPT]
+    assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]
+    prompts, responses = play([([1], [2, 5], "extend", 0), ([3], [4], "extend", 0)])
+    storage.append(episode(prompts, responses))
+    assert listed(storage[:], PROMPT) == [[1], [1, 2, 3], [1], [1, 2, 5, 3]]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.float, torch.Tensor.int])
+def test_prompts_of_another_dtype_than_responses_are_stored_whole(change):
+    prompts, responses = play([([1], [2], "extend", 0), ([3], [4, 4], "extend", 0)])
+    storage = EpisodeStorage(9)
+    storage.append(episode([change(prompt) for prompt in prompts], responses))
+    assert storage.growing_keys == []
+    assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]
+
+
+def stored_bytes(turns, episodes=20):
+    """Bytes that conversations of 200 new tokens a turn take, and those of their own tokens."""
+    storage, own = EpisodeStorage(turns * episodes), 0
+    generator = torch.Generator().manual_seed(turns)
+    for _ in range(episodes):
+        sizes = torch.randint(50, 150, (turns,), generator=generator).tolist()
+        conversation = [([t] * (200 - n), [-t] * n, "extend", 0) for t, n in enumerate(sizes)]
+        data = episode(*play(conversation))
+        for step, n in zip(data.unbind(0), sizes, strict=True):
+            step["log_probs", "response"] = torch.rand(n)
+            step["versions", "response"] = torch.zeros(n, dtype=torch.int64)
+            own += 8 * 200 + 4 * n + 8 * n
+        storage.append(data)
+    return storage.nbytes, own
+
+
+def test_conversations_take_memory_in_proportion_to_their_length():
+    held, own = stored_bytes(64)
+    assert held <= 1.15 * own
+    assert held <= 4.2 * stored_bytes(16)[0]
+
+
+def test_a_sample_of_whole_conversations():
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(50),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(),
+        batch_size=8,
+    )
+    written = {}
+    for i in range(5):
+        prompts, responses = play([([i, t], [i] * t, "extend", 0) for t in range(i + 1)])
+        rb.extend(episode(prompts, responses, i))
+        written[i] = plain(prompts)
+    sample = rb.sample()
+    at = 0
+    while at < len(sample):
+        identity = int(sample[at]["episode"])
+        length = identity + 1
+        assert listed(sample[at : at + length], PROMPT) == written[identity]
+        at += length
+
+
+def test_changing_a_sample_changes_nothing_stored():
+    storage = EpisodeStorage(9)
+    prompts, responses = play([([1], [2], "extend", 0), ([3], [4], "extend", 0)])
+    storage.append(episode(prompts, responses))
+    for prompt in storage[:].get(PROMPT, as_list=True):
+        prompt.fill_(9)
+    assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]
