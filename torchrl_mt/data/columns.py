@@ -29,6 +29,10 @@ __all__ = [
 ]
 
 
+_MAX_WINDOWS = 16
+"""Views that a column keeps, by span and shift."""
+
+
 class RowPlan:
     """The ring rows of one read: windows of equal length, or rows in any order.
 
@@ -99,6 +103,8 @@ class DenseColumn:
         self.data = memory.empty((capacity, *entry.shape), entry.dtype)
         self._memory = memory
         self._width = math.prod(entry.shape)
+        self._windows: dict[tuple[int, int], Tensor] = {}
+        """Views of ``data`` by span and shift: row ``r`` is the window that begins there."""
 
     @property
     def nbytes(self) -> int:
@@ -123,23 +129,40 @@ class DenseColumn:
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
-        data, span, width = self.data, plan.span, self._width
+        data, steps = self.data, len(plan)
+        windows = self._windows.get((plan.span, shift))
+        if windows is None:
+            windows = self._windows_of(plan.span, shift)
         starts = plan.starts_on(data.device)
-        if span == 1 or width == 0:
-            rows = starts if span == 1 else plan.rows().to(data.device)
-            return data.index_select(0, rows + shift if shift else rows)
-        windows = data.as_strided(
-            (data.shape[0] - span + 1 - shift, span * width), (width, 1), shift * width
+        out = self._memory.for_sample(steps * self._width, data.dtype)
+        if out is None:
+            return windows.index_select(0, starts).view(steps, *data.shape[1:])
+        torch.index_select(windows, 0, starts, out=out.view(len(starts), -1))
+        return out.view(steps, *data.shape[1:])
+
+    def _windows_of(self, span: int, shift: int) -> Tensor:
+        """A view of ``data`` by windows, kept for the next read."""
+        if len(self._windows) >= _MAX_WINDOWS:
+            self._windows.clear()
+        width = self._width
+        windows = self.data.as_strided(
+            (self.data.shape[0] - span + 1 - shift, span * width), (width, 1), shift * width
         )
-        return windows.index_select(0, starts).view(-1, *data.shape[1:])
+        return self._windows.setdefault((span, shift), windows)
+
+    def _with(self, capacity: int) -> DenseColumn:
+        """A column like this one of ``capacity`` rows, without their values."""
+        new = copy(self)
+        new.data = self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype)
+        new._windows = {}
+        return new
 
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of: rows are overwritten."""
 
     def laid_out(self, moves: Moves, capacity: int) -> DenseColumn:
         """The column for a ring of ``capacity`` rows to which the rows have moved."""
-        new = copy(self)
-        new.data = self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype)
+        new = self._with(capacity)
         moves.rows(self.data, new.data)
         return new
 
@@ -177,8 +200,7 @@ class NextColumn:
 
     def unshared(self) -> DenseColumn:
         """The same values in rows of their own."""
-        column = copy(self.source)
-        column.data = column._memory.empty(tuple(column.data.shape), column.data.dtype)
+        column = self.source._with(len(self.source.data))
         column.data[:-1].copy_(self.source.data[1:])
         return column
 

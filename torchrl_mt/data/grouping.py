@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,43 +54,41 @@ def group_steps(
         >>> [(s.key, s.start, s.stop, s.ended) for s in segments]
         [(7, 2, 4, True), (4, 0, 2, False)]
     """
-    order: Tensor | None = None
-    rows = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids).reshape(-1)
-    several = len(ids) > 1
-    ids, ended = ids.reshape(-1), ended.reshape(-1)
+    order = rows = None
+    id_of, ends = ids.reshape(-1).numpy(), ended.reshape(-1).numpy()
+    if len(ids) > 1:
+        rows = np.repeat(np.arange(len(ids)), ids.shape[1])
     if valid is not None:
-        order = valid.reshape(-1).nonzero().squeeze(1)
-        ids, ended, rows = ids[order], ended[order], rows[order]
-    if several:
-        _check_rows(ids, rows)
-    if bool((ids[1:] < ids[:-1]).any()):
-        by_id = torch.argsort(ids, stable=True)
-        ids, ended = ids[by_id], ended[by_id]
+        order = valid.reshape(-1).numpy().nonzero()[0]
+        id_of, ends = id_of[order], ends[order]
+        rows = None if rows is None else rows[order]
+    if rows is not None:
+        _check_rows(id_of, rows)
+    if not len(id_of):
+        return _tensor(order), []
+    if (id_of[1:] < id_of[:-1]).any():
+        by_id = np.argsort(id_of, kind="stable")
+        id_of, ends = id_of[by_id], ends[by_id]
         order = by_id if order is None else order[by_id]
-    first = torch.ones(len(ids), dtype=torch.bool, device="cpu")
-    first[1:] = (ids[1:] != ids[:-1]) | ended[:-1]
-    bounds = torch.cat([first.nonzero().squeeze(1), torch.tensor([len(ids)], device="cpu")])
-    starts, stops = bounds[:-1], bounds[1:]
-    last = stops - 1 if order is None else order[stops - 1]
-    by_age = torch.argsort(last)
-    starts, stops = starts[by_age], stops[by_age]
-    segments = [
-        Segment(*segment)
-        for segment in zip(
-            ids[starts].tolist(),
-            starts.tolist(),
-            stops.tolist(),
-            ended[stops - 1].tolist(),
-            strict=True,
-        )
-    ]
-    return order, segments
+    bounds = np.flatnonzero((id_of[1:] != id_of[:-1]) | ends[:-1]) + 1
+    starts, stops = np.append(0, bounds), np.append(bounds, len(id_of))
+    if order is not None:
+        by_age = np.argsort(order[stops - 1])
+        starts, stops = starts[by_age], stops[by_age]
+    columns = (id_of[starts], starts, stops, ends[stops - 1])
+    segments = map(Segment, *(column.tolist() for column in columns))
+    return _tensor(order), list(segments)
 
 
-def _check_rows(ids: Tensor, rows: Tensor) -> None:
+def _tensor(order: np.ndarray | None) -> Tensor | None:
+    return None if order is None else torch.from_numpy(order)
+
+
+def _check_rows(ids: np.ndarray, rows: np.ndarray) -> None:
     """Refuse an id that runs in two rows of the batch."""
-    pairs = torch.unique(torch.stack([ids, rows]), dim=1)
-    twice = pairs[0, 1:][pairs[0, 1:] == pairs[0, :-1]]
+    by_id = np.lexsort((rows, ids))
+    ids, rows = ids[by_id], rows[by_id]
+    twice = ids[1:][(ids[1:] == ids[:-1]) & (rows[1:] != rows[:-1])]
     if len(twice):
         raise ValueError(
             f"each row of a [B, T] batch is one environment and needs ids of its own: id "

@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrl_mt.data.leases import Leases
+
 __all__ = ["Memory", "to_device"]
 
 
 class Memory:
-    """Gives out tensors without values.
+    """Gives out tensors without values: to keep, or for a sample.
 
     Args:
         device: where they are.
@@ -30,6 +32,7 @@ class Memory:
 
     def __init__(self, device: torch.device, scratch_dir: str | Path | None = None) -> None:
         self.device = device
+        self._leases = Leases()
         self.scratch_dir = scratch_dir
         self._folder: Path | None = None
         if scratch_dir is None:
@@ -61,6 +64,12 @@ class Memory:
         data = data.view(dtype).view(shape)
         weakref.finalize(data, _remove, path, os.getpid())
         return data
+
+    def for_sample(self, size: int, dtype: torch.dtype) -> Tensor | None:
+        """A vector to read a sample into; None where fresh memory does as well."""
+        if self.device.type == "cpu" and Leases.worthwhile(size * dtype.itemsize):
+            return self._leases.empty(size, dtype)
+        return None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -54,7 +55,16 @@ class Schema:
     entries: Mapping[Path, Entry]
     root_class: type | None = None
 
-    @property
+    @cached_property
+    def counted(self) -> frozenset[Path]:
+        """The entries whose elements may count as tokens."""
+
+        def counts(path: Path, entry: Entry) -> bool:
+            return entry.kind == "ragged" or (entry.kind == "dense" and path[0] == "tokens")
+
+        return frozenset(path for path, entry in self.entries.items() if counts(path, entry))
+
+    @cached_property
     def growing(self) -> bool:
         """Whether each turn's prompt is stored as what it adds to the turn before."""
         prompt, response = self.entries.get(PROMPT), self.entries.get(RESPONSE)

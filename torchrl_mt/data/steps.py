@@ -73,6 +73,8 @@ class Steps:
     def __getitem__(self, part: slice) -> Steps:
         """Steps ``part.start`` to ``part.stop``, as views."""
         start, stop, _ = part.indices(self.length)
+        if (start, stop) == (0, self.length):
+            return self
         columns = {path: _part(column, start, stop) for path, column in self.columns.items()}
         return replace(self, length=stop - start, columns=columns)
 

@@ -36,7 +36,7 @@ from torchrl_mt.data.ring import Blocks, Ring, runs
 from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry, Schema
 from torchrl_mt.data.steps import Column, Path, Steps, step_tensors
 from torchrl_mt.data.table import EpisodeTable
-from torchrl_mt.data.token_count import count_tokens, counted
+from torchrl_mt.data.token_count import count_tokens
 
 __all__ = ["Admission", "EpisodeStore"]
 
@@ -248,7 +248,7 @@ class EpisodeStore:
                 columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT]
             )
         self._link(columns)
-        others_count = self.schema is not None and counted(self.schema) != counted(schema)
+        others_count = self.schema is not None and self.schema.counted != schema.counted
         self.columns, self.schema = columns, schema
         if others_count:
             stored = self.read(RowPlan(runs(self.table.starts, self.table.lengths)))

@@ -19,7 +19,7 @@ _END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
 
 def ended(steps: Steps) -> Tensor:
     """Bool ``[N]`` on the CPU: the steps that end their episode."""
-    last = torch.zeros(steps.length, dtype=torch.bool, device="cpu")
+    last: Tensor | None = None
     found = [flag for flag in map(steps.columns.get, _END_KEYS) if flag is not None]
     if not found:
         raise ValueError(
@@ -30,8 +30,11 @@ def ended(steps: Steps) -> Tensor:
         flag = stacked(column)
         if flag is None:
             raise ValueError("done flags must be tensors, got Python objects")
-        last |= flag.reshape(steps.length, -1).bool().any(1).cpu()
-    return last
+        flag = flag.reshape(steps.length, -1).bool()
+        flag = flag.squeeze(1) if flag.shape[1] == 1 else flag.any(1)
+        last = flag if last is None else last | flag
+    assert last is not None
+    return last.cpu()
 
 
 def truncated(episode: Steps) -> Steps:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data.growing import Additions
-from torchrl_mt.data.schema import Entry, Schema
-from torchrl_mt.data.steps import Path, Steps, step_tensors
+from torchrl_mt.data.schema import Schema
+from torchrl_mt.data.steps import Steps, step_tensors
 
-__all__ = ["count_tokens", "counted"]
+__all__ = ["count_tokens"]
 
 
 def count_tokens(schema: Schema, steps: Steps, lengths: Tensor) -> Tensor:
@@ -25,28 +25,18 @@ def count_tokens(schema: Schema, steps: Steps, lengths: Tensor) -> Tensor:
         steps: whole episodes, one after the other, in the form in which they are stored.
         lengths: int64 ``[E]``, steps of each.
     """
-    ends = lengths.cumsum(0) - 1
     none = torch.zeros_like(lengths)
+    if not schema.counted:
+        return none
+    ends = lengths.cumsum(0) - 1
     totals = {
         path: _sizes(steps.columns[path]).cumsum(0)[ends].diff(prepend=none[:1])
-        for path in counted(schema)
+        for path in schema.counted
     }
-    if any(map(_is_token, totals)):
-        return sum((total for path, total in totals.items() if _is_token(path)), none)
+    named = [total for path, total in totals.items() if path[0] == "tokens"]
+    if named:
+        return sum(named, none)
     return torch.stack([none, *totals.values()]).amax(0)
-
-
-def counted(schema: Schema) -> frozenset[Path]:
-    """The entries whose elements count."""
-
-    def counts(path: Path, entry: Entry) -> bool:
-        return entry.kind == "ragged" or (entry.kind == "dense" and _is_token(path))
-
-    return frozenset(path for path, entry in schema.entries.items() if counts(path, entry))
-
-
-def _is_token(path: Path) -> bool:
-    return path[0] == "tokens"
 
 
 def _sizes(column: Any) -> Tensor:

@@ -404,6 +404,12 @@ def _aligned(
         shape: batch size of the batch.
         stored: number of stored steps.
     """
+    if (
+        len(segments) == 1
+        and order is None
+        and came.tolist() == lengths.tolist() == [shape.numel()]
+    ):
+        return torch.arange(stored - shape.numel(), stored, device="cpu").view(shape)
     index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
     whole = [s for s in segments if s.ended]
     end = stored

@@ -1,0 +1,97 @@
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, leases
+from torchrl_mt.data.leases import Leases
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4000)), max_size=60))
+def test_no_two_live_tensors_share_memory(steps):
+    given_out, live = Leases(), {}
+    for slot, size in steps:
+        tensor = given_out.empty(size, torch.int64)
+        tensor.fill_(slot)
+        # What lives on may be a view only.
+        live[slot] = tensor[size // 2 :].view(-1)
+        del tensor
+        for other, view in live.items():
+            assert bool((view == other).all())
+
+
+def test_memory_is_used_again_and_little_is_kept():
+    pool = Leases()
+    places = {pool.empty(1000, torch.uint8).data_ptr() for _ in range(10)}
+    assert len(places) == 1
+    several = [pool.empty(1000, torch.uint8) for _ in range(10)]
+    del several
+    assert len(pool._spare) == leases._SPARE
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128, torch.int8])
+def test_dtypes(dtype):
+    tensor = Leases().empty(5, dtype)
+    assert tensor.dtype == dtype
+    assert tensor.shape == (5,)
+
+
+def test_threads_never_share_memory():
+    pool, wrong = Leases(), []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(300):
+            mark = rng.randrange(256)
+            tensors = [pool.empty(rng.randrange(1, 5000), torch.uint8) for _ in range(3)]
+            for tensor in tensors:
+                tensor.fill_(mark)
+            wrong.extend(t for t in tensors if not bool((t == mark).all()))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert not wrong
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5])
+def test_samples_that_are_kept_stay_as_they_are(make, monkeypatch, keep):
+    monkeypatch.setattr(leases, "_LEAST", 1)
+    rb = TensorDictReplayBuffer(
+        storage=EpisodeStorage(100),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=4),
+        batch_size=16,
+    )
+    rb.extend(make.vectors([10, 20, 30]))
+    steps = make.steps(rb[:])
+    kept = []
+    for _ in range(30):
+        kept = [*kept, rb.sample()][-keep - 1 :]
+        for sample in kept:
+            for i, index in enumerate(sample["index"].tolist()):
+                wanted = steps[index]
+                got = make.steps(sample[i : i + 1].exclude("index"))[0]
+                for key in (("observation",), ("action",), ("next", "reward")):
+                    assert got[key] == wanted[key]
+
+
+def test_prefetched_samples(make, monkeypatch):
+    monkeypatch.setattr(leases, "_LEAST", 1)
+    rb = TensorDictReplayBuffer(
+        storage=EpisodeStorage(100),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=4),
+        batch_size=16,
+        prefetch=3,
+    )
+    rb.extend(make.vectors([10, 20, 30]))
+    seen = rb[:]["observation"]
+    for _ in range(50):
+        sample = rb.sample()
+        assert torch.equal(sample["observation"], seen[sample["index"]])
+    assert threading.active_count() < 20
