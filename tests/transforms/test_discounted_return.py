@@ -189,3 +189,10 @@ def test_errors_name_what_is_missing():
         DiscountedReturn(0.9)(episodes(3).exclude(("next", "reward")))
     with pytest.raises(KeyError, match="done"):
         DiscountedReturn(0.9)(episodes(3).exclude(("next", "done")))
+
+
+def test_returns_are_data():
+    reward = torch.ones(3, requires_grad=True)
+    returns = discounted_returns(reward, torch.tensor([False, False, True]), 1.0)
+    assert returns.tolist() == [3.0, 2.0, 1.0]
+    assert not returns.requires_grad

@@ -26,7 +26,8 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
         gamma: discount per step.
 
     Returns:
-        ``[N, ...]``, in the dtype of ``reward`` (the default dtype if that is no floating one).
+        ``[N, ...]``, detached, in the dtype of ``reward`` (the default dtype if that is no floating
+        one).
 
     Examples:
         >>> discounted_returns(
@@ -36,17 +37,51 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     """
     if not reward.is_floating_point():
         reward = reward.to(torch.get_default_dtype())
-    steps, dtype = len(reward), reward.dtype
-    total = reward.reshape(steps, -1).to(torch.promote_types(dtype, torch.float32), copy=True)
+    reward, steps, dtype = reward.detach(), len(reward), reward.dtype
+    total = reward.reshape(steps, -1).to(torch.promote_types(dtype, torch.float32))
+    end = end.reshape(steps, 1)
+    returns = _add_up(total, end, gamma)
+    if not bool(returns.isfinite().all()):
+        returns = _add_up_any(total, end, gamma)
+    return returns.reshape(reward.shape).to(dtype)
+
+
+def _add_up(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    """The returns of finite rewards ``[N, D]``."""
     # After a pass, total[t] holds the k rewards from t on, or all that its episode has left;
-    # goes_on[t] tells whether the episode of t goes on at t + k.
-    goes_on = ~end.reshape(steps, 1)
+    # goes_on[t] is 1 if the episode of t goes on at t + k, else 0.
     k, discount = 1, float(gamma)
-    while k < steps and gamma > 0:
+    total, before = reward.clone(), reward.clone()
+    goes_on = (~end[:-1]).to(total.dtype)
+    longest = _longest(end)
+    while k < longest and discount > 0:
+        n = len(goes_on)
+        total, before = before, total
+        torch.addcmul(before[:n], goes_on, before[k:], value=discount, out=total[:n])
+        total[n:] = before[n:]
+        goes_on = goes_on[:-k] * goes_on[k:]
+        k, discount = 2 * k, discount * discount
+    return total
+
+
+def _longest(end: Tensor) -> int:
+    """Steps of the longest episode, or more where finding out would mean to wait for the device."""
+    if end.device.type != "cpu":
+        return len(end)
+    last = end.reshape(-1).nonzero().squeeze(1)
+    edges = [last.new_tensor([-1]), last, last.new_tensor([len(end) - 1])]
+    return int(torch.cat(edges).diff().max())
+
+
+def _add_up_any(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    """The returns of rewards ``[N, D]``, finite or not."""
+    total, goes_on = reward.clone(), ~end
+    k, discount = 1, float(gamma)
+    while k < len(total) and gamma > 0:
         # What is not finite stays as it is: the discount may have underflown to 0.
         later = torch.where(total[k:].isfinite(), discount * total[k:], total[k:])
         # Masked, not multiplied by 0: an infinite reward must not reach its neighbours.
         total[:-k] += torch.where(goes_on[:-k], later, 0.0)
         goes_on = torch.cat([goes_on[:-k] & goes_on[k:], torch.zeros_like(goes_on[-k:])])
         k, discount = 2 * k, discount * discount
-    return total.reshape(reward.shape).to(dtype)
+    return total
