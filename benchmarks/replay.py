@@ -3,7 +3,8 @@
 Steps have a 17-float observation, a 6-float action, a reward and three done flags; episodes have 50 to
 400 steps; a batch is 256 clips of 16 steps. Contenders take turns, medians count. The floor is one
 ``index_select`` of whole windows per entry of the sample, with the windows known and nothing else
-done: no sampler can do without. On a busy machine, several threads wait for each other: measure on one.
+done: no sampler can do without. For conversations it is the bytes of their own tokens, log-probabilities
+and versions. On a busy machine, several threads wait for each other: measure on one.
 
     OMP_NUM_THREADS=1 python benchmarks/replay.py
     python benchmarks/replay.py --large --device cuda
@@ -17,12 +18,20 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl import torchrl_logger
-from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs.transforms import Reward2GoTransform
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.transforms import DiscountedReturn
 
 CLIPS, SLICE_LEN = 256, 16
 BATCH = CLIPS * SLICE_LEN
@@ -146,7 +155,7 @@ def medians(device: str, repeats: int, *contenders: Callable[[], object]) -> lis
 
 def report(name: str, ours: float, theirs: float, least: float | None = None) -> None:
     """One row of the table."""
-    row = f"{name:<52}{ours:>12,.0f}{theirs:>14,.0f}{theirs / ours:>9.2f}x"
+    row = f"{name:<58}{ours:>12,.0f}{theirs:>14,.0f}{theirs / ours:>9.2f}x"
     print(row if least is None else f"{row}{least:>12,.0f}{ours / least:>9.2f}x", flush=True)
 
 
@@ -202,6 +211,97 @@ def pixels(steps: int, device: str, repeats: int) -> None:
     sampling(pair, "64x64x3 uint8", device, repeats)
 
 
+def conversation(turns: int, new: int = 200) -> LazyStackedTensorDict:
+    """An episode of which each turn reads ``new // 2`` tokens more and answers with as many."""
+    answer = new // 2
+    history = torch.randint(50_000, (turns * new,))
+    return lazy_stack(
+        [
+            TensorDict(
+                {
+                    "tokens": {
+                        "prompt": history[: t * new + new - answer],
+                        "response": history[(t + 1) * new - answer : (t + 1) * new - t % 2],
+                    },
+                    "log_probs": {"response": torch.rand(answer - t % 2)},
+                    "versions": {"response": torch.zeros(answer - t % 2, dtype=torch.int64)},
+                    "next": {
+                        "reward": torch.zeros(1),
+                        "done": torch.tensor([t == turns - 1]),
+                    },
+                }
+            )
+            for t in range(turns)
+        ]
+    )
+
+
+def own_bytes(episode: LazyStackedTensorDict) -> int:
+    """Bytes of a conversation's tokens, each counted once, and of what is known of them."""
+    last = episode[-1]["tokens"]
+    tokens = last["prompt"].numel() + last["response"].numel()
+    sampled = sum(len(step["tokens", "response"]) for step in episode.unbind(0))
+    return 8 * tokens + (4 + 8) * sampled
+
+
+def stored_bytes(data: TensorDictBase) -> int:
+    """Bytes of the tensors of some steps."""
+    return sum(
+        value.numel() * value.element_size()
+        for step in data.unbind(0)
+        for value in step.values(True, True)
+    )
+
+
+def conversations(turns: int, device: str, number: int = 32) -> None:
+    """Bytes held per conversation."""
+    ours = ReplayBuffer(
+        storage=EpisodeStorage(turns * number, device=device), writer=EpisodeWriter()
+    )
+    theirs = ReplayBuffer(storage=LazyStackStorage(turns * number))
+    own = 0
+    for _ in range(number):
+        episode = conversation(turns)
+        own += own_bytes(episode)
+        ours.extend(episode)
+        theirs.extend(episode.clone())
+    kept = stored_bytes(theirs[:])
+    report(
+        f"conversation of {turns} turns of 200 new tokens: bytes",
+        *(total / number for total in (ours.storage.nbytes, kept, own)),
+    )
+
+
+def returns(episodes_stored: int, device: str, repeats: int) -> None:
+    """Discounted returns of whole episodes: beside a loop over them, and one over the steps."""
+    lengths = torch.randint(50, 351, (episodes_stored,))
+    data = flags(lengths)
+    steps = len(data)
+    data["next", "reward"] = torch.randn(steps, 1)
+    data = data.to(device)
+    ours = DiscountedReturn(0.99)
+    theirs = Reward2GoTransform(0.99, out_keys=[("next", "return")]).to(device)
+    each = list(data.split(lengths.tolist()))
+
+    def of_each_episode() -> None:
+        for episode in each:
+            theirs.inv(episode)
+
+    def of_each_step() -> None:
+        rewards, done = (data["next", key].squeeze(1).tolist() for key in ("reward", "done"))
+        result, following = [0.0] * steps, 0.0
+        for t in range(steps - 1, -1, -1):
+            result[t] = following = rewards[t] + (0.0 if done[t] else 0.99 * following)
+        torch.tensor(result, device=device)
+
+    for name, other in (
+        ("Reward2GoTransform per episode", of_each_episode),
+        ("a Python loop over floats", of_each_step),
+    ):
+        times = medians(device, min(repeats, 5), lambda: ours(data), other)
+        report(f"returns of {steps:,} steps; {name}", *times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cpu", help="where steps are stored")
@@ -213,7 +313,7 @@ def main() -> None:
     torchrl_logger.setLevel("WARNING")
     torch.manual_seed(0)
     print(f"device {device}, {torch.get_num_threads()} threads; microseconds but for the bytes")
-    print(f"{'':<52}{'torchrl_mt':>12}{'TorchRL':>14}{'ratio':>10}{'floor':>12}{'ratio':>10}")
+    print(f"{'':<58}{'torchrl_mt':>12}{'TorchRL':>14}{'ratio':>10}{'floor':>12}{'ratio':>10}")
     for steps, name in ((1_000_000, "1e6 steps"), (10_000_000, "1e7 steps"))[: 1 + args.large]:
         pair = buffers(steps, device)
         fill(pair, steps, episodes)
@@ -226,6 +326,9 @@ def main() -> None:
     for stored in (100, 100_000):
         writing(stored, device, repeats)
     pixels(20_000, device, min(repeats, 11))
+    for turns in (16, 64):
+        conversations(turns, device)
+    returns(5_000, device, repeats)
 
 
 if __name__ == "__main__":
