@@ -44,8 +44,11 @@ def test_table_equals_a_plain_list(events, span, late):
         found = table.find(torch.arange(len(steps)))
         assert list(zip(*(x.tolist() for x in found), strict=True)) == steps
         ends = torch.tensor([n for n, _ in model]).cumsum(0).tolist()
+        episodes, offsets = (torch.tensor(column) for column in zip(*steps, strict=True))
+        index, rows = table.places(episodes, offsets)
+        assert index.tolist() == list(range(len(steps)))
+        assert rows.tolist() == [model[e][1] + k for e, k in steps]
         for need in range(1, len(steps) + 1):
-            assert table.first_steps(torch.arange(len(ends))).tolist() == [0, *ends[:-1]]
             assert table.episodes_holding(need) == 1 + next(
                 i for i, e in enumerate(ends) if e >= need
             )

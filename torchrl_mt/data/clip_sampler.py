@@ -29,9 +29,9 @@ class ClipSampler(Sampler):
 
     ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
     the other; or one clip per row, with ``layout="clips"``. The last step of each clip is marked
-    truncated, the first one as ``is_init`` if the data has that entry, through the sample's
-    ``info`` (which a ``TensorDictReplayBuffer`` writes in the sample). The cost of choosing clips
-    does not grow with the number of stored steps.
+    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample as
+    far as these entries are stored, and in its ``info``, all of which a ``TensorDictReplayBuffer``
+    writes in the sample. The cost of choosing clips does not grow with the number of stored steps.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
@@ -225,7 +225,7 @@ class ClipSampler(Sampler):
     def _marks(
         self, storage: EpisodeStorage, selection: Selection, index: Tensor, spans: int | Tensor
     ) -> dict[Any, Any]:
-        """The sample's ``info``.
+        """The sample's ``info``; what of it is stored is given out so marked, too.
 
         ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags
         OR-ed with the ends and starts of clips; ``terminated`` is as stored.
@@ -245,19 +245,17 @@ class ClipSampler(Sampler):
             shape = done.shape if isinstance(done, Tensor) else (index.numel(), 1)
             truncated = torch.zeros(shape, dtype=torch.bool, device=index.device)
             truncated[ends] = True
+            if not isinstance(terminated, Tensor):
+                terminated = torch.zeros_like(truncated)
             info[self.truncated_key] = truncated
             info[done_key] = done | truncated if isinstance(done, Tensor) else truncated.clone()
-            info[terminated_key] = (
-                terminated.clone()
-                if isinstance(terminated, Tensor)
-                else torch.zeros_like(truncated)
-            )
+            info[terminated_key] = terminated
         if self.init_key is not None:
             stored = storage.read_selected(selection, self.init_key)
             if isinstance(stored, Tensor):
-                is_init = stored.clone()
-                is_init[starts] = True
-                info[self.init_key] = is_init
+                stored[starts] = True
+                info[self.init_key] = stored
+        selection.mark(info)
         if index.ndim > 1:
             info = {key: flag.unflatten(0, index.shape) for key, flag in info.items()}
         return info

@@ -7,7 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
@@ -49,6 +49,10 @@ class Selection:
     """How often the index tensor had been changed in place: one changed since is read anew."""
     read: dict[Path, Column] = field(default_factory=dict)
     """Columns read so far."""
+
+    def mark(self, columns: Mapping[NestedKey, Column]) -> None:
+        """Give these columns out in place of what is stored."""
+        self.read.update({_path(key): column for key, column in columns.items()})
 
 
 class EpisodeStorage(LazyStackStorage):
@@ -273,7 +277,8 @@ class EpisodeStorage(LazyStackStorage):
                     return data if index.ndim == 1 else data.reshape(index.shape)
             steps, shape = resolve_index(index, self.table.num_steps)
             episodes, offsets = self.table.find(steps)
-            data = self._pack(RowPlan(self.table.starts[episodes] + offsets))
+            _, rows = self.table.places(episodes, offsets)
+            data = self._pack(RowPlan(rows))
         if shape is None:
             return data[0]
         return data if len(shape) == 1 else data.reshape(shape)
@@ -316,8 +321,7 @@ class EpisodeStorage(LazyStackStorage):
         """
         plan: ReadPlan
         with self.lock:
-            steps = self.table.first_steps(episodes) + offsets
-            rows = self.table.starts[episodes] + offsets
+            steps, rows = self.table.places(episodes, offsets)
             if isinstance(spans, int):
                 within = torch.arange(0, spans * stride, stride, device="cpu")
                 index = steps[:, None] + within

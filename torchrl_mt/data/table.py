@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,13 +61,14 @@ class EpisodeTable:
         """Ordinal of the oldest stored episode."""
         self._head = 0
         self._tail = 0
-        self._length = torch.zeros(64, dtype=torch.int64, device="cpu")
-        self._start = torch.zeros(64, dtype=torch.int64, device="cpu")
-        self._steps = torch.zeros(65, dtype=torch.int64, device="cpu")
+        # Arrays, not tensors: what is asked for here is small, and torch takes longer to begin.
+        self._length = np.zeros(64, dtype=np.int64)
+        self._start = np.zeros(64, dtype=np.int64)
+        self._steps = np.zeros(65, dtype=np.int64)
         """Steps before each episode and after the last, counted from anywhere."""
-        self._tokens = torch.zeros(65, dtype=torch.int64, device="cpu")
+        self._tokens = np.zeros(65, dtype=np.int64)
         """Tokens likewise."""
-        self._tallies: OrderedDict[tuple[Weight, int, int], Tensor] = OrderedDict()
+        self._tallies: OrderedDict[tuple[Weight, int, int], np.ndarray] = OrderedDict()
         """Units of choice likewise, for the spans last asked for."""
 
     @property
@@ -92,16 +94,26 @@ class EpisodeTable:
     @property
     def lengths(self) -> Tensor:
         """int64 ``[E]``: steps of each episode, oldest first (a view)."""
-        return self._length[self._head : self._tail]
+        return torch.from_numpy(self._length[self._head : self._tail])
 
     @property
     def starts(self) -> Tensor:
         """int64 ``[E]``: first ring row of each episode, oldest first (a view)."""
-        return self._start[self._head : self._tail]
+        return torch.from_numpy(self._start[self._head : self._tail])
 
-    def first_steps(self, episodes: Tensor) -> Tensor:
-        """Storage index of the first step of the episodes at these positions: int64 ``[n]``."""
-        return self._steps[self._head + episodes] - self._steps[self._head]
+    def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Storage index and ring row of steps.
+
+        Args:
+            episodes: int64 ``[n]``, positions of their episodes (0 is the oldest).
+            offsets: int64 ``[n]``, steps before them in their episodes.
+
+        Returns:
+            two times int64 ``[n]``.
+        """
+        stored, offset = self._head + episodes.numpy(), offsets.numpy()
+        steps = self._steps[stored] + (offset - self._steps[self._head])
+        return torch.from_numpy(steps), torch.from_numpy(self._start[stored] + offset)
 
     def extend(self, lengths: Tensor, starts: Tensor, tokens: Tensor) -> None:
         """Add the newest episodes.
@@ -116,17 +128,17 @@ class EpisodeTable:
             self._compact(lengths.shape[0])
             tail = self._tail + lengths.shape[0]
         new = slice(self._tail, tail)
-        self._length[new] = lengths
-        self._start[new] = starts
-        self._accumulate(self._steps, new, lengths)
-        self._accumulate(self._tokens, new, tokens)
+        self._length[new] = lengths.numpy()
+        self._start[new] = starts.numpy()
+        self._accumulate(self._steps, new, lengths.numpy())
+        self._accumulate(self._tokens, new, tokens.numpy())
         for (weight, span, least), tally in self._tallies.items():
-            self._accumulate(tally, new, weigh(lengths, span, weight, least))
+            self._accumulate(tally, new, weigh(lengths, span, weight, least).numpy())
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
         """Replace the tokens of each stored episode: int64 ``[E]``."""
-        self._accumulate(self._tokens, slice(self._head, self._tail), tokens)
+        self._accumulate(self._tokens, slice(self._head, self._tail), tokens.numpy())
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
@@ -149,7 +161,7 @@ class EpisodeTable:
             int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
             the episodes.
         """
-        return self._search(self._steps, steps)
+        return self._search(self._steps, steps.numpy())
 
     def total(self, weight: Weight, span: int, least: int = 1) -> int:
         """Units of choice that the stored episodes offer together (see :func:`weigh`)."""
@@ -170,35 +182,34 @@ class EpisodeTable:
         Returns:
             int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
         """
-        return self._search(self._tally(weight, span, least), units)
+        return self._search(self._tally(weight, span, least), units.numpy())
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
         self.starts.copy_(moves.positions(self.starts))
 
-    def _holding(self, counts: Tensor, wanted: int) -> int:
+    def _holding(self, counts: np.ndarray, wanted: int) -> int:
         """The least number of oldest episodes that hold so many, by the counts before each."""
         if wanted <= 0:
             return 0
         before = counts[self._head : self._tail + 1]
-        return int(torch.searchsorted(before, before[0] + wanted))
+        return int(before.searchsorted(before[0] + wanted))
 
-    def _search(self, counts: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+    def _search(self, counts: np.ndarray, units: np.ndarray) -> tuple[Tensor, Tensor]:
         """The episode that holds each unit, given the units before each episode."""
         before = counts[self._head : self._tail + 1]
         units = units + before[0]
-        episodes = torch.searchsorted(before, units, right=True).sub_(1)
-        return episodes, units.sub_(before[episodes])
+        episodes = before.searchsorted(units, "right") - 1
+        return torch.from_numpy(episodes), torch.from_numpy(units - before[episodes])
 
-    @torch.inference_mode(False)
-    def _tally(self, weight: Weight, span: int, least: int) -> Tensor:
+    def _tally(self, weight: Weight, span: int, least: int) -> np.ndarray:
         """Units before each episode, kept for the spans last asked for."""
         key = (weight, span, least)
         tally = self._tallies.get(key)
         if tally is None:
-            tally = torch.zeros_like(self._steps)
+            tally = np.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, weigh(self.lengths, span, weight, least))
+            self._accumulate(tally, stored, weigh(self.lengths, span, weight, least).numpy())
             self._tallies[key] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)
@@ -206,9 +217,9 @@ class EpisodeTable:
         return tally
 
     @staticmethod
-    def _accumulate(counts: Tensor, new: slice, units: Tensor) -> None:
+    def _accumulate(counts: np.ndarray, new: slice, units: np.ndarray) -> None:
         """Continue cumulative counts over the episodes at ``new``."""
-        counts[new.start + 1 : new.stop + 1] = counts[new.start] + units.cumsum(0)
+        counts[new.start + 1 : new.stop + 1] = counts[new.start] + units.cumsum()
 
     def _compact(self, more: int) -> None:
         """Make room for ``more`` episodes: move the live part to the front of enough memory."""
@@ -217,8 +228,8 @@ class EpisodeTable:
         while size < 2 * live + more:
             size *= 2
 
-        def moved(old: Tensor, extra: int) -> Tensor:
-            new = torch.zeros(size + extra, dtype=torch.int64, device="cpu")
+        def moved(old: np.ndarray, extra: int) -> np.ndarray:
+            new = np.zeros(size + extra, dtype=np.int64)
             new[: live + extra] = old[head : head + live + extra]
             return new
 
