@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -66,6 +66,56 @@ def test_a_storage_on_the_gpu_gives_what_was_written(sampler):
     expected = DiscountedReturn(0.9)(data.clone())["next", "return"]
     torch.testing.assert_close(stored["next", "return"].cpu(), expected)
     assert buffer.sample()["observation"].is_cuda
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ClipSampler(slice_len=4),
+        ClipSampler(slice_len=4, layout="clips"),
+        ClipSampler(slice_len=2, stride=2),
+        ClipSampler(slice_len=8, strict_length=False),
+        EpisodeSampler(),
+    ],
+    ids=["clips", "rows", "stride", "short", "episodes"],
+)
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_sampling_does_not_wait_for_the_gpu(sampler, cls):
+    buffer = cls(
+        storage=EpisodeStorage(100, device="cuda"),
+        writer=EpisodeWriter(),
+        sampler=sampler,
+        batch_size=8,
+    )
+    buffer.extend(episodes([7, 5, 9]))
+    buffer.sample()
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample = buffer.sample()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert sample["observation"].is_cuda
+
+
+def test_conversations_on_the_gpu():
+    storage = EpisodeStorage(20, device="cuda", max_tokens=100)
+    history, turns = torch.arange(40), []
+    for t in range(3):
+        tokens = {
+            "prompt": history[: 3 + 8 * t],
+            "response": history[3 + 8 * t : 7 + 8 * t + t % 2],
+        }
+        turns.append(TensorDict({"tokens": tokens, "next": {"done": torch.tensor([t == 2])}}))
+    for _ in range(9):
+        storage.append(lazy_stack(turns))
+    assert storage.growing_keys == [("tokens", "prompt")]
+    for key in ("prompt", "response"):
+        stored = storage.episode(-1).get(("tokens", key), as_list=True)
+        assert all(value.is_cuda for value in stored)
+        for value, turn in zip(stored, turns, strict=True):
+            assert torch.equal(value.cpu(), turn["tokens", key])
 
 
 def test_a_model_on_the_gpu_plays_and_learns(model, tokenizer):

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import load_state, save_state
+from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage
 from torchrl_mt.data.storage import EpisodeStorage, Selection
 from torchrl_mt.data.strides import check_strides
@@ -235,8 +236,8 @@ class ClipSampler(Sampler):
             starts: Any = slice(0, None, spans)
             ends: Any = slice(spans - 1, None, spans)
         else:
-            ends = spans.cumsum(0).to(index.device) - 1
-            starts = ends - spans.to(index.device) + 1
+            after = spans.cumsum(0)
+            starts, ends = (to_device(edge, index.device) for edge in (after - spans, after - 1))
         if self.truncated_key is not None:
             done_key = _replace_last(self.truncated_key, "done")
             terminated_key = _replace_last(self.truncated_key, "terminated")
