@@ -180,6 +180,10 @@ class NextColumn:
 
     def write(self, blocks: Blocks, column: Any) -> None:
         """Store each episode's last value in the row after its last."""
+        if len(blocks.lengths) == 1:
+            value = column.items[-1] if isinstance(column, Rows) else column[-1]
+            self.source.data[int(blocks.starts) + int(blocks.lengths)].copy_(value)
+            return
         last = blocks.lengths.cumsum(0) - 1
         if isinstance(column, Rows):
             values = torch.stack([column.items[i] for i in last.tolist()])

@@ -414,9 +414,10 @@ class EpisodeStorage(LazyStackStorage):
             first = self.table.next
             self._store.append(admitted)
             self._changed()
-            kept = self.table.lengths[max(first - self.table.oldest, 0) :]
-            stored = len(self)
-            index = torch.arange(stored - int(kept.sum()), stored, device="cpu")
+            new = steps.length
+            if self.table.oldest > first:  # some of them have left already
+                new = len(self)
+            index = torch.arange(len(self) - new, len(self), device="cpu")
             # Every buffer on this storage is told: what its sampler remembers may be of the past.
             for buffer in self._attached_entities_iter():
                 buffer.mark_update(index)

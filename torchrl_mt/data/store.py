@@ -110,9 +110,10 @@ class EpisodeStore:
         Raises:
             ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
-        if int(lengths.min()) < 1:
+        sizes = lengths.tolist()
+        if min(sizes) < 1:
             raise ValueError("an episode must have at least one step, got an empty one")
-        longest = int(lengths.max())
+        longest = max(sizes)
         if longest > self.max_steps:
             raise ValueError(
                 f"an episode of {longest} steps does not fit in max_steps={self.max_steps}: give "
@@ -129,6 +130,9 @@ class EpisodeStore:
         lengths, tokens = admitted.lengths, admitted.tokens
         if admitted.schema is not self.schema:
             self._adopt(admitted.schema, lengths)
+        if lengths.shape[0] == 1:
+            self._write(admitted.steps, lengths, tokens)
+            return
         ends, token_ends = lengths.cumsum(0), tokens.cumsum(0)
         done = 0
         while done < lengths.shape[0]:
@@ -217,11 +221,10 @@ class EpisodeStore:
         """
         steps = _as_stored(schema, steps, lengths)
         tokens = count_tokens(schema, steps, lengths)
-        most = int(tokens.max())
-        if self.max_tokens is not None and most > self.max_tokens:
+        if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
             raise ValueError(
-                f"an episode of {most} tokens does not fit in max_tokens={self.max_tokens}: give "
-                f"EpisodeStorage a larger budget"
+                f"an episode of {int(tokens.max())} tokens does not fit in "
+                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget"
             )
         return Admission(schema, steps, lengths, tokens)
 
