@@ -1,0 +1,232 @@
+"""A buffer driven at random, beside a plain Python list of episodes."""
+
+import pickle
+import tempfile
+from itertools import pairwise
+
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+
+IDS = range(4)
+SAMPLERS = {
+    "clips": lambda: ClipSampler(slice_len=2),
+    "short clips": lambda: ClipSampler(slice_len=3, strict_length=False, weighting="episode"),
+    "episodes": lambda: EpisodeSampler(),
+    "each episode once": lambda: EpisodeSampler(replacement=False),
+}
+
+
+def dense_step(number, done, following):
+    """A step whose next observation is the observation of the next step, unless told otherwise."""
+    return TensorDict(
+        {
+            "observation": torch.tensor([number, -number]),
+            "number": torch.tensor(number),
+            "next": {
+                "observation": torch.tensor([following, -following]),
+                "done": torch.tensor([done]),
+            },
+        }
+    )
+
+
+def turn(number, done, history, adds):
+    """A turn of a conversation whose prompt extends ``history`` by ``adds`` tokens."""
+    prompt = torch.tensor([*history, *[number] * adds], dtype=torch.int64)
+    return TensorDict(
+        {
+            "tokens": {"prompt": prompt, "response": torch.full((number % 3,), -number)},
+            "number": torch.tensor(number),
+            "text": f"turn {number}",
+            "next": {"done": torch.tensor([done])},
+        }
+    )
+
+
+class Machine(RuleBasedStateMachine):
+    """Steps have numbers; the model holds, per episode, the steps as they were written."""
+
+    max_steps = 12
+
+    @initialize(
+        turns=st.booleans(),
+        cls=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),
+        sampler=st.sampled_from(sorted(SAMPLERS)),
+        max_tokens=st.sampled_from([None, 60]),
+    )
+    def begin(self, turns, cls, sampler, max_tokens):
+        self.turns, self.cls, self.sampler = turns, cls, sampler
+        self.max_tokens = max_tokens if turns else None
+        self.rb = self.new()
+        self.stored: list[list[TensorDict]] = []
+        self.open: dict[int, list[TensorDict]] = {}
+        self.number = 0
+        self.known = False
+        """Whether something was ever stored."""
+
+    def new(self, generator=None):
+        return self.cls(
+            storage=EpisodeStorage(self.max_steps, max_tokens=self.max_tokens),
+            writer=EpisodeWriter(traj_key="id"),
+            sampler=SAMPLERS[self.sampler](),
+            batch_size=6,
+            generator=generator or torch.Generator().manual_seed(1),
+        )
+
+    def step(self, identity, done, odd):
+        """The next step of an episode."""
+        self.number += 1
+        begun = self.open.get(identity, [])
+        if self.turns:
+            history = []
+            if begun and not odd:
+                last = begun[-1]["tokens"]
+                history = torch.cat([last["prompt"], last["response"]]).tolist()
+            step = turn(self.number, done, history, adds=1 + self.number % 2)
+        else:
+            step = dense_step(self.number, done, self.number + 100)
+            if begun and not odd:
+                step["observation"] = begun[-1]["next", "observation"].clone()
+        return step.set("id", torch.tensor(identity))
+
+    @rule(
+        events=st.lists(
+            st.tuples(st.sampled_from(IDS), st.booleans(), st.sampled_from([False] * 9 + [True])),
+            min_size=1,
+            max_size=7,
+        )
+    )
+    def write(self, events):
+        batch, ended = [], []
+        for identity, done, odd in events:
+            # An episode that grows beyond the budget would be refused: end it before.
+            done = done or len(self.open.get(identity, [])) >= self.max_steps - 2
+            step = self.step(identity, done, odd)
+            batch.append(step)
+            self.open.setdefault(identity, []).append(step)
+            if done:
+                ended.append(self.open.pop(identity))
+        self.rb.extend(lazy_stack(batch) if self.turns else torch.stack(batch))
+        self.commit(ended)
+
+    @rule()
+    def flush(self):
+        self.rb.writer.flush()
+        ended = [[step.clone() for step in episode] for episode in self.open.values()]
+        ended.sort(key=lambda episode: int(episode[-1]["number"]))
+        for episode in ended:
+            episode[-1]["next", "done"] = torch.tensor([True])
+        self.open = {}
+        self.commit(ended)
+
+    @rule()
+    def empty(self):
+        self.rb.empty()
+        self.stored, self.open = [], {}
+
+    @precondition(lambda self: self.stored)
+    @rule()
+    def sample(self):
+        if not self.rb.can_sample():
+            assert self.sampler == "clips"
+            assert max(map(len, self.stored)) < 2
+            return
+        sample, info = self.rb.sample(return_info=True)
+        numbers = sample["number"].tolist()
+        steps = {int(s["number"]): s for episode in self.stored for s in episode}
+        places = {
+            int(s["number"]): (e, t) for e, ep in enumerate(self.stored) for t, s in enumerate(ep)
+        }
+        for number, got in zip(numbers, sample.unbind(0), strict=True):
+            expected = steps[number]
+            for key in expected.keys(True, True):
+                if key not in (("next", "done"), "text"):
+                    assert torch.equal(got[key], expected[key]), key
+        ends = info.get(("next", "truncated"), sample["next", "done"]).flatten().tolist()
+        assert ends[-1]
+        for (here, there), end in zip(pairwise(numbers), ends, strict=False):
+            (e, t), following = places[here], places[there]
+            assert end or following == (e, t + 1)
+
+    @rule(how=st.sampled_from(["state_dict", "pickle", "dumps"]))
+    def checkpoint(self, how):
+        if how == "pickle":
+            generator = torch.Generator()
+            generator.set_state(self.rb._rng.get_state())
+            self.rb = pickle.loads(pickle.dumps(self.rb))
+            self.rb.set_rng(generator)
+            return
+        fresh = self.new()
+        if how == "state_dict":
+            fresh.load_state_dict(self.rb.state_dict())
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self.rb.dumps(folder)
+                fresh.loads(folder)
+        assert torch.equal(fresh._rng.get_state(), self.rb._rng.get_state())
+        if self.stored and self.rb.can_sample():
+            # Both go on alike.
+            twin = self.rb.sample()["number"].tolist()
+            assert fresh.sample()["number"].tolist() == twin
+        self.rb = fresh
+
+    def commit(self, ended):
+        self.known = self.known or bool(ended)
+        self.stored += ended
+        while self.steps() > self.max_steps or (
+            self.max_tokens and self.tokens() > self.max_tokens
+        ):
+            del self.stored[0]
+
+    def steps(self):
+        return sum(map(len, self.stored))
+
+    def tokens(self):
+        total = 0
+        for episode in self.stored:
+            history = []
+            for step in episode:
+                prompt = step["tokens", "prompt"].tolist()
+                kept = next(
+                    (i for i, (a, b) in enumerate(zip(prompt, history, strict=False)) if a != b),
+                    min(len(prompt), len(history)),
+                )
+                history = [*prompt, *step["tokens", "response"].tolist()]
+                total += len(history) - kept
+        return total
+
+    @invariant()
+    def holds_what_the_model_holds(self):
+        if not hasattr(self, "rb"):
+            return
+        storage = self.rb.storage
+        assert storage.lengths.tolist() == [len(episode) for episode in self.stored]
+        assert len(self.rb) == self.steps()
+        if self.max_tokens:
+            assert storage.num_tokens == self.tokens()
+        for got, expected in zip(storage.episodes(), self.stored, strict=True):
+            self.equal(got, expected)
+        opened = self.rb.writer.open_episodes
+        assert opened.keys() == self.open.keys()
+        for identity, expected in self.open.items():
+            self.equal(opened[identity], expected)
+
+    def equal(self, got, expected):
+        assert got.batch_size == (len(expected),)
+        for step, wanted in zip(got.unbind(0), expected, strict=True):
+            assert set(step.keys(True, True)) == set(wanted.keys(True, True))
+            for key in wanted.keys(True, True):
+                if key == "text":
+                    assert step[key] == wanted[key]
+                else:
+                    assert torch.equal(step[key], wanted[key]), key
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, phases=[Phase.generate])
+TestBuffer = Machine.TestCase
