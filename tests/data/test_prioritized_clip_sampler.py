@@ -238,27 +238,30 @@ class Machine:
             return
         way, values = self.choose(st.sampled_from(ways)), self.values(len(flat))
         known = per_step if memory == "known" else [None] * len(per_step)
-        if way in ("clone", "numpy"):
-            copied = index.clone() if way == "clone" else index.numpy().copy()
-            known = self.model.means(flat)
-            self.rb.update_priority(copied, torch.tensor(values).view(index.shape))
-        elif way == "view":
+        update, shaped = self.rb.update_priority, torch.tensor(values).view(index.shape)
+        if way == "view":
             ends = st.lists(st.integers(0, len(flat)), min_size=2, max_size=2)
             part = slice(*sorted(self.choose(ends)))
             values, known = values[part], known[part]
-            self.rb.update_priority(index.view(-1)[part], torch.tensor(values))
+            given_ = index.view(-1)[part], torch.tensor(values)
         elif way == "starts":
             values, known = values[:2], known[:: spans[0]]
-            self.rb.update_priority(index.view(2, -1)[:, 0], torch.tensor(values))
-        else:
-            sample["td_error"] = torch.tensor(values).view(index.shape)
-            self.rb.update_tensordict_priority(sample)
+            given_ = index.view(2, -1)[:, 0], torch.tensor(values)
+        elif way == "td":
+            update, given_ = self.rb.update_tensordict_priority, (sample.set("td_error", shaped),)
             if self.form == "clips":  # TorchRL reduces each row by itself
-                rows = torch.tensor(values).view(index.shape).tolist()
-                values = [self.model.reduce(row) for row in rows]
+                values = [self.model.reduce(row) for row in shaped.tolist()]
                 known, flat = known[:: spans[0]], flat[:: spans[0]]
-            if memory == "unknown":
+        else:
+            given_ = (index.clone() if way == "clone" else index.numpy().copy()), shaped
+        if way in ("clone", "numpy") or (way == "td" and memory == "unknown"):
+            try:
                 known = self.model.means(flat)
+            except IndexError:
+                with pytest.raises(IndexError, match="so many steps are stored"):
+                    update(*given_)
+                return
+        update(*given_)
         self.model.update(known, values)
 
     def update_stored(self):
@@ -446,6 +449,27 @@ def test_an_update_after_episodes_left_changes_no_other_clip(make, layout, how):
             expected[head] = value
     assert expected != before
     assert priorities(rb) == expected
+
+
+@pytest.mark.parametrize("who", ["another buffer", "this buffer"])
+@pytest.mark.parametrize("how", ["memory", "clone", "starts"])
+def test_an_index_of_before_a_load_means_nothing_of_after_it(make, who, how):
+    rb = buffer(max_steps=12, slice_len=2)
+    rb.extend(make.vectors([6]))
+    rb.sample(8)
+    saved = rb.state_dict()
+    rb.extend(make.vectors([6], first_id=1))
+    index = rb.sample(8)["index"]
+    # From here on other steps get the numbers that were sampled.
+    if who == "this buffer":
+        rb.load_state_dict(saved)
+    else:
+        rb.storage.load_state_dict(saved["_storage"])
+    rb.extend(make.vectors([6], seed=5, first_id=2))
+    before = priorities(rb)
+    given_ = {"memory": index, "clone": index.clone(), "starts": index[::2].clone()}[how]
+    rb.update_priority(given_, 5.0)
+    assert priorities(rb) == before
 
 
 def test_an_index_that_was_changed_means_what_it_says(make):
