@@ -10,7 +10,13 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import (
+    ClipSampler,
+    EpisodeSampler,
+    EpisodeStorage,
+    EpisodeWriter,
+    PrioritizedClipSampler,
+)
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
@@ -48,7 +54,10 @@ def test_masked_functions_agree_with_the_cpu():
     torch.testing.assert_close(got.cpu(), group_advantage(reward[:, 0], group, "grpo"))
 
 
-@pytest.mark.parametrize("sampler", [ClipSampler(slice_len=4), EpisodeSampler()])
+@pytest.mark.parametrize(
+    "sampler",
+    [ClipSampler(slice_len=4), PrioritizedClipSampler(slice_len=4), EpisodeSampler()],
+)
 def test_a_storage_on_the_gpu_gives_what_was_written(sampler):
     torch.manual_seed(0)
     data = episodes([7, 5, 9])

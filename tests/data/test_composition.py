@@ -36,7 +36,13 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import (
+    ClipSampler,
+    EpisodeSampler,
+    EpisodeStorage,
+    EpisodeWriter,
+    PrioritizedClipSampler,
+)
 
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
 # What a sampler of slices marks anew, and a TensorDictReplayBuffer adds.
@@ -49,6 +55,7 @@ MARKS = {
     ("index", "index"),
     ("index", "buffer_ids"),
     ("staleness",),
+    ("priority_weight",),
 }
 KEY = "episode"
 
@@ -116,6 +123,7 @@ SAMPLERS = {
     ),
     "StalenessAwareSampler": (lambda: staleness_aware(version_key="action"), 1),
     "ClipSampler": (lambda: ClipSampler(slice_len=3), 3),
+    "PrioritizedClipSampler": (lambda: PrioritizedClipSampler(slice_len=3), 3),
     "EpisodeSampler": (lambda: EpisodeSampler(), 1),
 }
 
@@ -215,7 +223,9 @@ def tied(cls):
 def test_what_is_remembered_by_index_is_refused(make, sampler, cls):
     rb = buffer(cls=cls)
     rb.set_sampler(tied(sampler))
-    with pytest.raises(TypeError, match="use ClipSampler or EpisodeSampler"):
+    with pytest.raises(
+        TypeError, match="use ClipSampler, PrioritizedClipSampler or EpisodeSampler"
+    ):
         rb.extend(make.vectors([3]))
     assert len(rb) == 0
 
@@ -233,7 +243,9 @@ def test_sequences_are_refused(make):
         rb.sample()
 
 
-@pytest.mark.parametrize("sampler", [ClipSampler(slice_len=2), EpisodeSampler()])
+@pytest.mark.parametrize(
+    "sampler", [ClipSampler(slice_len=2), PrioritizedClipSampler(slice_len=2), EpisodeSampler()]
+)
 @pytest.mark.parametrize("cls", BUFFERS)
 def test_our_samplers_refuse_other_storages(make, sampler, cls):
     rb = cls(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)

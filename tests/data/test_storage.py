@@ -577,7 +577,9 @@ def test_what_ties_something_to_an_index_is_refused(make):
     rb = TensorDictReplayBuffer(storage=EpisodeStorage(20), writer=EpisodeWriter())
     # Made without its C++ trees, which not every build of TorchRL has.
     rb.set_sampler(object.__new__(PrioritizedSampler))
-    with pytest.raises(TypeError, match="use ClipSampler or EpisodeSampler"):
+    with pytest.raises(
+        TypeError, match="use ClipSampler, PrioritizedClipSampler or EpisodeSampler"
+    ):
         rb.extend(make.vectors([3]))
 
 

@@ -165,6 +165,7 @@ class ClipSampler(Sampler):
                 episodes, offsets, spans, stride=self.stride, rectangular=self.layout == "clips"
             )
             info = self._marks(storage, selection, index, spans)
+            info |= self._facts(storage, episodes, offsets, spans, index)
             self._step += 1
             return index, info
 
@@ -210,6 +211,17 @@ class ClipSampler(Sampler):
         episodes, _ = table.locate(units, "episodes", reach)
         clips = weigh(table.lengths[episodes], span, "clips_or_whole")
         return episodes, (draw_uniform(num, self._rng) * clips).long().clamp_max(clips - 1)
+
+    def _facts(
+        self,
+        storage: EpisodeStorage,
+        episodes: Tensor,
+        offsets: Tensor,
+        spans: int | Tensor,
+        index: Tensor,
+    ) -> dict[Any, Any]:
+        """What else the sample's ``info`` says about the clips that were drawn."""
+        return {}
 
     def _total(self, storage: EpisodeStorage, weight: Weight, span: int) -> int:
         """Units to draw from, at least one."""
@@ -282,7 +294,7 @@ class ClipSampler(Sampler):
 
     def __repr__(self) -> str:
         return (
-            f"ClipSampler(slice_len={self.slice_len}, num_slices={self.num_slices}, "
+            f"{type(self).__name__}(slice_len={self.slice_len}, num_slices={self.num_slices}, "
             f"stride={self.stride}, strict_length={self.strict_length}, "
             f"weighting={self.weighting!r}, layout={self.layout!r})"
         )

@@ -185,6 +185,16 @@ class EpisodeStorage(LazyStackStorage):
         """Changes whenever the stored steps do."""
         return self._revision
 
+    @property
+    def first_number(self) -> int:
+        """Number of the oldest stored step: how many came before it, ever, and left.
+
+        Step ``i`` has the number ``first_number + i`` for as long as it is stored, and no other
+        step ever has it, until :meth:`load_state_dict` replaces everything.
+        """
+        with self.lock:
+            return self._store.first_number
+
     def num_clips(self, span: int) -> int:
         """Number of stored clips of ``span`` consecutive steps of one episode.
 

@@ -96,6 +96,11 @@ class EpisodeStore:
         """Steps ever stored, those that left included."""
 
     @property
+    def first_number(self) -> int:
+        """How many steps came before the oldest stored one, ever."""
+        return self._seen_steps - self.table.num_steps
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the columns hold, Python objects not counted."""
         return sum(column.nbytes for column in self.columns.values())

@@ -21,6 +21,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_mt.data.checkpoint import load_state, save_state
+from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.grouping import Segment, group_steps
 from torchrl_mt.data.open_episode import OpenEpisode
 from torchrl_mt.data.schema import Schema
@@ -365,11 +366,13 @@ def _check_samplers(storage: EpisodeStorage) -> None:
     """Refuse samplers that tie something to a storage index: it is a step's age, and shifts."""
     for buffer in storage._attached_entities:
         sampler = getattr(buffer, "_sampler", None)
+        if isinstance(sampler, ClipSampler):
+            continue
         if isinstance(sampler, (PrioritizedSampler, StreamingSliceSampler)):
             raise TypeError(
                 f"{type(sampler).__name__} remembers steps by storage index, and the index of a step "
-                "in an EpisodeStorage changes when older episodes leave: use ClipSampler or "
-                "EpisodeSampler"
+                "in an EpisodeStorage changes when older episodes leave: use ClipSampler, "
+                "PrioritizedClipSampler or EpisodeSampler"
             )
 
 

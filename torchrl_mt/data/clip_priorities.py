@@ -1,0 +1,241 @@
+"""The priorities of the clips that a storage holds.
+
+Each clip that is stored can be drawn, and nothing else can, whatever is written, leaves or is
+loaded in between; a clip's priority stays its own. Following a write costs no more than the write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.priority_ring import PriorityRing
+from torchrl_mt.data.ring import runs
+from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.data.table import EpisodeTable, Weight, weigh
+
+__all__ = ["ClipPriorities"]
+
+
+class ClipPriorities:
+    """Priorities by number of the step that a clip begins at (``storage.first_number + index``).
+
+    Call its methods under the storage's lock.
+
+    Args:
+        capacity: most steps that priorities are kept for; None takes the storage's ``max_steps``.
+        alpha: exponent of the priorities.
+        eps: added to every priority.
+        dtype: of priorities and weights.
+        span: stored steps of a clip; None as long as that is not known.
+        unit: what a clip is, see :func:`~torchrl_mt.data.table.weigh`.
+        least: see there.
+        within: whether new clips get the largest priority of a stored clip instead of the largest
+            ever.
+    """
+
+    def __init__(
+        self,
+        capacity: int | None,
+        alpha: float,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        span: int | None,
+        unit: Weight,
+        least: int,
+        within: bool,
+    ) -> None:
+        self.capacity = capacity
+        self.eps = eps
+        self.dtype = dtype
+        self.span = span
+        self.unit = unit
+        self.least = least
+        self.within = within
+        self._alpha = alpha
+        self._largest = 1.0
+        self._ring: PriorityRing | None = None
+        self._loaded: tuple[int, Tensor, Tensor] | None = None
+        """First number, priorities and weights, until they are in the ring."""
+        self._table: EpisodeTable | None = None
+        """The table whose steps the numbers count; a storage that is loaded has another one."""
+        self._reweigh = False
+        """Whether the weights are of another ``alpha``."""
+        self._reopen = True
+        """Whether the steps that clips begin at must be found anew."""
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        # In this order, another thread that computes the weights meanwhile will do so again.
+        changed, self._alpha = value != self._alpha, value
+        self._reweigh |= changed
+
+    @property
+    def default(self) -> float:
+        """The priority that new clips get."""
+        if not self.within or self._ring is None or self.span is None:
+            return self._largest
+        largest = self._ring.largest
+        return 1.0 if largest is None else largest
+
+    @property
+    def ring(self) -> PriorityRing:
+        """The priorities by number, once a storage is followed."""
+        assert self._ring is not None
+        return self._ring
+
+    def follows(self, storage: EpisodeStorage) -> bool:
+        """Whether the numbers are those of what this storage holds."""
+        return self._table is storage.table
+
+    def follow(self, storage: EpisodeStorage, span: int | None = None) -> bool:
+        """Take note of what came and left.
+
+        Args:
+            storage: the storage.
+            span: stored steps of a clip from now on; None leaves it as it is.
+
+        Returns:
+            whether the numbers are those of other steps than before.
+
+        Raises:
+            ValueError: if ``capacity`` is less than the storage's ``max_steps``.
+        """
+        renumbered = self._tie(storage)
+        ring, end = self.ring, storage.first_number + len(storage)
+        if span is not None and span != self.span:
+            self.span, self._reopen = span, True
+        ring.release(storage.first_number)
+        self._settle_weights()
+        if self._reopen:
+            ring.open_only(self._clips(storage, ring.first, ring.end))
+            self._reopen = False
+        known = ring.end
+        if known < end:
+            priority = torch.tensor(self.default, dtype=self.dtype, device="cpu")
+            ring.admit(end, float(priority), float(self._weigh(priority)))
+            ring.open(self._clips(storage, known, end))
+        return renumbered
+
+    def update(self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor) -> None:
+        """Give clips new priorities.
+
+        Args:
+            storage: the storage, as followed.
+            numbers: int64 ``[n]``, different stored steps.
+            priority: ``[n]``, of ``dtype``.
+        """
+        if numbers.shape[0]:
+            is_clip = self._is_clip(storage, numbers)
+            self.ring.set(numbers, priority, self._weigh(priority), is_clip)
+            self._largest = max(self._largest, float(priority.max()))
+
+    def importance(self, numbers: Tensor, beta: float) -> Tensor:
+        """Importance weights ``(w / w_min) ** -beta`` of drawn clips: ``[n]``."""
+        weight = self.ring.weight[self.ring.slots(numbers)].double()
+        return (weight / self.ring.least).pow(-beta).to(self.dtype)
+
+    def forget(self) -> None:
+        """Know no priority."""
+        self._ring, self._loaded, self._largest = None, None, 1.0
+        self._reweigh, self._reopen = False, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything known, as copies."""
+        self._settle_weights()
+        return {
+            "alpha": self._alpha,
+            "eps": self.eps,
+            "span": self.span,
+            "largest": self._largest,
+            "stored": self._loaded if self._ring is None else self._ring.stored(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Know what :meth:`state_dict` gave, of the storage that is followed next.
+
+        Raises:
+            ValueError: if there are priorities of more than ``capacity`` steps.
+        """
+        stored = state_dict["stored"]
+        if stored is not None:
+            first, priority, weight = stored
+            if self.capacity is not None and priority.shape[0] > self.capacity:
+                raise ValueError(
+                    f"the state holds priorities of {priority.shape[0]} steps, more than "
+                    f"max_capacity={self.capacity}"
+                )
+            stored = first, priority.to(self.dtype), weight.to(self.dtype)
+        self.forget()
+        self._loaded, self._table = stored, None
+        self._alpha, self.eps = state_dict["alpha"], state_dict["eps"]
+        self.span, self._largest = state_dict["span"], state_dict["largest"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        loaded = self.state_dict()["stored"]
+        state = self.__dict__ | {"_loaded": loaded, "_reopen": True}
+        return state | {"_ring": None, "_table": None}
+
+    def _tie(self, storage: EpisodeStorage) -> bool:
+        """Begin to follow a storage, with what was loaded for it, unless it is followed already."""
+        if self._ring is not None and self._table is storage.table:
+            return False
+        capacity = self.capacity or storage.max_size
+        if capacity < storage.max_size:
+            raise ValueError(
+                f"max_capacity must be at least the storage's max_steps={storage.max_size}, got "
+                f"{capacity}: give none to take the storage's"
+            )
+        renumbered = self._table is not None and self._table is not storage.table
+        if renumbered:
+            self.forget()
+        ring, first = PriorityRing(capacity, self.dtype), storage.first_number
+        ring.load(first, *2 * [torch.zeros(0, dtype=self.dtype, device="cpu")])
+        if self._loaded is not None and self._loaded[0] <= first:
+            begin, priority, weight = self._loaded
+            kept = slice(first - begin, first - begin + len(storage))
+            ring.load(first, priority[kept], weight[kept])
+        self._ring, self._loaded, self._table, self._reopen = ring, None, storage.table, True
+        return renumbered
+
+    def _weigh(self, priority: Tensor) -> Tensor:
+        """Weights in the draw."""
+        return (priority.double() + self.eps).pow(self._alpha).to(self.dtype)
+
+    def _settle_weights(self) -> None:
+        """Compute the weights anew if ``alpha`` is another one."""
+        if not self._reweigh:
+            return
+        self._reweigh = False
+        if self._ring is not None:
+            self._ring.reweigh(self._weigh)
+            self._reopen = True
+        elif self._loaded is not None:
+            first, priority, _ = self._loaded
+            self._loaded = first, priority, self._weigh(priority)
+
+    def _clips(self, storage: EpisodeStorage, begin: int, end: int) -> Tensor:
+        """The clips of the episodes whose steps have the numbers from ``begin`` to ``end``."""
+        if begin >= end or self.span is None:
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
+        table, first = storage.table, storage.first_number
+        (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - first)
+        episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
+        clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
+        return runs(table.first_steps(episodes) + first, clips)
+
+    def _is_clip(self, storage: EpisodeStorage, numbers: Tensor) -> Tensor:
+        """Whether a clip begins at stored steps: bool ``[n]``."""
+        if self.span is None:
+            return torch.zeros_like(numbers, dtype=torch.bool)
+        episodes, offsets = storage.table.find(numbers - storage.first_number)
+        lengths = storage.table.lengths[episodes]
+        return offsets < weigh(lengths, self.span, self.unit, self.least)

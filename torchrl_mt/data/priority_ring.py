@@ -1,0 +1,186 @@
+"""Priorities of numbered steps, and draws in proportion to their weights.
+
+Steps are numbered in the order in which they came, and leave in that order. Only steps that were
+opened are drawn, with probability ``weight / sum of the open weights``; a write, a draw and an
+update cost the logarithm of the capacity each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.sampling import draw_uniform
+from torchrl_mt.data.segment_trees import segment_trees
+
+__all__ = ["PriorityRing"]
+
+
+class PriorityRing:
+    """Priority and weight of every step of a window of numbers; a number's slot never changes.
+
+    Args:
+        capacity: most steps that the window holds.
+        dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``.
+
+    Examples:
+        >>> ring = PriorityRing(4, torch.float32)
+        >>> ring.admit(3, priority=1.0, weight=1.0)
+        >>> ring.open(torch.tensor([0, 1]))
+        >>> ring.set(torch.tensor([0]), torch.tensor([5.0]), torch.tensor([0.0]), torch.tensor([True]))
+        >>> ring.draw(3, None)
+        tensor([1, 1, 1])
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, capacity: int, dtype: torch.dtype) -> None:
+        self.capacity = capacity
+        self.dtype = dtype
+        self.first = 0
+        """Number of the oldest step."""
+        self.end = 0
+        """One past the number of the newest step."""
+        self.priority = torch.zeros(capacity, dtype=dtype, device="cpu")
+        """By slot: priorities as given."""
+        self.weight = torch.zeros(capacity, dtype=dtype, device="cpu")
+        """By slot: weights, of open steps and others."""
+        self._never = torch.finfo(dtype).max
+        """What the trees of minima hold for a step that is not open."""
+        self._build(torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+    @property
+    def least(self) -> float:
+        """The least positive weight of an open step."""
+        return self._least.query(0, self.capacity)
+
+    @property
+    def largest(self) -> float | None:
+        """The largest priority of an open step; None if none is open."""
+        negated = self._negated.query(0, self.capacity)
+        return None if negated == self._never else -negated
+
+    def slots(self, numbers: Tensor) -> Tensor:
+        """Where the steps of these numbers are kept: int64 ``[n]``."""
+        return numbers % self.capacity
+
+    def stored(self) -> tuple[int, Tensor, Tensor]:
+        """The first number, and copies of priorities and weights from there on."""
+        slots = self.slots(torch.arange(self.first, self.end, device="cpu"))
+        return self.first, self.priority[slots], self.weight[slots]
+
+    def load(self, first: int, priority: Tensor, weight: Tensor) -> None:
+        """Hold the steps from number ``first`` on, none of them open."""
+        self.first, self.end = first, first + priority.shape[0]
+        slots = self.slots(torch.arange(self.first, self.end, device="cpu"))
+        self.priority[slots] = priority
+        self.weight[slots] = weight
+        self._build(slots[:0])
+
+    def release(self, first: int) -> None:
+        """Forget the steps whose number is below ``first``."""
+        left = torch.arange(self.first, min(first, self.end), device="cpu")
+        if left.shape[0]:
+            self._enter(self.slots(left), 0.0, self._never, self._never)
+        self.first, self.end = max(self.first, first), max(self.end, first)
+
+    def admit(self, end: int, priority: float, weight: float) -> None:
+        """Take in the steps up to number ``end``, of one priority, none of them open."""
+        slots = self.slots(torch.arange(self.end, end, device="cpu"))
+        self.priority[slots] = priority
+        self.weight[slots] = weight
+        self.end = max(self.end, end)
+
+    def open(self, numbers: Tensor) -> None:
+        """Let these steps be drawn."""
+        slots = self.slots(numbers)
+        self._enter(slots, *self._leaves(slots))
+
+    def open_only(self, numbers: Tensor) -> None:
+        """Let these steps be drawn, and no others."""
+        self._build(self.slots(numbers))
+
+    def set(self, numbers: Tensor, priority: Tensor, weight: Tensor, is_open: Tensor) -> None:
+        """Give steps of the window new priorities.
+
+        Args:
+            numbers: int64 ``[n]``, all different.
+            priority: ``[n]``.
+            weight: ``[n]``.
+            is_open: bool ``[n]``, which of them are open.
+        """
+        slots = self.slots(numbers)
+        self.priority[slots] = priority
+        self.weight[slots] = weight
+        self.open(numbers[is_open])
+
+    def reweigh(self, weigh: Callable[[Tensor], Tensor]) -> None:
+        """Compute every weight anew from its priority; ``open_only`` then makes it count."""
+        self.weight.copy_(weigh(self.priority))
+
+    def draw(self, num: int, generator: torch.Generator | None) -> Tensor:
+        """Numbers of open steps, each in proportion to its weight.
+
+        Args:
+            num: how many.
+            generator: where randomness comes from; None is torch's own.
+
+        Returns:
+            int64 ``[num]``.
+
+        Raises:
+            RuntimeError: if the weights of the open steps add up to zero or overflow.
+        """
+        total = self._sum.query(0, self.capacity)
+        if total <= 0:
+            raise RuntimeError(
+                "no clip can be drawn: all priorities are zero; use eps > 0, or update some"
+            )
+        if not math.isfinite(total):
+            raise RuntimeError(
+                f"(priority + eps) ** alpha adds up to more than {self.dtype} holds: scale the "
+                f"priorities down, or use dtype=torch.float64"
+            )
+        slots = self._scan(num, total, generator)
+        # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
+        while bool((missed := self._open_weight(slots) <= 0).any()):
+            slots[missed] = self._scan(int(missed.sum()), total, generator)
+        return self.first + (slots - self.first) % self.capacity
+
+    def _scan(self, num: int, total: float, generator: torch.Generator | None) -> Tensor:
+        """Slots at random places of the cumulative weights."""
+        mass = ((1.0 - draw_uniform(num, generator)) * total).to(self.dtype)
+        # Of a single number the trees make a Python number.
+        return torch.as_tensor(self._sum.scan_lower_bound(mass), device="cpu").view(num)
+
+    def _open_weight(self, slots: Tensor) -> Tensor:
+        """Weights of slots, 0 where no step is open."""
+        return torch.as_tensor(self._sum[slots], device="cpu").view(slots.shape)
+
+    def _leaves(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the trees hold for open steps."""
+        weight = self.weight[slots]
+        least = torch.where(weight > 0, weight, self._never)
+        return weight, least, -self.priority[slots]
+
+    def _enter(self, slots: Tensor, *leaves: Any) -> None:
+        """Set leaves of the trees."""
+        for tree, values in zip((self._sum, self._least, self._negated), leaves, strict=True):
+            tree[slots] = values
+
+    def _build(self, slots: Tensor) -> None:
+        """Make trees in which these slots are open."""
+        sums, minima = segment_trees(self.dtype)
+        classes, nothing = (sums, minima, minima), (0.0, self._never, self._never)
+        trees = []
+        for cls, empty, values in zip(classes, nothing, self._leaves(slots), strict=True):
+            leaves = torch.full((self.capacity,), empty, dtype=self.dtype, device="cpu")
+            leaves[slots] = values
+            # As when unpickled: one pass, where setting the leaves would take log(capacity).
+            tree = cls.__new__(cls)
+            tree.__setstate__((leaves.numpy(),))
+            trees.append(tree)
+        self._sum, self._least, self._negated = trees
