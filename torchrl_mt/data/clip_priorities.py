@@ -230,7 +230,8 @@ class ClipPriorities:
         (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - first)
         episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
         clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
-        return runs(table.first_steps(episodes) + first, clips)
+        starts, _ = table.places(episodes, torch.zeros_like(episodes))
+        return runs(starts + first, clips)
 
     def _is_clip(self, storage: EpisodeStorage, numbers: Tensor) -> Tensor:
         """Whether a clip begins at stored steps: bool ``[n]``."""

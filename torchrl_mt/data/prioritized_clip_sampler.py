@@ -227,7 +227,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     ) -> dict[Any, Any]:
         """The importance weights; what was drawn is noted."""
         first = storage.first_number
-        numbers = storage.table.first_steps(episodes) + offsets + first
+        numbers = storage.table.places(episodes, offsets)[0] + first
         self._draws.record(index, Draw(numbers, spans, self.stride, first))
         weight = self._priorities.importance(numbers, self._beta)
         steps = weight.repeat_interleave(
