@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
@@ -20,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt.data.checkpoint import FileCheckpointer
+from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one
 from torchrl_mt.data.columns import ReadPlan, RowPlan
 from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.ring import runs
@@ -61,7 +62,8 @@ class EpisodeStorage(LazyStackStorage):
     batch size of the steps, those without entries do not. Tensorclasses below the root and tensors
     among Python objects are copied, other objects kept as they are.
 
-    Compose it with :class:`~torchrl_mt.data.EpisodeWriter`.
+    Compose it with :class:`~torchrl_mt.data.EpisodeWriter`. A ``ReplayBuffer`` on it is saved and
+    loaded whole or not at all: one that is killed in ``dumps`` leaves the checkpoint that was there.
 
     Args:
         max_steps: the budget, in steps.
@@ -368,19 +370,18 @@ class EpisodeStorage(LazyStackStorage):
             self._settle()
             first = self.table.next
             self._store.append(schema, steps, lengths)
-            self._changed()
             kept = self.table.lengths[max(first - self.table.oldest, 0) :]
-            stored = len(self)
-            index = torch.arange(stored - int(kept.sum()), stored, device="cpu")
-            # Every buffer on this storage is told: what its sampler remembers may be of the past.
-            for buffer in self._attached_entities_iter():
-                buffer.mark_update(index)
-            return index
+            return self._changed(int(kept.sum()))
 
-    def _changed(self) -> None:
-        """Note that the stored steps are others now."""
+    def _changed(self, new: int) -> Tensor:
+        """Note that the stored steps are others now; give the indices of the ``new`` last ones."""
         self._revision += 1
         self._bump_mutation_revision()
+        index = torch.arange(len(self) - new, len(self), device="cpu")
+        # Every buffer on this storage is told: what its sampler remembers may be of the past.
+        for buffer in self._attached_entities_iter():
+            buffer.mark_update(index)
+        return index
 
     @torch.inference_mode(False)
     def _empty(self) -> None:
@@ -388,7 +389,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             self._settle()
             self._store.evict(self.num_episodes)
-            self._changed()
+            self._changed(0)
 
     # ---- reading, inside ------------------------------------------------------------------------
 
@@ -402,6 +403,11 @@ class EpisodeStorage(LazyStackStorage):
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
     # ---- saving ---------------------------------------------------------------------------------
+
+    def attach(self, buffer: Any) -> None:
+        """Tell ``buffer`` of changes, and have it saved and loaded as one, whole or not at all."""
+        super().attach(buffer)
+        save_as_one(buffer, self)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything stored, as copies."""
@@ -420,7 +426,21 @@ class EpisodeStorage(LazyStackStorage):
             store.load_state_dict(state_dict)
             self._settle()
             self._store = store
-            self._changed()
+            self._changed(len(self))
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Hold what is stored now again if the body loads other steps and then fails."""
+        with self.lock:
+            store = self._store
+            try:
+                yield
+            except BaseException:
+                if self._store is not store:
+                    self._settle()
+                    self._store = store
+                    self._changed(len(self))
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
