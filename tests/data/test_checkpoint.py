@@ -260,16 +260,21 @@ CALLS = [
 ]
 
 
-def spoil(monkeypatch, at, error, once):
-    """Have the ``at``-th call to the file system fail, and all after it unless ``once``."""
+def spoil(monkeypatch, at, error, *, once, late=False):
+    """Have the ``at``-th call to the file system fail, and all after it unless ``once``.
+
+    If ``late``, it does its work before it fails.
+    """
     count = iter(range(10**6))
 
     def spoiled(call):
         def run(*args, **kwargs):
             i = next(count)
-            if i == at or (i > at and not once):
-                raise error
-            return call(*args, **kwargs)
+            if i != at and (i < at or once):
+                return call(*args, **kwargs)
+            if late:
+                call(*args, **kwargs)
+            raise error
 
         return run
 
@@ -304,14 +309,16 @@ def test_whichever_call_is_the_last_the_checkpoint_is_whole(tmp_path, monkeypatc
     assert len(versions.folders(path)) == 1
 
 
-def test_whichever_call_fails_the_checkpoint_is_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_whichever_call_fails_the_checkpoint_is_whole(late, tmp_path, monkeypatch):
     path = tmp_path / "new"
     number, failures, at = 0, 0, 0
     versions.version(0).dumps(path)
     while True:
         following = versions.version(number + 1)
         with monkeypatch.context() as patch:
-            count = spoil(patch, at, OSError(errno.ENOSPC, "No space left on device"), once=True)
+            error = OSError(errno.ENOSPC, "No space left on device")
+            count = spoil(patch, at, error, once=True, late=late)
             try:
                 following.dumps(path)
                 done = True
@@ -331,6 +338,38 @@ def test_whichever_call_fails_the_checkpoint_is_whole(tmp_path, monkeypatch):
         if not reached:
             break
     assert failures > 20
+
+
+def test_everything_is_on_the_disk_before_it_counts_and_the_old_goes_last(tmp_path, monkeypatch):
+    versions.version(1).dumps(tmp_path)
+    (old,) = versions.folders(tmp_path)
+    flushed, log = set(), []
+    fsync, replace, rmdir = os.fsync, os.replace, os.rmdir
+
+    def note_fsync(file):
+        flushed.add(os.fstat(file).st_ino)
+        log.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    def note_replace(source, target):
+        if Path(target) == tmp_path / "checkpoint.json":
+            (new,) = set(versions.folders(tmp_path)) - {old}
+            for each in (tmp_path, new, *new.rglob("*")):
+                assert each.stat().st_ino in flushed, each
+            log.append("counts")
+        replace(source, target)
+
+    def note_rmdir(*args, **kwargs):
+        log.append("deletes")
+        rmdir(*args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(os, "rmdir", note_rmdir)
+    versions.version(2).dumps(tmp_path)
+    after = log[log.index("counts") + 1 :]
+    assert after[0] == tmp_path.stat().st_ino
+    assert set(after[1:]) == {"deletes"}
 
 
 def test_what_cannot_be_saved_leaves_the_old_checkpoint(tmp_path):
@@ -556,6 +595,33 @@ def test_a_buffer_that_is_not_made_yet_says_so(make, tmp_path):
             getattr(other, name)(tmp_path)
     other.loads(tmp_path)
     assert make.steps(other[:]) == make.steps(rb[:])
+    other = late()
+    other.load(tmp_path)
+    assert make.steps(other[:]) == make.steps(rb[:])
+
+
+def test_every_buffer_is_told_of_every_change(make):
+    class Told(RandomSampler):
+        def mark_update(self, index, *, storage=None):
+            told.append(index.tolist())
+
+    told = []
+    storage = EpisodeStorage(8)
+    writer = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    keep = ReplayBuffer(storage=storage, writer=EpisodeWriter(), sampler=Told())
+    writer.extend(make.vectors([3, 2]))
+    assert told.pop() == [0, 1, 2, 3, 4]
+    writer.extend(make.vectors([4]))
+    assert told.pop() == [2, 3, 4, 5]
+    state = writer.state_dict()
+    writer.load_state_dict(state)
+    assert told.pop() == [0, 1, 2, 3, 4, 5]
+    storage.load_state_dict(state["_storage"])
+    assert told.pop() == [0, 1, 2, 3, 4, 5]
+    writer.empty()
+    assert told.pop() == []
+    assert not told
+    assert len(keep) == 0
 
 
 @pytest.mark.parametrize("how", ["load", "empty"])
