@@ -72,6 +72,9 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         """The groups at a revision of a storage."""
         self._order: Tensor | None = None
         """Groups that the epoch has yet to give out, in random order."""
+        self._order_of: tuple[int, ...] = ()
+        """What was stored when that order was drawn: a sampler that loads it goes on with it if its
+        storage holds the same."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw ``batch_size`` episodes or groups.
@@ -155,6 +158,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             stays[torch.tensor(sorted(given), dtype=torch.int64, device="cpu") - oldest] = False
             left = torch.unique(groups.of[stays])
             self._order = left[draw_order(len(left), self._rng)]
+            self._order_of = (oldest, len(groups.of), len(groups))
         drawn, self._order = self._order[:number], self._order[number:]
         members = [i for i in groups.members(drawn).tolist() if i + oldest not in given]
         self._epoch.give(i + oldest for i in members)
@@ -166,15 +170,18 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         if known is None or known[0] is not storage or known[1] != storage.revision:
             assert self.group_key is not None
             groups = Groups.of_values(storage.first_values(self.group_key), self.group_key)
+            same = (storage.table.oldest, storage.num_episodes, len(groups)) == self._order_of
+            if known is not None or not same:
+                self._order = None
             self._known_groups = known = (storage, storage.revision, groups)
-            self._order = None
         return known[2]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch."""
-        self._order = None  # Both this sampler and one that loads the state draw it anew.
         return {
             "epoch": self._epoch.state_dict(),
+            "order": self._valid_order(),
+            "order_of": self._order_of,
             "ran_out": self._ran_out,
             "remaining_batches": self._remaining_batches,
         }
@@ -184,10 +191,18 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         self._epoch.load_state_dict(state_dict["epoch"])
         self._ran_out = state_dict["ran_out"]
         self._remaining_batches = state_dict["remaining_batches"]
-        self._known_groups = self._order = None
+        self._order, self._order_of = state_dict["order"], state_dict["order_of"]
+        self._known_groups = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_known_groups": None, "_order": None}
+        return {**super().__getstate__(), "_known_groups": None, "_order": self._valid_order()}
+
+    def _valid_order(self) -> Tensor | None:
+        """The order in which the groups come, if it is not outdated: a copy."""
+        known = self._known_groups
+        if self._order is None or (known is not None and known[0].revision != known[1]):
+            return None
+        return self._order.clone()
 
     def dumps(self, path: Any) -> None:
         """Save the state in the folder ``path``."""

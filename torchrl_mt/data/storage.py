@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt.data.checkpoint import FileCheckpointer
+from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one
 from torchrl_mt.data.columns import ReadPlan, RowPlan
 from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.memory import to_device
@@ -72,7 +73,8 @@ class EpisodeStorage(LazyStackStorage):
     ``("tokens", "response")``) is stored; where it does not go on from there, all that differs. Read
     together, the prompts of an episode are views of one tensor: clone one to change it in place.
 
-    Compose it with :class:`~torchrl_mt.data.EpisodeWriter`.
+    Compose it with :class:`~torchrl_mt.data.EpisodeWriter`. A ``ReplayBuffer`` on it is saved and
+    loaded whole or not at all: one that is killed in ``dumps`` leaves the checkpoint that was there.
 
     Args:
         max_steps: the budget, in steps.
@@ -423,20 +425,18 @@ class EpisodeStorage(LazyStackStorage):
             self._settle()
             first = self.table.next
             self._store.append(admitted)
-            self._changed()
-            new = steps.length
-            if self.table.oldest > first:  # some of them have left already
-                new = len(self)
-            index = torch.arange(len(self) - new, len(self), device="cpu")
-            # Every buffer on this storage is told: what its sampler remembers may be of the past.
-            for buffer in self._attached_entities_iter():
-                buffer.mark_update(index)
-            return index
+            left = self.table.oldest > first  # Not all of them are stored still.
+            return self._changed(len(self) if left else steps.length)
 
-    def _changed(self) -> None:
-        """Note that the stored steps are others now."""
+    def _changed(self, new: int) -> Tensor:
+        """Note that the stored steps are others now; give the indices of the ``new`` last ones."""
         self._revision += 1
         self._bump_mutation_revision()
+        index = torch.arange(len(self) - new, len(self), device="cpu")
+        # Every buffer on this storage is told: what its sampler remembers may be of the past.
+        for buffer in self._attached_entities_iter():
+            buffer.mark_update(index)
+        return index
 
     @torch.inference_mode(False)
     def _empty(self) -> None:
@@ -444,7 +444,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             self._settle()
             self._store.evict(self.num_episodes)
-            self._changed()
+            self._changed(0)
 
     # ---- reading, inside ------------------------------------------------------------------------
 
@@ -458,6 +458,11 @@ class EpisodeStorage(LazyStackStorage):
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
     # ---- saving ---------------------------------------------------------------------------------
+
+    def attach(self, buffer: Any) -> None:
+        """Tell ``buffer`` of changes, and have it saved and loaded as one, whole or not at all."""
+        super().attach(buffer)
+        save_as_one(buffer, self)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything stored, as copies."""
@@ -476,7 +481,21 @@ class EpisodeStorage(LazyStackStorage):
             store.load_state_dict(state_dict)
             self._settle()
             self._store = store
-            self._changed()
+            self._changed(len(self))
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Hold what is stored now again if the body loads other steps and then fails."""
+        with self.lock:
+            store = self._store
+            try:
+                yield
+            except BaseException:
+                if self._store is not store:
+                    self._settle()
+                    self._store = store
+                    self._changed(len(self))
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:

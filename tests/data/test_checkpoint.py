@@ -1,0 +1,674 @@
+"""Saving and loading: exactly, whole, and whole or not at all."""
+
+import builtins
+import copy
+import errno
+import gc
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import (
+    PromptGroupSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs.transforms import Transform
+
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+
+from . import versions
+
+
+class Count(Transform):
+    """Counts the batches that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tensordict):
+        self.count += 1
+        return tensordict
+
+
+def in_turn(step, storage, num_slices, span):
+    return torch.arange(step, step + num_slices) % storage.num_clips(span)
+
+
+SAMPLERS = {
+    "clips": lambda: ClipSampler(slice_len=2),
+    "clips in turn": lambda: ClipSampler(slice_len=2, selector=in_turn),
+    "clips of episodes": lambda: ClipSampler(slice_len=2, weighting="episode", strict_length=False),
+    "episodes": lambda: EpisodeSampler(),
+    "each episode": lambda: EpisodeSampler(replacement=False),
+    "groups": lambda: EpisodeSampler(group_key="group"),
+    "each group": lambda: EpisodeSampler(group_key="group", replacement=False),
+    "steps": lambda: RandomSampler(),
+    "each step": lambda: SamplerWithoutReplacement(),
+    "each step, no rest": lambda: SamplerWithoutReplacement(drop_last=True),
+    "slices": lambda: SliceSampler(slice_len=2, strict_length=False, cache_values=True),
+    "each slice": lambda: SliceSamplerWithoutReplacement(slice_len=2, strict_length=False),
+    "prompt groups": lambda: PromptGroupSampler(num_groups=2, group_key="group"),
+}
+HOW = ["dumps", "state_dict", "pickle", "deepcopy"]
+
+
+def buffer(sampler="clips", *, cls=ReplayBuffer, max_steps=30, seed=0, **kwargs):
+    return cls(
+        storage=EpisodeStorage(max_steps),
+        writer=EpisodeWriter(),
+        sampler=SAMPLERS[sampler](),
+        transform=Count(),
+        batch_size=2,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+        **kwargs,
+    )
+
+
+def saved(rb, how, path, other):
+    """A buffer that holds what ``rb`` does; ``other`` is there to be loaded."""
+    if how == "dumps":
+        rb.dumps(path)
+        other.loads(path)
+        return other
+    if how == "state_dict":
+        other.load_state_dict(rb.state_dict())
+        return other
+    return pickle.loads(pickle.dumps(rb)) if how == "pickle" else copy.deepcopy(rb)
+
+
+def parts(make, rb):
+    """What every part of a buffer holds."""
+    table, writer = rb.storage.table, rb.writer
+    return {
+        "steps": make.steps(rb.storage[:]) if len(rb) else [],
+        "lengths": table.lengths.tolist(),
+        "ordinals": (table.oldest, table.next),
+        "schema": rb.storage.schema,
+        "open": [(key, make.steps(steps)) for key, steps in writer.open_episodes.items()],
+        "told by": writer._told_by,
+        "written": rb.write_count,
+        "generator": None if rb._rng is None else rb._rng.get_state().tolist(),
+        "transform": rb.transform[0].count.item(),
+        "batch_size": rb.batch_size,
+    }
+
+
+def grouped(make, turns, lengths, seed):
+    data = (make.turns if turns else make.vectors)(lengths, seed=seed)
+    if not turns:
+        data["group"] = data["episode"] // 2
+    return data
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@settings(deadline=None, max_examples=15)
+@given(
+    data=st.data(),
+    how=st.sampled_from(HOW),
+    turns=st.booleans(),
+    cls=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),
+)
+def test_a_loaded_buffer_goes_on_like_the_saved_one(
+    make, tmp_path_factory, sampler, how, data, turns, cls
+):
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=8, max_size=16))
+    episodes = grouped(make, turns, lengths, seed=len(lengths))
+    cuts = data.draw(st.lists(st.integers(7, len(episodes) - 1), max_size=8, unique=True))
+    bounds = [0, *sorted(cuts), len(episodes)]
+    pieces = [episodes[a:b] for a, b in pairwise(bounds)]
+    acts = data.draw(st.lists(st.sampled_from("wsss"), min_size=2, max_size=30))
+    now = data.draw(st.integers(1, len(acts)))
+
+    def step(rb, act, at):
+        if act == "w":
+            if at < len(pieces):
+                rb.extend(pieces[at].clone())
+        elif rb.can_sample():
+            try:
+                return make.steps(rb.sample()), rb.sampler.ran_out
+            except RuntimeError as error:
+                return str(error)
+        return None
+
+    rb = buffer(sampler, cls=cls)
+    step(rb, "w", 0)
+    written = 1
+    for act in acts[:now]:
+        step(rb, act, written)
+        written += act == "w"
+    other = buffer(sampler, cls=cls, seed=5)
+    other.extend(grouped(make, turns, [3, 2], seed=1))
+    other.sample()
+    same = saved(rb, how, tmp_path_factory.mktemp("checkpoint") / "a", other)
+    assert parts(make, same) == parts(make, rb)
+    for act in acts[now:] + ["s"] * 6:
+        assert step(same, act, written) == step(rb, act, written)
+        written += act == "w"
+        assert parts(make, same) == parts(make, rb)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_saving_changes_nothing(make, how, tmp_path):
+    for sampler in SAMPLERS:
+        one, two = buffer(sampler), buffer(sampler)
+        for rb in (one, two):
+            rb.extend(grouped(make, False, [3, 2, 4, 1, 5, 2, 3, 2, 1], seed=0))
+            rb.sample()
+        saved(one, how, tmp_path / sampler, buffer(sampler))
+        for _ in range(9):
+            assert make.steps(one.sample()) == make.steps(two.sample())
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("sampler", ["clips", "each episode", "each group", "each step", "slices"])
+def test_prefetched_batches_are_saved(make, sampler, how, tmp_path):
+    rb, other = (buffer(sampler, prefetch=1, seed=seed) for seed in (0, 1))
+    rb.extend(grouped(make, False, [3, 2, 4, 1, 5, 2, 3], seed=0))
+    other.extend(grouped(make, False, [3, 2, 4], seed=1))
+    rb.sample(), other.sample()
+    same = saved(rb, how, tmp_path, other)
+    assert len(same._prefetch_queue) == 1
+    for _ in range(9):
+        assert make.steps(same.sample()) == make.steps(rb.sample())
+    same.synchronize(), rb.synchronize()
+    assert parts(make, same) == parts(make, rb)
+
+
+def test_a_global_generator_is_not_saved(make, tmp_path):
+    rb = buffer(seed=None)
+    rb.extend(make.vectors([5, 4]))
+    rb.dumps(tmp_path)
+    rb.sample()
+    state = torch.get_rng_state()
+    same = buffer(seed=None)
+    same.loads(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    first = make.steps(rb.sample())
+    torch.set_rng_state(state)
+    assert make.steps(same.sample()) == first
+
+
+# ---- whole or not at all ------------------------------------------------------------------------
+
+
+def program(scenario, path):
+    """What ``versions.py`` prints."""
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, versions.__file__, scenario, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
+def test_a_killed_dump_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    found = program("kills", tmp_path / "path")
+    assert len(found) == 40
+    for said, number, _ in found:
+        assert number in (said, said + 1) or (said == 0 and number is None)
+    # The kills came at moments that matter.
+    assert sum(unfinished > 0 for *_, unfinished in found) >= 5
+    assert found[-1][1] >= 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
+def test_several_processes_save_and_load_at_once(tmp_path):
+    report = program("together", tmp_path)
+    assert report["ends"] == [0, 0, 0]
+    assert report["found"] in (24, 114)
+    versions.version(3).dumps(tmp_path)
+    assert versions.loaded_version(tmp_path) == 3
+    assert len(versions.folders(tmp_path)) == 1
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+CALLS = [
+    *((os, name) for name in ("open", "fsync", "mkdir", "replace", "rename", "unlink", "rmdir")),
+    (os, "scandir"),
+    (builtins, "open"),
+    (io, "open"),
+    (torch, "save"),
+]
+
+
+def spoil(monkeypatch, at, error, *, once, late=False):
+    """Have the ``at``-th call to the file system fail, and all after it unless ``once``.
+
+    If ``late``, it does its work before it fails.
+    """
+    count = iter(range(10**6))
+
+    def spoiled(call):
+        def run(*args, **kwargs):
+            i = next(count)
+            if i != at and (i < at or once):
+                return call(*args, **kwargs)
+            if late:
+                call(*args, **kwargs)
+            raise error
+
+        return run
+
+    for module, name in CALLS:
+        monkeypatch.setattr(module, name, spoiled(getattr(module, name)))
+    return count
+
+
+def test_whichever_call_is_the_last_the_checkpoint_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "new"
+    number, at = None, 0
+    while True:
+        following = versions.version((number or 0) + 1)
+        with monkeypatch.context() as patch:
+            spoil(patch, at, Killed(), once=False)
+            try:
+                following.dumps(path)
+                done = True
+            except Killed:
+                done = False
+        try:
+            found = versions.loaded_version(path)
+        except FileNotFoundError:
+            found = None
+        assert found in (number, (number or 0) + 1)
+        if done:
+            break
+        number = found
+        at += 1
+    assert at > 30
+    assert found == (number or 0) + 1
+    assert len(versions.folders(path)) == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_whichever_call_fails_the_checkpoint_is_whole(late, tmp_path, monkeypatch):
+    path = tmp_path / "new"
+    number, failures, at = 0, 0, 0
+    versions.version(0).dumps(path)
+    while True:
+        following = versions.version(number + 1)
+        with monkeypatch.context() as patch:
+            error = OSError(errno.ENOSPC, "No space left on device")
+            count = spoil(patch, at, error, once=True, late=late)
+            try:
+                following.dumps(path)
+                done = True
+            except OSError:
+                done = False
+            reached = next(count) > at
+        found = versions.loaded_version(path)
+        if done:
+            assert found == number + 1
+        else:
+            assert found in (number, number + 1)
+            failures += 1
+            if found == number:
+                assert len(versions.folders(path)) == 1
+        number = found
+        at += 1
+        if not reached:
+            break
+    assert failures > 20
+
+
+def test_everything_is_on_the_disk_before_it_counts_and_the_old_goes_last(tmp_path, monkeypatch):
+    versions.version(1).dumps(tmp_path)
+    (old,) = versions.folders(tmp_path)
+    flushed, log = set(), []
+    fsync, replace, rmdir = os.fsync, os.replace, os.rmdir
+
+    def note_fsync(file):
+        flushed.add(os.fstat(file).st_ino)
+        log.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    def note_replace(source, target):
+        if Path(target) == tmp_path / "checkpoint.json":
+            (new,) = set(versions.folders(tmp_path)) - {old}
+            for each in (tmp_path, new, *new.rglob("*")):
+                assert each.stat().st_ino in flushed, each
+            log.append("counts")
+        replace(source, target)
+
+    def note_rmdir(*args, **kwargs):
+        log.append("deletes")
+        rmdir(*args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(os, "rmdir", note_rmdir)
+    versions.version(2).dumps(tmp_path)
+    after = log[log.index("counts") + 1 :]
+    assert after[0] == tmp_path.stat().st_ino
+    assert set(after[1:]) == {"deletes"}
+
+
+def test_what_cannot_be_saved_leaves_the_old_checkpoint(tmp_path):
+    versions.version(3).dumps(tmp_path)
+    rb = versions.version(4)
+    rb.transform.state_dict = lambda: {"f": lambda: None}
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        rb.dumps(tmp_path)
+    assert versions.loaded_version(tmp_path) == 3
+    assert len(versions.folders(tmp_path)) == 1
+
+
+def test_other_files_stay_and_leftovers_go(tmp_path):
+    (tmp_path / "model.pt").write_text("weights")
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-best" / "a").write_text("mine")
+    (tmp_path / f"checkpoint-{'0' * 32}").mkdir()
+    for number in (1, 2):
+        versions.version(number).dumps(tmp_path)
+        assert versions.loaded_version(tmp_path) == number
+        assert len(versions.folders(tmp_path)) == 2
+    assert (tmp_path / "model.pt").read_text() == "weights"
+    assert (tmp_path / "checkpoint-best" / "a").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["save", "dump", "dumps"])
+def test_a_plain_checkpoint_is_loaded_and_replaced(name, tmp_path):
+    ReplayBuffer.dumps(versions.version(5), tmp_path)
+    assert versions.loaded_version(tmp_path) == 5
+    getattr(versions.version(6), name)(str(tmp_path))
+    assert versions.loaded_version(tmp_path) == 6
+    rb = versions.empty()
+    rb.load(tmp_path)
+    assert versions.parts(rb) == versions.parts(versions.version(6))
+
+
+def test_nothing_to_load_is_said(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint: .*{path}"):
+            versions.empty().loads(path)
+
+
+def storage_file(path):
+    (found,) = path.glob("checkpoint-*/storage/state.pt")
+    return found
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "pointer", "content", "sampler", "transform"])
+def test_what_cannot_be_loaded_changes_nothing(how, tmp_path):
+    if how == "sampler":
+        rb = versions.version(7)
+        rb.set_sampler(EpisodeSampler())
+        rb._prefetch_queue.clear()
+        rb.dumps(tmp_path)
+    elif how == "transform":
+        rb = versions.version(7)
+        rb.transform[0].register_buffer("more", torch.zeros(1))
+        rb.dumps(tmp_path)
+    else:
+        versions.version(7).dumps(tmp_path)
+    if how == "missing":
+        storage_file(tmp_path).unlink()
+    elif how == "cut":
+        file = storage_file(tmp_path)
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "content":
+        (file,) = tmp_path.glob("checkpoint-*/writer/state.pt")
+        file.write_bytes(bytes(len(file.read_bytes())))
+    elif how == "pointer":
+        (tmp_path / "checkpoint.json").write_text("{")
+    rb = versions.version(8)
+    before = versions.parts(rb)
+    revision = rb.storage.revision
+    with pytest.raises(
+        (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.PickleError)
+    ) as caught:
+        rb.loads(tmp_path)
+    if how in ("missing", "cut", "pointer"):
+        assert "damaged" in str(caught.value)
+        assert str(tmp_path) in str(caught.value)
+        assert rb.storage.revision == revision
+    assert versions.parts(rb) == before
+    rb.sample()
+
+
+def test_a_state_that_cannot_be_loaded_changes_nothing():
+    rb = versions.version(8)
+    for part in ("_storage", "_sampler", "_writer", "_transforms", "_batch_size"):
+        state = versions.version(7).state_dict()
+        del state[part]
+        before = versions.parts(rb)
+        with pytest.raises(KeyError):
+            rb.load_state_dict(state)
+        assert versions.parts(rb) == before
+
+
+def test_a_state_does_not_change_with_the_buffer(make):
+    rb, same = buffer("each group"), buffer("each group")
+    rb.extend(grouped(make, False, [3, 2, 4, 1, 5, 2, 3, 2, 1], seed=0)[:-1])
+    rb.sample()
+    state, before = rb.state_dict(), parts(make, rb)
+    same.load_state_dict(state)
+    for each in (rb, same):
+        for _ in range(5):
+            each.sample()
+        each.extend(grouped(make, False, [4, 3], seed=1))
+        each.writer.flush()
+    same.load_state_dict(state)
+    assert parts(make, same) == before
+
+
+# ---- at one moment ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("how", ["dumps", "state_dict"])
+def test_what_is_saved_is_of_one_moment(how, prefetch, tmp_path):
+    rb = buffer("clips", max_steps=10**5, prefetch=prefetch)
+    other = ReplayBuffer(storage=rb.storage, writer=EpisodeWriter())
+    stop, errors = threading.Event(), []
+    done = torch.tensor([False, False, True, False])
+
+    def steps(first):
+        step = torch.arange(first, first + 4)
+        return TensorDict({"step": step, "next": {"done": done.clone()}}, [4])
+
+    def write():
+        at = 0
+        while not stop.is_set():
+            rb.extend(steps(at))
+            at += 4
+            if at % 8:
+                rb.writer.flush()  # The open episode goes to the storage, without the buffer's lock.
+            other.extend(steps(-3)[:3])
+
+    def sample():
+        while not stop.is_set():
+            rb.sample()
+
+    def run(work):
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    def slow_state():
+        time.sleep(0.005)  # Between the storage's state and the writer's.
+        return state()
+
+    state, rb.sampler.state_dict = rb.sampler.state_dict, slow_state
+    rb.extend(steps(-4))
+    rb.writer.flush()
+    threads = [threading.Thread(target=run, args=(work,)) for work in (write, sample)]
+    for thread in threads:
+        thread.start()
+    try:
+        seen_open = 0
+        for _ in range(20):
+            same = buffer("clips", max_steps=10**5, prefetch=prefetch)
+            saved(rb, how, tmp_path, same)
+            stored = same.storage[:]["step"]
+            still_open = [s["step"] for s in same.writer.open_episodes.values()]
+            seen_open += len(still_open)
+            mine = torch.cat([stored[stored >= 0], *still_open])
+            assert torch.equal(mine, torch.arange(len(mine)))
+            assert same.write_count == 4 + (stored >= 0).sum()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert seen_open
+
+
+# ---- the buffer and its copies ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_copies_save_themselves(make, cls, tmp_path):
+    rb = buffer(cls=cls)
+    rb.extend(make.vectors([3, 2]))
+    for same in (pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)):
+        same.extend(make.vectors([4], first_id=2))
+        same.dumps(tmp_path)
+        assert len(versions.folders(tmp_path)) == 1
+        other = buffer(cls=cls)
+        other.loads(tmp_path)
+        assert parts(make, other) == parts(make, same) != parts(make, rb)
+
+
+def test_a_buffer_is_let_go():
+    rb = versions.version(1)
+    watch = weakref.ref(rb)
+    del rb
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_buffer_with_another_storage_saves_that(make, tmp_path):
+    rb = buffer()
+    rb.extend(make.vectors([3]))
+    storage = EpisodeStorage(20)
+    storage.append(make.vectors([4]))
+    rb.set_storage(storage)
+    rb.dumps(tmp_path)
+    other = buffer()
+    other.loads(tmp_path)
+    assert other.storage.lengths.tolist() == [4]
+
+
+def test_a_buffer_that_is_not_made_yet_says_so(make, tmp_path):
+    def late():
+        return ReplayBuffer(
+            storage=lambda: EpisodeStorage(20), writer=EpisodeWriter(), delayed_init=True
+        )
+
+    rb = late()
+    rb.extend(make.vectors([3]))
+    rb.dumps(tmp_path)
+    for name in ("dumps", "loads"):
+        other = late()
+        with pytest.raises(RuntimeError, match="call this again"):
+            getattr(other, name)(tmp_path)
+    other.loads(tmp_path)
+    assert make.steps(other[:]) == make.steps(rb[:])
+    other = late()
+    other.load(tmp_path)
+    assert make.steps(other[:]) == make.steps(rb[:])
+
+
+def test_every_buffer_is_told_of_every_change(make):
+    class Told(RandomSampler):
+        def mark_update(self, index, *, storage=None):
+            told.append(index.tolist())
+
+    told = []
+    storage = EpisodeStorage(8)
+    writer = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    keep = ReplayBuffer(storage=storage, writer=EpisodeWriter(), sampler=Told())
+    writer.extend(make.vectors([3, 2]))
+    assert told.pop() == [0, 1, 2, 3, 4]
+    writer.extend(make.vectors([4]))
+    assert told.pop() == [2, 3, 4, 5]
+    state = writer.state_dict()
+    writer.load_state_dict(state)
+    assert told.pop() == [0, 1, 2, 3, 4, 5]
+    storage.load_state_dict(state["_storage"])
+    assert told.pop() == [0, 1, 2, 3, 4, 5]
+    writer.empty()
+    assert told.pop() == []
+    assert not told
+    assert len(keep) == 0
+
+
+@pytest.mark.parametrize("how", ["load", "empty"])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: PromptGroupSampler(num_groups=2, group_key="episode"),
+        lambda: SliceSampler(slice_len=3, traj_key="episode", cache_values=True),
+        lambda: SliceSamplerWithoutReplacement(slice_len=3, traj_key="episode"),
+        lambda: EpisodeSampler(group_key="episode"),
+    ],
+)
+def test_every_sampler_is_told_that_other_steps_are_stored(make, sampler, how):
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(40), writer=EpisodeWriter(), sampler=sampler(), batch_size=6
+    )
+    other = ReplayBuffer(storage=rb.storage, writer=EpisodeWriter())
+    other.extend(make.vectors([3, 4, 5]))
+    rb.sample()
+    state = EpisodeStorage(40)
+    state.append(make.vectors([5], first_id=7))
+    state.append(make.vectors([4], first_id=8))
+    state.append(make.vectors([3], first_id=9))
+    if how == "load":
+        rb.storage.load_state_dict(state.state_dict())
+    else:
+        other.empty()
+        for episode in state.episodes():
+            rb.storage.append(episode)
+    for _ in range(10):
+        batch = rb.sample()
+        if not isinstance(rb.sampler, EpisodeSampler):
+            assert (batch["episode"].view(-1, 3).diff() == 0).all()
+        assert set(batch["episode"].tolist()) <= {7, 8, 9}
+
+
+def test_an_ensemble_is_saved_part_by_part(make, tmp_path):
+    def ensemble():
+        return ReplayBufferEnsemble(buffer(), buffer(), batch_size=8, sample_from_all=True)
+
+    rb, same = ensemble(), ensemble()
+    for k in range(2):
+        rb._rbs[k].extend(make.vectors([3, 4], seed=k, first_id=k)[:-1])
+    rb.dumps(tmp_path)
+    same.loads(tmp_path)
+    for k in range(2):
+        mine, its = same._rbs[k], rb._rbs[k]
+        assert make.steps(mine[:]) == make.steps(its[:])
+        assert mine.write_count == its.write_count
+        assert len(mine.writer.open_episodes) == 1
