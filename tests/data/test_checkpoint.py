@@ -33,7 +33,13 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Transform
 
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import (
+    ClipSampler,
+    EpisodeSampler,
+    EpisodeStorage,
+    EpisodeWriter,
+    PrioritizedClipSampler,
+)
 
 from . import versions
 
@@ -58,6 +64,7 @@ SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=2),
     "clips in turn": lambda: ClipSampler(slice_len=2, selector=in_turn),
     "clips of episodes": lambda: ClipSampler(slice_len=2, weighting="episode", strict_length=False),
+    "clips by priority": lambda: PrioritizedClipSampler(slice_len=2),
     "episodes": lambda: EpisodeSampler(),
     "each episode": lambda: EpisodeSampler(replacement=False),
     "groups": lambda: EpisodeSampler(group_key="group"),

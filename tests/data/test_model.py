@@ -11,12 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import (
+    ClipSampler,
+    EpisodeSampler,
+    EpisodeStorage,
+    EpisodeWriter,
+    PrioritizedClipSampler,
+)
 
 IDS = range(4)
 SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=2),
     "short clips": lambda: ClipSampler(slice_len=3, strict_length=False, weighting="episode"),
+    "clips by priority": lambda: PrioritizedClipSampler(slice_len=2),
     "episodes": lambda: EpisodeSampler(),
     "each episode once": lambda: EpisodeSampler(replacement=False),
 }
@@ -134,7 +141,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def sample(self):
         if not self.rb.can_sample():
-            assert self.sampler == "clips"
+            assert self.sampler.startswith("clips")
             assert max(map(len, self.stored)) < 2
             return
         sample, info = self.rb.sample(return_info=True)
@@ -148,6 +155,8 @@ class Machine(RuleBasedStateMachine):
             for key in expected.keys(True, True):
                 if key not in (("next", "done"), "text"):
                     assert torch.equal(got[key], expected[key]), key
+        if self.sampler == "clips by priority":
+            self.rb.update_priority(info["index"], torch.arange(len(numbers)) % 3)
         ends = info.get(("next", "truncated"), sample["next", "done"]).flatten().tolist()
         assert ends[-1]
         for (here, there), end in zip(pairwise(numbers), ends, strict=False):
