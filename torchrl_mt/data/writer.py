@@ -15,7 +15,7 @@ import torch
 from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
-from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data import PrioritizedSampler, PromptGroupSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
@@ -373,6 +373,12 @@ def _check_samplers(storage: EpisodeStorage) -> None:
                 f"{type(sampler).__name__} remembers steps by storage index, and the index of a step "
                 "in an EpisodeStorage changes when older episodes leave: use ClipSampler, "
                 "PrioritizedClipSampler or EpisodeSampler"
+            )
+        by_recency = isinstance(sampler, PromptGroupSampler) and sampler.strategy == "recency"
+        if by_recency and isinstance(buffer, TensorDictReplayBuffer):
+            raise TypeError(
+                'PromptGroupSampler(strategy="recency") cannot tell steps that are not stored yet, '
+                "which a TensorDictReplayBuffer gives the index -1: use a ReplayBuffer"
             )
 
 
