@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
+from torchrl.modules.llm.policies import Tokens
 
 from torchrl_mt.data import EpisodeStorage
 
@@ -63,6 +64,33 @@ def test_tokens_are_the_entries_under_tokens():
     storage.append(lazy_stack(steps))
     # Prompts of 1, 4 and 7 tokens share 1 and 4 with the turn before.
     assert storage.num_tokens == 1 + 3 + 3 + 3 * 2
+
+
+def test_tokens_in_a_tensorclass_count():
+    steps = [
+        TensorDict(
+            {
+                "tokens": Tokens(prompt=torch.arange(4 + t), response=torch.arange(t)),
+                "note": torch.zeros(50 + t),
+            }
+        )
+        for t in range(3)
+    ]
+    storage = EpisodeStorage(9, max_tokens=40)
+    for _ in range(3):
+        storage.append(lazy_stack(steps))
+    assert storage.num_tokens == 2 * (4 + 6 + 8)
+    assert storage.num_episodes == 2
+    copy = EpisodeStorage(9, max_tokens=40)
+    copy.load_state_dict(storage.state_dict())
+    assert copy.num_tokens == 36
+
+
+def test_other_objects_called_tokens_do_not_count():
+    steps = [TensorDict({"tokens": f"{t}", "note": torch.zeros(50 + t)}) for t in range(3)]
+    storage = EpisodeStorage(9)
+    storage.append(lazy_stack(steps))
+    assert storage.num_tokens == 50 + 51 + 52
 
 
 def test_tokens_are_the_largest_ragged_entry_where_none_is_called_tokens():

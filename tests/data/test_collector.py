@@ -1,14 +1,39 @@
+"""TorchRL's collectors fill the buffer with the episodes of TorchRL's environments, each one whole."""
+
+import importlib.util
+import sys
+
 import pytest
 import torch
-from torchrl.collectors import Collector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import (
+    GymEnv,
+    ParallelEnv,
+    PendulumEnv,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+
+needs_gymnasium = pytest.mark.skipif(
+    importlib.util.find_spec("gymnasium") is None,
+    reason="gymnasium is not installed: pip install torchrl-mt[test]",
+)
 
 
 def env():
     return TransformedEnv(PendulumEnv(), StepCounter(max_steps=9))
+
+
+def cartpole():
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
+
+
+def parallel():
+    return ParallelEnv(2, cartpole, mp_start_method="fork")
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
@@ -40,3 +65,84 @@ def test_torchrls_collector_fills_the_buffer(cls, batched, extend_buffer):
     sample = rb.sample()
     assert sample.batch_size == (16,)
     assert (sample["step_count"].view(4, 4).diff() == 1).all()
+
+
+def check_cartpole(rb, collected):
+    """Every stored episode is one game of CartPole, and every clip lies within one."""
+    storage = rb.storage
+    assert ("next", "observation") in storage.shared_keys
+    assert ("next", "step_count") in storage.shared_keys
+    assert storage.table.oldest > 0, "no episode has left: the check is of a buffer that is full"
+    open_steps = sum(len(episode) for episode in rb.writer.open_episodes.values())
+    assert rb.write_count + open_steps == collected
+    assert sum(storage.lengths.tolist()) == len(storage) <= storage.max_size
+    for episode in storage.episodes():
+        length = len(episode)
+        assert episode["step_count"].flatten().tolist() == list(range(length))
+        assert episode["next", "done"].flatten().tolist() == [False] * (length - 1) + [True]
+        assert torch.equal(episode["next", "observation"][:-1], episode["observation"][1:])
+        # A game begins near the centre and ends off it, so the last observation is its own.
+        assert (episode["observation"][0].abs() <= 0.05).all()
+        x, _, angle, _ = episode["next", "observation"][-1].tolist()
+        assert abs(x) > 2.4 or abs(angle) > 0.2
+        assert len(episode["collector", "traj_ids"].unique()) == 1
+    for _ in range(5):
+        clips = rb.sample().view(-1, 4)
+        assert (clips["step_count"].squeeze(-1).diff() == 1).all()
+        assert (clips["collector", "traj_ids"].diff() == 0).all()
+        assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
+
+
+def cartpole_buffer(cls):
+    return cls(
+        storage=EpisodeStorage(150),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=4),
+        batch_size=32,
+    )
+
+
+@needs_gymnasium
+@pytest.mark.parametrize(
+    "make_env",
+    [
+        pytest.param(lambda: cartpole, id="single"),
+        pytest.param(lambda: SerialEnv(2, cartpole), id="serial"),
+        pytest.param(
+            parallel,
+            id="parallel",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="forks processes"),
+        ),
+    ],
+)
+# A game of a random policy takes about 20 steps: a batch ends within one, or holds several.
+@pytest.mark.parametrize("frames_per_batch", [14, 98])
+def test_cartpole_games_are_stored_whole(make_env, frames_per_batch):
+    rb = cartpole_buffer(TensorDictReplayBuffer)
+    collector = Collector(
+        make_env(),
+        frames_per_batch=frames_per_batch,
+        total_frames=35 * 14,
+        replay_buffer=rb,
+    )
+    collector.set_seed(0)
+    try:
+        batches = sum(1 for _ in collector)
+    finally:
+        collector.shutdown()
+    check_cartpole(rb, collected=batches * frames_per_batch)
+
+
+@needs_gymnasium
+def test_cartpole_games_of_several_processes_are_stored_whole():
+    rb = cartpole_buffer(ReplayBuffer)
+    collector = MultiSyncCollector([cartpole] * 2, frames_per_batch=60, total_frames=480)
+    collector.set_seed(0)
+    collected = 0
+    try:
+        for batch in collector:
+            collected += batch.numel()
+            rb.extend(batch)
+    finally:
+        collector.shutdown()
+    check_cartpole(rb, collected)

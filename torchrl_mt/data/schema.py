@@ -60,7 +60,9 @@ class Schema:
         """The entries whose elements may count as tokens."""
 
         def counts(path: Path, entry: Entry) -> bool:
-            return entry.kind == "ragged" or (entry.kind == "dense" and path[0] == "tokens")
+            if entry.kind == "object":
+                return path == ("tokens",)  # It may be a tensorclass.
+            return entry.kind == "ragged" or path[0] == "tokens"
 
         return frozenset(path for path, entry in self.entries.items() if counts(path, entry))
 

@@ -1,0 +1,386 @@
+"""TorchRL's ``LLMCollector`` fills the buffer with whole dialogs, and nothing in them is changed.
+
+Its steps are lazy stacks that hold ``History`` objects, ragged tokens and log-probabilities.
+"""
+
+import dataclasses
+import functools
+import math
+import pickle
+import re
+
+import pytest
+import torch
+from tensordict import (
+    NonTensorStack,
+    TensorDict,
+    is_tensor_collection,
+    is_tensorclass,
+    lazy_stack,
+)
+from tensordict.utils import is_non_tensor
+from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import (
+    LazyStackStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    Unbounded,
+)
+from torchrl.data.llm import History
+from torchrl.data.llm.history import add_chat_template
+from torchrl.envs import StepCounter, TrajCounter, Transform
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.transforms import DiscountedReturn, MergeTurns
+
+WORDS = ["guess", "to", "higher", "lower", "correct", *map(str, range(16))]
+# TorchRL takes templates that mark what the assistant said, and text that can be parsed again.
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {% generation %}{{ message['content'] }}"
+    "<end>{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ANSWER = " <end> <user> higher <end> <assistant>"
+MAX_TURNS = 3
+
+
+def parse(text):
+    messages = re.findall(r"<(user|assistant)>(.*?)(<end>|$)", text, re.DOTALL)
+    return lazy_stack(
+        [
+            History(role=role, content=content.strip(), is_complete=bool(end))
+            for role, content, end in messages
+        ]
+    )
+
+
+add_chat_template("tiny_chat", TEMPLATE, inverse_parser=parse)
+
+
+class Reply(Transform):
+    """Rewards each word that the policy says, answers, and ends the dialog at some words."""
+
+    def __init__(self, mode, may_end):
+        super().__init__()
+        self.mode, self.may_end = mode, may_end
+
+    def _step(self, tensordict, next_tensordict):
+        if self.mode == "history":
+            histories = next_tensordict["history"].prompt.unbind(0)
+            said = [history[-1].content for history in histories]
+            answer = History(role="user", content="higher", batch_size=(1,))
+            next_tensordict["history"].prompt = lazy_stack(
+                [history.extend(answer, inplace=False, dim=0) for history in histories]
+            )
+        else:
+            said = list(tensordict["text"].response)
+            next_tensordict["text"].prompt = [
+                text + ANSWER for text in next_tensordict["text"].prompt
+            ]
+        words = [text.split() for text in said]
+        next_tensordict["reward"] = torch.tensor([[float(len(each))] for each in words])
+        if self.may_end:
+            ended = torch.tensor([[not {"lower", "higher"}.isdisjoint(each)] for each in words])
+            next_tensordict["done"] = next_tensordict["terminated"] = ended
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec):
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1))
+        return reward_spec
+
+
+def make_collector(mode, num_envs, *, count_trajs=False, **kwargs):
+    """A collector of dialogs that are the same ones each time."""
+    torch.manual_seed(0)
+    model, tokenizer = tiny_chat_model(WORDS, hidden_size=32, intermediate_size=64)
+    tokenizer.chat_template = TEMPLATE
+    # TransformersWrapper leaves out whatever looks like padding, also if it was sampled.
+    model.generation_config.suppress_tokens = [tokenizer.pad_token_id]
+    questions = DataLoader(
+        [f"guess {i}" for i in range(4)],
+        collate_fn=lambda queries: TensorDict({"query": queries}, [len(queries)]),
+    )
+    env = ChatEnv.from_dataloader(
+        questions, batch_size=(num_envs,), repeats=2, tokenizer=tokenizer, input_mode=mode
+    )
+    # TransformersWrapper takes histories of one length: several dialogs must go in step.
+    env = env.append_transform(Reply(mode, may_end=mode == "text" or num_envs == 1))
+    env = env.append_transform(StepCounter(max_steps=MAX_TURNS))
+    if count_trajs:
+        env = env.append_transform(TrajCounter())
+    policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode=mode,
+        pad_output=False,
+        return_log_probs=True,
+        generate_kwargs={"max_new_tokens": 5, "do_sample": True},
+        chat_template_name="tiny_chat" if mode == "history" else None,
+    )
+    return LLMCollector(
+        env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=24, **kwargs
+    )
+
+
+def make_buffer(cls=ReplayBuffer, *, max_steps=100, batch_size=3, writer=None):
+    return cls(
+        storage=EpisodeStorage(max_steps),
+        writer=writer or EpisodeWriter(),
+        sampler=EpisodeSampler(replacement=False),
+        batch_size=batch_size,
+    )
+
+
+def fill(rb, mode, num_envs, **kwargs):
+    collector = make_collector(mode, num_envs, replay_buffer=rb, **kwargs)
+    for _ in collector:
+        pass
+    return collector
+
+
+def plain(value):
+    """A value as Python objects that compare by type, shape and content."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.tolist()
+    if is_non_tensor(value):
+        return plain(value.tolist() if isinstance(value, NonTensorStack) else value.data)
+    if is_tensorclass(value):
+        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return type(value), tuple(value.batch_size), fields
+    if is_tensor_collection(value):
+        return {key: plain(value.get(key)) for key in sorted(value.keys())}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+def plain_steps(data):
+    """The steps of a batch, row after row."""
+    if data.ndim > 1:
+        return [step for row in data.unbind(0) for step in plain_steps(row)]
+    return [plain(step) for step in data.unbind(0)]
+
+
+@functools.lru_cache
+def dialogs(mode, num_envs, **kwargs):
+    """The dialogs that the collector gives without a buffer: those that end, and the others."""
+    begun = [[] for _ in range(1 if kwargs else num_envs)]
+    ended = []
+    for batch in make_collector(mode, num_envs, **kwargs):
+        for row, steps in enumerate(batch.unbind(0) if batch.ndim > 1 else [batch]):
+            for step in steps.unbind(0):
+                begun[row].append(plain(step))
+                if step["next", "done"].any():
+                    ended.append(begun[row])
+                    begun[row] = []
+    return ended, [steps for steps in begun if steps]
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(("mode", "num_envs"), [("history", 1), ("history", 2), ("text", 2)])
+def test_batches_of_turns_become_dialogs(cls, mode, num_envs):
+    rb = make_buffer(cls)
+    collector = make_collector(mode, num_envs, replay_buffer=rb, flatten_data=False)
+    cut = [len(rb.writer.open_episodes) for _ in collector]
+    assert any(cut)
+    ended, unfinished = dialogs(mode, num_envs)
+    assert [plain_steps(episode) for episode in rb.storage.episodes()] == ended
+    assert [plain_steps(episode) for episode in rb.writer.open_episodes.values()] == unfinished
+    for episode in rb.storage.episodes():
+        assert episode["step_count"].flatten().tolist() == list(range(len(episode)))
+        assert mode == "text" or isinstance(episode["history"].prompt, History)
+    assert len(set(rb.storage.lengths.tolist())) > 1 or (mode, num_envs) == ("history", 2)
+
+
+@pytest.mark.parametrize("yield_only_last_steps", [False, True])
+@pytest.mark.parametrize(("mode", "num_envs"), [("history", 1), ("history", 2), ("text", 2)])
+def test_completed_dialogs_are_stored_as_they_come(mode, num_envs, yield_only_last_steps):
+    kwargs = {"yield_completed_trajectories": True}
+    if yield_only_last_steps:
+        kwargs["yield_only_last_steps"] = True
+    rb = make_buffer()
+    fill(rb, mode, num_envs, **kwargs)
+    ended, unfinished = dialogs(mode, num_envs, **kwargs)
+    assert not unfinished
+    assert [plain_steps(episode) for episode in rb.storage.episodes()] == ended
+    assert (rb.storage.lengths == 1).all() == yield_only_last_steps
+    assert not rb.writer.open_episodes
+
+
+def test_flat_batches_of_several_environments_need_ids():
+    rb = make_buffer(writer=EpisodeWriter(traj_key="traj_count"))
+    fill(rb, "text", 2, count_trajs=True)
+    for episode in rb.storage.episodes():
+        assert episode["step_count"].flatten().tolist() == list(range(len(episode)))
+        assert len(episode["traj_count"].unique()) == 1
+    assert rb.storage.num_episodes + len(rb.writer.open_episodes) > 8
+
+
+def test_the_oldest_dialogs_leave():
+    rb = make_buffer(max_steps=8)
+    fill(rb, "history", 1, yield_completed_trajectories=True)
+    ended, _ = dialogs("history", 1, yield_completed_trajectories=True)
+    stored = [plain_steps(episode) for episode in rb.storage.episodes()]
+    assert stored == ended[-len(stored) :]
+    assert 8 - MAX_TURNS < len(rb) <= 8 < sum(map(len, ended))
+
+
+def test_tokens_of_dialogs_count():
+    storage = EpisodeStorage(100, max_tokens=200)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    fill(rb, "history", 1, yield_completed_trajectories=True)
+    ended, _ = dialogs("history", 1, yield_completed_trajectories=True)
+    sizes = []
+    for dialog in ended:
+        fields = [step["tokens"][-1] for step in dialog]
+        sizes.append(
+            sum(len(each[k][2]) for each in fields for k in ("prompt", "response", "full"))
+        )
+    kept = len(list(storage.episodes()))
+    assert 0 < kept < len(ended)
+    assert storage.num_tokens == sum(sizes[-kept:]) <= 200 < sum(sizes[-kept - 1 :])
+
+
+@pytest.mark.parametrize(("mode", "num_envs"), [("history", 1), ("text", 2)])
+def test_sampled_dialogs_become_training_rows(mode, num_envs):
+    rb = make_buffer(batch_size=4)
+    fill(rb, mode, num_envs, yield_completed_trajectories=True)
+    turns = rb.sample()
+    rows = MergeTurns()(turns)
+    trained = rows["masks", "all_assistant_mask"]
+    assert rows["log_probs", "full"][trained].isfinite().all()
+    assert set(rows["episode"].tolist()) == set(range(4))
+
+    def sampled(*key):
+        return sorted(x for step in turns.unbind(0) for x in step.get(key).tolist())
+
+    assert sorted(rows["tokens", "full"][trained].tolist()) == sampled("tokens", "response")
+    assert sorted(rows["log_probs", "full"][trained].tolist()) == sampled("log_probs", "response")
+    assert rows["rewards", "full"].sum() == turns["next", "reward"].sum()
+
+
+def test_returns_run_within_dialogs():
+    rb = make_buffer(writer=EpisodeWriter(transform=DiscountedReturn(0.5)))
+    fill(rb, "history", 1, yield_completed_trajectories=True)
+    for episode in rb.storage.episodes():
+        rewards = episode["next", "reward"].flatten().tolist()
+        for t, value in enumerate(episode["next", "return"].flatten().tolist()):
+            expected = sum(0.5**k * reward for k, reward in enumerate(rewards[t:]))
+            assert math.isclose(value, expected, rel_tol=1e-6)
+
+
+def test_mc_advantage_writes_whole_groups():
+    rb = make_buffer(TensorDictReplayBuffer, batch_size=2)
+    rb.append_transform(MCAdvantage(grpo_size=2, trajectory_return="sum"))
+    fill(rb, "history", 1, yield_completed_trajectories=True)
+    pairs = rb.storage.num_episodes // 2
+    assert pairs >= 4
+    episodes = list(rb.storage.episodes())
+    for pair in zip(episodes[::2], episodes[1::2], strict=True):
+        assert len({query for episode in pair for query in episode["query"]}) == 1
+        returns = torch.stack([episode["next", "reward"].sum() for episode in pair])
+        expected = (returns - returns.mean()) / returns.std().clamp_min(1e-6)
+        for episode, advantage in zip(pair, expected, strict=True):
+            assert torch.allclose(episode["advantage"], advantage.expand(len(episode), 1))
+    # What is sampled has the advantages, and TorchRL's own storage takes it from there.
+    sample = rb.sample()
+    theirs = ReplayBuffer(
+        storage=LazyStackStorage(100),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        batch_size=len(sample),
+    )
+    theirs.extend(sample)
+    assert plain_steps(theirs.sample()) == plain_steps(sample)
+
+
+def test_torchrls_grpo_loss_trains_on_sampled_dialogs():
+    def with_group(episode):
+        group = int(episode["query"][0].split()[-1])
+        return episode.set("group", torch.full((len(episode),), group))
+
+    rb = make_buffer(batch_size=8, writer=EpisodeWriter(transform=with_group))
+    collector = fill(rb, "history", 1, yield_completed_trajectories=True)
+    model, tokenizer = collector.policy.model, collector.policy.tokenizer
+    actor = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
+    )
+    rows = MergeTurns()(rb.sample())
+    # TransformersWrapper gives each answer's first token the log-probability 0: score all again.
+    rows = ExperienceMaker(actor, advantage="grpo", old_log_probs="actor")(rows)
+    assert rows["advantage"].abs().max() > 0.1
+    trained = rows["masks", "all_assistant_mask"]
+    first = trained.diff(dim=1, prepend=torch.zeros_like(trained[:, :1])) & trained
+    scored, sampled = rows["log_probs", "old"], rows["log_probs", "full"]
+    torch.testing.assert_close(scored[trained & ~first], sampled[trained & ~first])
+
+    theirs = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)
+    theirs.set_keys(sample_log_prob=("log_probs", "old"))
+    expected = theirs(rows.clone()).loss_objective.reshape(())
+    got = MultiTurnLoss(actor)(rows)["loss_objective"]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    got.backward()
+    assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def histories(lengths, first):
+    """One episode of steps that hold histories, messages of other kinds, and nested lists."""
+    steps = []
+    for t, length in enumerate(lengths):
+        history = History(
+            role=["user", "assistant"][: length % 3] + ["tool"] * (length - length % 3),
+            content=[f"{first}.{t}.{i}" for i in range(length)],
+            tool_calls=[{"name": "add", "arguments": {"a": i}} for i in range(length)]
+            if t % 2
+            else None,
+            batch_size=[length],
+        )
+        two = lazy_stack([history, history[:1]])
+        steps.append(
+            TensorDict(
+                {
+                    "history": {"prompt": history},
+                    "both": two,
+                    "text": f"turn {first}.{t}",
+                    "plan": [["a", [t]], [], {"k": (t, None)}],
+                    "next": {
+                        "history": {"prompt": history[-1:]},
+                        "done": torch.tensor([t + 1 == len(lengths)]),
+                    },
+                }
+            )
+        )
+    return lazy_stack(steps)
+
+
+@pytest.mark.parametrize("how", ["storage", "state_dict", "pickle", "dumps"])
+def test_histories_are_kept_as_they_are(how, tmp_path):
+    rb = make_buffer(max_steps=6)
+    episodes = [histories([2, 1, 4], 0), histories([3], 1), histories([1, 5, 2], 2)]
+    for episode in episodes:
+        rb.extend(episode)
+    expected = [plain_steps(episode) for episode in episodes[1:]]
+    if how == "state_dict":
+        copy = make_buffer(max_steps=6)
+        copy.load_state_dict(rb.state_dict())
+    elif how == "pickle":
+        copy = pickle.loads(pickle.dumps(rb))
+    elif how == "dumps":
+        rb.dumps(tmp_path)
+        copy = make_buffer(max_steps=6)
+        copy.loads(tmp_path)
+    else:
+        copy = rb
+    assert [plain_steps(episode) for episode in copy.storage.episodes()] == expected
+    assert plain_steps(copy[:]) == [*expected[0], *expected[1]]
+    assert isinstance(copy[1]["history", "prompt"], History)
+    last = histories([2, 6], 3)
+    for each in [rb] if copy is rb else [rb, copy]:
+        each.extend(last[:1])
+        each.extend(last[1:])
+        assert plain_steps(each[:]) == [*expected[0], *expected[1], *plain_steps(last)]
