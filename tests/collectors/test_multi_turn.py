@@ -294,13 +294,14 @@ def test_a_slow_environment_delays_only_itself(guesser):
     data = [{"turns": 3}, *[{"turns": 2}] * 19]
     with MultiTurnCollector(Slow, guesser, data, episodes_per_batch=20) as collector:
         done_before_the_slow_one = []
-        play = collector._play
+        play = collector._failure_of
 
-        async def watched(episode):
-            await play(episode)
+        async def watched(episode, sampling):
+            failure = await play(episode, sampling)
             done_before_the_slow_one.append(episode.data["turns"])
+            return failure
 
-        collector._play = watched
+        collector._failure_of = watched
         next(iter(collector))
     assert done_before_the_slow_one == [2] * 19 + [3]
 
@@ -498,7 +499,7 @@ def test_what_is_no_engine_or_environment_is_refused(guesser, model):
         TypeError, match=r"policy must be an engine .* got the class ScriptedEngine"
     ):
         MultiTurnCollector(GuessNumber, ScriptedEngine, episodes_per_batch=1)
-    with pytest.raises(TypeError, match=r"env must be a TextEnv, .* got str"):
+    with pytest.raises(ImportError, match=r'named as "package.module.Class", got \'GuessNumber\''):
         MultiTurnCollector("GuessNumber", guesser, episodes_per_batch=1)
     with pytest.raises(TypeError, match=r"env must be a TextEnv, .* got the class object"):
         MultiTurnCollector(object, guesser, episodes_per_batch=1)
@@ -827,7 +828,9 @@ def test_what_no_environment_may_return_is_named(guesser, method, value, message
 def test_a_factory_of_something_else_is_named(guesser):
     with (
         MultiTurnCollector(lambda: object(), guesser, episodes_per_batch=1) as collector,
-        pytest.raises(RuntimeError, match=r"env must make a TextEnv .* got object"),
+        pytest.raises(
+            RuntimeError, match=r"env must be a TextEnv, .* a callable that makes object"
+        ),
     ):
         next(iter(collector))
 

@@ -12,8 +12,16 @@ from itertools import chain
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
 
+from torchrl_mt.collectors.ledger import Prompt
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.engines import Completion
 
@@ -24,17 +32,22 @@ __all__ = ["Episode", "Turn", "episodes_to_tensordict"]
 class Turn:
     """One model call and the environment's answer to it."""
 
-    prompt_ids: list[int]
-    """Every token that the model saw."""
+    prompt_ids: Sequence[int]
+    """Every token that the model saw: a :class:`~torchrl_mt.collectors.ledger.Prompt`, where it is not
+    to be stored again for every turn."""
     completion: Completion
     """What it sampled."""
-    messages: list[Mapping[str, Any]]
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
     """The messages that are new in this turn: those before the response, the response, and in the
     episode's last turn those after it."""
     reward: float = 0.0
     """The environment's reward for the response."""
     info: Mapping[str, Any] | None = None
     """What else the environment said about it."""
+    model_seconds: float = 0.0
+    """How long the model took to answer, in seconds."""
+    env_seconds: float = 0.0
+    """How long the environment took to answer the response."""
 
 
 @dataclass(slots=True)
@@ -47,10 +60,33 @@ class Episode:
     """Id of the group of episodes that share one item."""
     traj_id: int = -1
     """Id of the episode."""
+    rank: int = 0
+    """Its place in the group."""
+    is_eval: bool = False
+    """Whether it is played for evaluation."""
     turns: list[Turn] = field(default_factory=list)
     """In order."""
     stop_reason: StopReason | None = None
     """Why it ended; ``None`` while it runs."""
+    extra: TensorDictBase | None = None
+    """Entries that a workflow returned, ``[T]``: a step a turn."""
+
+    @property
+    def task_id(self) -> Any:
+        """The ``"task_id"`` of the item, if it has one; else the id of the group."""
+        if isinstance(self.data, Mapping) and "task_id" in self.data:
+            return self.data["task_id"]
+        return self.group
+
+    @property
+    def reward(self) -> float:
+        """The sum of the turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weight version that sampled one of its tokens; 0 if none was sampled."""
+        return min((v for turn in self.turns for v in turn.completion.versions), default=0)
 
     @property
     def num_tokens(self) -> int:
@@ -60,10 +96,9 @@ class Episode:
     @property
     def num_forks(self) -> int:
         """How many turns were given a prompt that does not extend the turn before."""
-        seen = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in self.turns]
         return sum(
-            turn.prompt_ids[: len(before)] != before
-            for before, turn in zip(seen, self.turns[1:], strict=False)
+            not _extends(turn.prompt_ids, before)
+            for before, turn in zip(self.turns, self.turns[1:], strict=False)
         )
 
 
@@ -77,8 +112,11 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         A TensorDict of batch size ``[ΣT]``, a step a turn. The token columns (``("tokens", "prompt")``,
         ``("tokens", "response")``, ``("log_probs", "response")``, ``("versions", "response")``) are
         lazily stacked, since their lengths differ; ``td.get(key, as_list=True)`` gives one tensor a
-        turn. The non-tensor columns are ``"text"`` (messages), ``"info"`` (the environment's
-        ``TextStep.info``, or ``None``), ``"data"`` and ``"stop_reason"``.
+        turn, prompts that extend each other as views of one. ``("seconds", "model")`` and
+        ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took. The non-tensor columns are
+        ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or ``None``),
+        ``"sampling"`` (how tokens were sampled, where it is not plainly), ``"finish_reason"``,
+        ``"data"`` and ``"stop_reason"``. Entries that all episodes' workflows returned are added.
 
     Examples:
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [0], "stop"), messages=[])
@@ -104,10 +142,10 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     stop_reason = [""] * size
     for position, reason in zip(last.tolist(), reasons, strict=True):
         stop_reason[position] = reason.value
-    return TensorDict(
+    batch = TensorDict(
         {
             "tokens": _ragged(
-                prompt=_split([turn.prompt_ids for turn in turns], torch.int64),
+                prompt=_prompts([turn.prompt_ids for turn in turns]),
                 response=_split([answer.token_ids for answer in completions], torch.int64),
             ),
             "log_probs": _ragged(
@@ -129,13 +167,54 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
                 {"traj_ids": per_turn(episode.traj_id for episode in episodes)}, [size]
             ),
             "group": per_turn(episode.group for episode in episodes),
+            "seconds": TensorDict(
+                {
+                    "model": torch.tensor([turn.model_seconds for turn in turns]),
+                    "env": torch.tensor([turn.env_seconds for turn in turns]),
+                },
+                [size],
+            ),
             "text": _objects(turn.messages for turn in turns),
             "info": _objects(turn.info for turn in turns),
+            "sampling": _objects(dict(getattr(answer, "sampling", {})) for answer in completions),
+            "finish_reason": _objects(answer.finish_reason for answer in completions),
             "stop_reason": _objects(stop_reason),
             "data": _objects(episode.data for episode in episodes for _ in episode.turns),
         },
         [size],
     )
+    extra = [episode.extra for episode in episodes if episode.extra is not None]
+    if len(extra) == len(episodes):
+        batch.update(lazy_stack([step for entries in extra for step in entries.unbind(0)]))
+    return batch
+
+
+def _extends(prompt: Sequence[int], before: Turn) -> bool:
+    """Whether a prompt begins with the turn before: its prompt and its response."""
+    answer = list(before.completion.token_ids)
+    start, stop = len(before.prompt_ids), len(before.prompt_ids) + len(answer)
+    if len(prompt) < stop or list(prompt[start:stop]) != answer:
+        return False
+    if isinstance(prompt, Prompt) and prompt.goes_on_from(before.prompt_ids):
+        return True
+    return list(prompt[:start]) == list(before.prompt_ids)
+
+
+def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """One tensor a prompt; those of one line are views of one."""
+    longest: dict[int, Prompt] = {}
+    for prompt in prompts:
+        if isinstance(prompt, Prompt):
+            known = longest.setdefault(id(prompt.line), prompt)
+            if len(prompt) > len(known):
+                longest[id(prompt.line)] = prompt
+    lines = {key: torch.tensor(prompt[:], dtype=torch.int64) for key, prompt in longest.items()}
+    return [
+        lines[id(prompt.line)][: len(prompt)]
+        if isinstance(prompt, Prompt)
+        else torch.tensor(list(prompt), dtype=torch.int64)
+        for prompt in prompts
+    ]
 
 
 def _split(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any
 
 __all__ = ["Limits", "StopReason"]
 
@@ -21,38 +22,67 @@ class StopReason(str, Enum):
     """The response was cut before the model ended it; the environment was not asked."""
     MAX_EPISODE_TOKENS = "max_episode_tokens"
     """The conversation has no room for a further token."""
+    TOOL_TIMEOUT = "tool_timeout"
+    """The environment took longer than :attr:`Limits.tool_timeout` to answer."""
+    TURN_TIMEOUT = "turn_timeout"
+    """The turn took longer than :attr:`Limits.turn_timeout`."""
+    EPISODE_TIMEOUT = "episode_timeout"
+    """The episode took longer than :attr:`Limits.episode_timeout`."""
 
     @property
     def truncated(self) -> bool:
         """Whether the episode was cut rather than finished."""
         return self is not StopReason.DONE
 
+    @property
+    def of_time(self) -> bool:
+        """Whether time was up."""
+        return self.value.endswith("timeout")
+
 
 @dataclass(frozen=True)
 class Limits:
     """What an episode may use; ``None`` is no limit. Reaching one ends the episode as truncated.
 
+    A limit of time ends the episode with the last turn that was answered in time: what the turn
+    that was not would have been worth is not known. If there is none, the episode is rejected.
+
     Args:
         max_turns: most model calls in an episode.
         max_response_tokens: most tokens sampled in one turn; without it, the engine's own limit holds.
         max_episode_tokens: most tokens of the conversation, prompt and responses together.
+        turn_timeout: seconds for a turn: a model call and the environment's answer to it.
+        episode_timeout: seconds for an episode, from when it begins to run.
+        tool_timeout: seconds for the environment to begin, or to answer a response.
 
     Raises:
-        ValueError: if a limit is below 1.
+        ValueError: if a limit is below 1, or a timeout not positive.
 
     Examples:
         >>> Limits(max_turns=5, max_response_tokens=2)
-        Limits(max_turns=5, max_response_tokens=2, max_episode_tokens=None)
+        Limits(max_turns=5, max_response_tokens=2, max_episode_tokens=None, turn_timeout=None,
+            episode_timeout=None, tool_timeout=None)
     """
 
     max_turns: int | None = None
     max_response_tokens: int | None = None
     max_episode_tokens: int | None = None
+    turn_timeout: float | None = None
+    episode_timeout: float | None = None
+    tool_timeout: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if field.name.endswith("timeout"):
+                if not value > 0:
+                    raise ValueError(
+                        f"{field.name} must be a positive number of seconds, or None for no "
+                        f"limit, got {value}."
+                    )
+            elif value < 1:
                 raise ValueError(
                     f"{field.name} must be at least 1, or None for no limit, got {value}."
                 )
@@ -72,3 +102,17 @@ class Limits:
         if self.max_response_tokens is None or room < self.max_response_tokens:
             return room, StopReason.MAX_EPISODE_TOKENS
         return self.max_response_tokens, StopReason.MAX_RESPONSE_TOKENS
+
+    def within(self, engine: Any) -> Limits:
+        """The limits, and an engine's own where those are tighter or where there are none.
+
+        Args:
+            engine: may have ``max_total_tokens``, most tokens of prompt and response together, and
+                ``max_new_tokens``, most tokens of a response.
+        """
+        total = getattr(engine, "max_total_tokens", None)
+        bounds = [bound for bound in (self.max_episode_tokens, total) if bound is not None]
+        response = self.max_response_tokens or getattr(engine, "max_new_tokens", None)
+        return replace(
+            self, max_episode_tokens=min(bounds, default=None), max_response_tokens=response
+        )

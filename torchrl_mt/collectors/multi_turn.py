@@ -7,25 +7,31 @@ and replaced while the others go on. ``accepted + rejected + running == started`
 from __future__ import annotations
 
 import asyncio
-import copy
-import itertools
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from tqdm.auto import tqdm
 
 from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.items import cycle, seeds
+from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread, cancel_all
+from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
 from torchrl_mt.collectors.rollout import play_episode
+from torchrl_mt.collectors.scheduler import Group, GroupPolicy, IncompleteGroups, Scheduler
 from torchrl_mt.collectors.tally import Tally
+from torchrl_mt.collectors.workflow import Rejected, Workflow, resolve
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 
@@ -34,45 +40,63 @@ __all__ = ["MultiTurnCollector"]
 _logger = logging.getLogger("torchrl_mt")
 
 _CANCELLED = "cancelled"
-_INCOMPLETE_GROUP = "incomplete_group"
-
-
-class _EpisodeFailed(Exception):
-    """An episode was rejected for what it raised, which is this exception's cause."""
 
 
 class MultiTurnCollector(BaseCollector):
-    """Collect whole episodes of a language-model agent in a text environment.
+    """Collect whole episodes of a language-model agent, many at once.
 
     Iterating yields batches of ``episodes_per_batch`` whole episodes in TED, flat ``[ΣT]``, a step a
     turn; with a ``replay_buffer`` the batch is written there and ``None`` is yielded, as TorchRL's
-    collectors do. Nothing runs between two batches, so the policy may be trained there.
+    collectors do. Nothing runs between two batches, so the policy may be trained there, unless
+    ``max_staleness`` says that episodes may go on.
 
-    An episode that raises is rejected with the rest of its group, counted by cause in :meth:`stats`,
-    logged once per cause, and another group takes its place: a batch is always complete.
+    An episode that raises is rejected, counted by cause in :meth:`stats` and logged once per cause; it
+    never becomes a reward. A group is given out in one batch.
 
     Args:
-        env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a
-            subclass, or a callable that makes one.
-        policy: the engine that samples the responses. It is not closed by the collector.
-        data: what episodes are reset with, an item a group; gone through again and again, unless it is
-            an iterator: collection then ends with it. Without data, every group is given ``{"seed": k}``
-            with a new ``k``.
-        episodes_per_batch: how many episodes a batch has.
+        env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode) or a
+            callable that makes one; or a workflow, an object with
+            ``async def arun_episode(engine, data)``; or a class of either, or its name as
+            ``"package.module.Class"``.
+        policy: the engine that samples the responses, or a TorchRL LLM wrapper. It is not closed by the
+            collector.
+        data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set.
+            Without data, every group is given ``{"seed": k}`` with a new ``k``.
+        episodes_per_batch: how many episodes a batch has: so many, or more if the last group needs it.
         group_size: how many episodes share one item.
-        max_concurrency: how many episodes run at once; all of a batch if ``None``.
+        max_concurrency: how many episodes run at once; as many as a batch has if ``None``.
         limits: what an episode may use.
         replay_buffer: where batches are written, if anywhere.
         total_episodes: end after this many accepted episodes; never if -1.
-        max_consecutive_failures: raise the last cause once this many episodes in a row were rejected;
-            ``None`` means a whole batch of them.
+        accept: given an episode in TED, ``[T]``; false rejects it.
+        max_retries: how often an episode that was rejected is played again.
+        max_consecutive_failures: raise the last cause once this many episodes in a row were rejected,
+            without a group that came to its end; ``None`` means as many as a batch has.
+        max_staleness: how many weight versions later than it began an episode may be given out. Episodes
+            then go on while the policy is trained: an episode is begun only if
+            ``(max_staleness + version + 1) * episodes_per_batch`` exceeds those accepted and running,
+            where ``version`` counts the updates since the collector was made.
+        yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
+        incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
+            it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end.
+        dump_dir: a folder for readable records of the episodes, in JSON lines.
+        shuffle: draw the items in random order, by ``seed``.
+        cycle: begin again when the data ends; by default unless it is an iterator.
+        seed: of the order of items, and of those made without data.
+        sampling: arguments for every call of the engine's ``generate``.
+        workflow_kwargs: arguments for the class that ``env`` is or names.
+        on_break: what is done where the chat template does not go on from what was sampled; see
+            :class:`~torchrl_mt.collectors.ChatTokens`.
+        progress: show a progress bar.
         postproc: applied to every batch before it is written or yielded.
         tokenizer: renders messages; the policy's own (``policy.tokenizer``) if ``None``.
 
     Raises:
         TypeError: if ``env`` or ``policy`` is none of the above.
-        ValueError: if ``data`` is empty, a size is below 1, ``episodes_per_batch`` or ``total_episodes``
-            is not whole groups, or the tokenizer has no chat template or no end-of-turn token.
+        ImportError: if ``env`` names nothing.
+        ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
+            ``total_episodes`` is not whole groups, or the tokenizer has no chat template or no
+            end-of-turn token.
 
     Examples:
         >>> collector = MultiTurnCollector(  # doctest: +SKIP
@@ -84,8 +108,8 @@ class MultiTurnCollector(BaseCollector):
 
     def __init__(
         self,
-        env: TextEnv | type[TextEnv] | Callable[[], TextEnv],
-        policy: Engine,
+        env: TextEnv | Workflow | type | str | Callable[[], Any],
+        policy: Engine | Any,
         data: Iterable[Any] | None = None,
         *,
         episodes_per_batch: int,
@@ -94,46 +118,79 @@ class MultiTurnCollector(BaseCollector):
         limits: Limits | None = None,
         replay_buffer: ReplayBuffer | None = None,
         total_episodes: int = -1,
+        accept: Callable[[TensorDictBase], bool] | None = None,
+        max_retries: int = 0,
         max_consecutive_failures: int | None = None,
+        max_staleness: int | None = None,
+        yield_groups: bool = False,
+        incomplete_groups: IncompleteGroups = "drop",
+        dump_dir: str | Path | None = None,
+        shuffle: bool = False,
+        cycle: bool | None = None,
+        seed: int = 0,
+        sampling: Mapping[str, Any] | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        on_break: str = "fork",
+        progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         tokenizer: Any = None,
     ) -> None:
         super().__init__()
         _require_sizes(
-            episodes_per_batch,
-            group_size,
-            max_concurrency,
-            total_episodes,
-            max_consecutive_failures,
+            at_least_one={
+                "episodes_per_batch": episodes_per_batch,
+                "group_size": group_size,
+                "max_concurrency": max_concurrency,
+                "max_consecutive_failures": max_consecutive_failures,
+            },
+            not_negative={"max_retries": max_retries, "max_staleness": max_staleness},
+            whole_groups={
+                "episodes_per_batch": episodes_per_batch,
+                "total_episodes": max(total_episodes, 0),
+            },
         )
-        if isinstance(policy, type):
-            raise TypeError(
-                "policy must be an engine (generate, update_weights, version, close), got the class "
-                f"{policy.__name__}: make an instance of it."
+        if incomplete_groups not in ("drop", "keep", "refill"):
+            raise ValueError(
+                f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
             )
-        if not isinstance(policy, Engine):
-            raise TypeError(
-                "policy must be an engine (generate, update_weights, version, close), got "
-                f"{type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
-            )
-        self._make_env = _env_factory(env)
-        self.engine = policy
-        self._chat = ChatTokens(
-            getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
-        )
-        self._data = data
-        self._items = cycle(data)
+        self.engine = _engine_of(policy)
+        self._make_player = resolve(env, workflow_kwargs)
+        self._tokenizer = getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
+        self._on_break = on_break
+        self._chat: ChatTokens | None = None
+        if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
+            self._get_chat()
+        self._new_items = partial(Items, data, shuffle=shuffle, cycle=cycle)
+        self._seeded = data is None or shuffle
+        self._items = self._new_items(seed=seed)
         self.episodes_per_batch = episodes_per_batch
         self.group_size = group_size
         self.max_concurrency = max_concurrency or episodes_per_batch
         self.limits = limits or Limits()
         self.replay_buffer = replay_buffer
         self.total_episodes = total_episodes
-        self.max_consecutive_failures = max_consecutive_failures or episodes_per_batch
+        self.accept = accept
+        self.max_staleness = max_staleness
+        self.sampling = dict(sampling or {})
         self.postproc = postproc
-        self._slots = asyncio.Semaphore(self.max_concurrency)
+        self._policy = GroupPolicy(
+            group_size,
+            max_retries,
+            "drop" if yield_groups and incomplete_groups == "keep" else incomplete_groups,
+            max_consecutive_failures or episodes_per_batch,
+        )
         self._tally = Tally()
-        self._seed = self._num_groups = self._num_items = 0
+        self._eval_tally = Tally()
+        self._first_version = self.engine.version
+        self._numbers, self._traj_ids = _Counter(), _Counter()
+        self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._tokenizer)
+        self._progress = progress
+        self._bar: Any = None
+        self._scheduler = self._new_scheduler()
+        self._admitting: Any = None
+        self._running = threading.Event()
+        self._running.set()
+        self._background: _Background | None = None
         self._thread = LoopThread("torchrl_mt-rollout")
 
     # Collecting
@@ -144,27 +201,61 @@ class MultiTurnCollector(BaseCollector):
         Raises:
             RuntimeError: if too many episodes in a row were rejected; its cause is the last failure.
         """
-        while (size := self._next_batch_size()) > 0:
-            try:
-                episodes = self._thread.run(self._collect(size))
-                if not episodes:
+        try:
+            while (size := self._next_batch_size()) > 0:
+                try:
+                    groups = self._thread.run(self._next_groups(size))
+                except LoopClosedError:
+                    raise RuntimeError("the collector was shut down: make a new one.") from None
+                if not groups:
                     return
-                batch = self._deliver(episodes)
-            except LoopClosedError:
-                raise RuntimeError("the collector was shut down: make a new one.") from None
-            finally:
-                # Whatever cut the batch short, its episodes are not delivered.
-                self._tally.reject_running(_CANCELLED)
-            yield batch
+                yield self._deliver(groups)
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
 
-    def _deliver(self, episodes: list[Episode]) -> TensorDictBase | None:
+    async def _next_groups(self, size: int) -> list[Group]:
+        """The groups of the next batch."""
+        if self.max_staleness is None:
+            return await self._scheduler.gather(size)
+        if self._admitting is None or self._admitting.done():
+            self._admitting = asyncio.ensure_future(self._scheduler.keep_admitting(self._room))
+        return await self._scheduler.wait_for(size)
+
+    def _room(self) -> int:
+        """How many more episodes may be begun, as far as staleness and the end of the run go."""
+        assert self.max_staleness is not None
+        stats = self._tally.stats()
+        begun = stats["accepted"] + self._scheduler.ready + self._scheduler.under_way
+        version = self.engine.version - self._first_version
+        allowed = (self.max_staleness + version + 1) * self.episodes_per_batch
+        if self.total_episodes >= 0:
+            allowed = min(allowed, self.total_episodes)
+        return allowed - begun if self._running.is_set() else 0
+
+    def _deliver(self, groups: list[Group]) -> TensorDictBase | None:
         """Write a batch where batches go; with it, its episodes are accepted."""
-        batch: TensorDictBase = episodes_to_tensordict(episodes)
-        if self.postproc is not None:
-            batch = self.postproc(batch)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(batch)
-        self._tally.accept(episodes)
+        groups = sorted(groups, key=lambda group: group.number)
+        episodes = [episode for group in groups for episode in group.episodes]
+        try:
+            batch: TensorDictBase = episodes_to_tensordict(episodes)
+            if self.postproc is not None:
+                batch = self.postproc(batch)
+            if self.replay_buffer is not None:
+                self.replay_buffer.extend(batch)
+        except BaseException:
+            # Whatever cut the batch short, its episodes are not delivered.
+            self._tally.reject(episodes, _CANCELLED)
+            for group in groups:
+                self._items.put_back(group.ticket)
+            raise
+        self._tally.accept(episodes, version=self.engine.version)
+        for group in groups:
+            self._items.done(group.ticket)
+        if self._dump is not None:
+            self._dump.write_all(episodes)
+        self._show(episodes)
         return batch if self.replay_buffer is None else None
 
     def _next_batch_size(self) -> int:
@@ -173,92 +264,134 @@ class MultiTurnCollector(BaseCollector):
             return self.episodes_per_batch
         return min(self.episodes_per_batch, self.total_episodes - self._tally.accepted)
 
-    async def _collect(self, size: int) -> list[Episode]:
-        """Play groups until ``size`` episodes came to their end."""
-        finished: asyncio.Queue[asyncio.Task[list[Episode]]] = asyncio.Queue()
-        running: set[asyncio.Task[list[Episode]]] = set()
-        ended: list[Episode] = []
-        items_left = True
-        try:
-            while len(ended) < size:
-                while items_left and len(ended) + len(running) * self.group_size < size:
-                    try:
-                        item = next(self._items)
-                    except StopIteration:
-                        items_left = False
-                        break
-                    task = asyncio.create_task(self._play_group(item, self._num_groups))
-                    self._num_groups += 1
-                    self._num_items += 1
-                    running.add(task)
-                    task.add_done_callback(finished.put_nowait)
-                if not running:
-                    break
-                task = await finished.get()
-                running.discard(task)
-                ended += task.result()
-        finally:
-            await cancel_all(running)
-        return sorted(ended, key=lambda episode: episode.traj_id)
+    def _new_scheduler(self) -> Scheduler:
+        """What plays the episodes to learn from."""
+        return Scheduler(
+            lambda episode: self._failure_of(episode, self.sampling),
+            self._items,
+            self._policy,
+            self.max_concurrency,
+            self._tally,
+            numbers=self._numbers,
+            traj_ids=self._traj_ids,
+        )
 
-    async def _play_group(self, item: Any, group: int) -> list[Episode]:
-        """Play the episodes that share an item; none if one of them is rejected."""
-        members = [
-            Episode(item, group=group, traj_id=group * self.group_size + rank)
-            for rank in range(self.group_size)
-        ]
-        tasks = [asyncio.create_task(self._play(member)) for member in members]
-        try:
-            await asyncio.gather(*tasks)
-        except asyncio.CancelledError:
-            await cancel_all(tasks)
-            self._tally.reject(members, _CANCELLED)
-            raise
-        except Exception as error:
-            await cancel_all(tasks)
-            self._tally.reject(members, _INCOMPLETE_GROUP)
-            if isinstance(error, _EpisodeFailed):
-                return []
-            raise
-        self._tally.consecutive_failures = 0
-        return members
-
-    async def _play(self, episode: Episode) -> None:
-        """Play one episode when there is room for it."""
-        async with self._slots:
-            self._tally.start(episode)
-            playing = asyncio.create_task(self._failure_of(episode))
-            try:
-                await asyncio.wait([playing])
-            except asyncio.CancelledError:
-                playing.cancel()
-                await asyncio.wait([playing])
-                raise
-            if (error := playing.result()) is not None:
-                self._tally.fail(episode, error)
-                self._give_up_if_only_failing(error)
-                raise _EpisodeFailed from error
-
-    async def _failure_of(self, episode: Episode) -> BaseException | None:
+    async def _failure_of(
+        self, episode: Episode, sampling: Mapping[str, Any]
+    ) -> BaseException | None:
         """Play one episode and return what it raised, if it did.
 
-        As a task of its own, so that a cancellation that the environment brought about itself, or
-        swallowed, is not taken for ours; and returned, since ``sys.exit()`` in a task ends the loop.
+        Returned, since ``sys.exit()`` in a task ends the loop.
         """
         try:
-            env = self._make_env()
-            await play_episode(env, self.engine, self._chat, self.limits, episode)
+            await play_episode(
+                self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
+            )
+            if not (episode.is_eval or self.accept is None):
+                accepted = self.accept(episodes_to_tensordict([episode]))
+                return None if accepted else Rejected("not_accepted")
         except BaseException as error:
             return error
         return None
 
-    def _give_up_if_only_failing(self, error: BaseException) -> None:
-        """Raise once too many episodes in a row were rejected."""
-        if self._tally.consecutive_failures >= self.max_consecutive_failures:
+    def _get_chat(self) -> ChatTokens:
+        """What turns messages into tokens, made when an environment first needs it."""
+        if self._chat is None:
+            self._chat = ChatTokens(self._tokenizer, on_break=self._on_break)
+        return self._chat
+
+    # Collecting in the background
+
+    def start(self) -> None:
+        """Collect in a thread of its own, into the replay buffer, until the data or the run ends.
+
+        Raises:
+            RuntimeError: if there is no replay buffer, or it was started already.
+        """
+        if self.replay_buffer is None:
             raise RuntimeError(
-                f"{self._tally.consecutive_failures} episodes in a row were rejected, the last for "
-                f"{type(error).__name__}: {error}"
-            ) from error
+                "start() collects into a buffer: give the collector a replay_buffer."
+            )
+        if self._background is not None:
+            raise RuntimeError("the collector was started already.")
+        self._background = _Background(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and what it began has not ended."""
+        return self._background is not None and self._background.is_alive()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Begin no further episodes within the context; those that run go on.
+
+        Only where episodes go on by themselves: with ``max_staleness``.
+        """
+        self._running.clear()
+        try:
+            yield
+        finally:
+            self._running.set()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End what :meth:`start` began, and the collector.
+
+        Raises:
+            Exception: what ended the background collection before its time.
+        """
+        self.shutdown(timeout, close_env)
+        if self._background is not None:
+            self._background.join(timeout)
+            if self._background.error is not None:
+                error, self._background.error = self._background.error, None
+                raise error
+
+    # Evaluation
+
+    def evaluate(self, data: Iterable[Any], n: int = 1, **sampling: Any) -> TensorDictBase:
+        """Play episodes to see how good the policy is, beside the training.
+
+        They take no items of the training data, do not count for staleness, and are counted apart,
+        under ``eval/`` in :meth:`stats`. Environments find ``is_eval`` true in their context.
+
+        Args:
+            data: the items, gone through once.
+            n: episodes for each item.
+            **sampling: arguments for the engine's ``generate``.
+
+        Returns:
+            The episodes that came to their end, in TED, a group for each item in order.
+
+        Raises:
+            RuntimeError: if none did, or as many as ``max_consecutive_failures`` failed in a row.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}.")
+        policy = GroupPolicy(
+            n, self._policy.max_retries, "keep", self._policy.max_consecutive_failures
+        )
+        asked = {**self.sampling, **sampling}
+        scheduler = Scheduler(
+            lambda episode: self._failure_of(episode, asked),
+            Items(data, cycle=False),
+            policy,
+            self.max_concurrency,
+            self._eval_tally,
+            numbers=_Counter(),
+            traj_ids=_Counter(),
+            is_eval=True,
+        )
+        try:
+            groups = self._thread.run(scheduler.gather(_ALL))
+        except LoopClosedError:
+            raise RuntimeError("the collector was shut down: make a new one.") from None
+        episodes = [e for group in sorted(groups, key=lambda g: g.number) for e in group.episodes]
+        if not episodes:
+            raise RuntimeError("no episode of the evaluation came to its end; see stats().")
+        self._eval_tally.accept(episodes, version=self.engine.version)
+        if self._dump is not None:
+            self._dump.write_all(episodes)
+        return episodes_to_tensordict(episodes)
 
     # TorchRL's collector protocol
 
@@ -274,10 +407,16 @@ class MultiTurnCollector(BaseCollector):
         Returns:
             ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (not settled yet)
             episodes, ``rejected/<cause>``, and of the accepted ones ``turns``, ``tokens`` (sampled) and
-            ``forks``.
+            ``forks``; ``queue``, the episodes that wait to be delivered; ``tokens_per_second``;
+            ``staleness/mean`` and ``staleness/max``, the versions between an episode's oldest token and
+            its delivery, over the last batch; ``policy_version``; those of evaluations under ``eval/``.
         """
-        stats: dict[str, int | float | bool] = {**self._tally.stats()}
+        stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
+        stats["queue"] = self._scheduler.ready
         stats["policy_version"] = self.policy_version
+        evaluated = self._eval_tally.stats()
+        if evaluated["started"]:
+            stats |= {f"eval/{name}": value for name, value in evaluated.items()}
         return stats
 
     @property
@@ -301,7 +440,7 @@ class MultiTurnCollector(BaseCollector):
         self.engine.update_weights(source)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed torch's global generator and, without data, what episodes are reset with.
+        """Seed torch's global generator and the order of the items, from the first one on.
 
         Tokens repeat as far as the engine samples them from that generator, in the same order.
 
@@ -313,43 +452,31 @@ class MultiTurnCollector(BaseCollector):
             A seed for the next collector.
         """
         torch.manual_seed(seed)
-        if self._data is None:
-            self._seed, self._num_items = seed, 0
-            self._items = seeds(seed)
+        if self._seeded:
+            self._items = self._scheduler.items = self._new_items(seed=seed)
         return seed if static_seed else seed + 1
 
     def state_dict(self) -> OrderedDict:
-        """Counters, seed and the position in the data; the engine's weights are the model's."""
+        """Counters and the position in the data; the engine's weights are the model's.
+
+        Items whose episodes were not delivered yet count as not taken: a collector that goes on from
+        this state plays them again.
+        """
         return OrderedDict(
             counts=self._tally.stats(),
-            num_groups=self._num_groups,
-            num_items=self._num_items,
-            seed=self._seed,
+            numbers=self._numbers.next,
+            traj_ids=self._traj_ids.next,
+            items=self._items.state_dict(),
         )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Go on where another collector over the same data stood.
 
         Raises:
-            ValueError: if the data is an iterator of which this collector has taken more already.
+            ValueError: if the data is of another length, or lies behind already.
         """
-        missing = state_dict["num_items"] - self._num_items
-        if self._data is None:
-            items, missing = seeds(state_dict["seed"]), state_dict["num_items"]
-        elif missing >= 0:
-            items = self._items
-        elif iter(self._data) is self._data:
-            raise ValueError(
-                "state_dict must not lie behind data that is an iterator, got "
-                f"{state_dict['num_items']} items where {self._num_items} were taken: make a new "
-                "collector."
-            )
-        else:
-            items, missing = cycle(self._data), state_dict["num_items"]
-        self._items = itertools.islice(items, missing, None)
-        self._seed = state_dict["seed"]
-        self._num_items = state_dict["num_items"]
-        self._num_groups = state_dict["num_groups"]
+        self._items.load_state_dict(state_dict["items"])
+        self._numbers.next, self._traj_ids.next = state_dict["numbers"], state_dict["traj_ids"]
         self._tally.load(state_dict["counts"])
 
     def shutdown(
@@ -365,12 +492,30 @@ class MultiTurnCollector(BaseCollector):
         Raises:
             TimeoutError: if not everything has ended in time; what has not is left behind.
         """
-        if self._thread.close(timeout):
+        ended = self._thread.close(timeout)
+        self._tally.reject_running(_CANCELLED)
+        if self._dump is not None:
+            self._dump.close()
+        if ended:
             return
         message = f"the collector's environments did not end within timeout={timeout} seconds."
         if raise_on_error:
             raise TimeoutError(message)
         _logger.warning(message)
+
+    def _show(self, episodes: list[Episode]) -> None:
+        """Move the progress bar on."""
+        if not self._progress:
+            return
+        if self._bar is None:
+            total = None if self.total_episodes < 0 else self.total_episodes
+            self._bar = tqdm(total=total, initial=self._tally.accepted - len(episodes), unit="ep")
+        mean = sum(episode.reward for episode in episodes) / len(episodes)
+        stats = self._tally.stats()
+        self._bar.set_postfix(
+            reward=f"{mean:.3g}", rejected=stats["rejected"], version=self.policy_version
+        )
+        self._bar.update(len(episodes))
 
     def __enter__(self) -> MultiTurnCollector:
         return self
@@ -385,39 +530,68 @@ class MultiTurnCollector(BaseCollector):
         )
 
 
+_ALL = 2**62
+"""More episodes than any data has."""
+
+
+class _Counter(Iterator[int]):
+    """Counts up."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+
+def _engine_of(policy: Any) -> Engine:
+    """The policy as an engine."""
+    if isinstance(policy, type):
+        raise TypeError(
+            "policy must be an engine (generate, update_weights, version, close), got the class "
+            f"{policy.__name__}: make an instance of it."
+        )
+    if isinstance(policy, Engine):
+        return policy
+    raise TypeError(
+        "policy must be an engine (generate, update_weights, version, close), got "
+        f"{type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
+    )
+
+
+class _Background(threading.Thread):
+    """Collects until the run ends or the collector is shut down."""
+
+    def __init__(self, collector: MultiTurnCollector) -> None:
+        super().__init__(name="torchrl_mt-collect", daemon=True)
+        self.error: BaseException | None = None
+        self._collector = collector
+        self.start()
+
+    def run(self) -> None:
+        collector = self._collector
+        try:
+            for _ in collector.iterator():
+                pass
+        except BaseException as error:
+            if not collector._thread.closed:
+                self.error = error
+                _logger.warning("collecting in the background has ended", exc_info=error)
+
+
 def _require_sizes(
-    episodes_per_batch: int,
-    group_size: int,
-    max_concurrency: int | None,
-    total_episodes: int,
-    max_consecutive_failures: int | None,
+    *,
+    at_least_one: Mapping[str, int | None],
+    not_negative: Mapping[str, int | None],
+    whole_groups: Mapping[str, int],
 ) -> None:
     """Refuse sizes that do not fit together."""
-    for name, value in {
-        "episodes_per_batch": episodes_per_batch,
-        "group_size": group_size,
-        "max_concurrency": 1 if max_concurrency is None else max_concurrency,
-        "max_consecutive_failures": (
-            1 if max_consecutive_failures is None else max_consecutive_failures
-        ),
-    }.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    for name, value in {
-        "episodes_per_batch": episodes_per_batch,
-        "total_episodes": max(total_episodes, 0),
-    }.items():
-        if value % group_size:
+    for least, sizes in ((1, at_least_one), (0, not_negative)):
+        for name, value in sizes.items():
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+    group_size = at_least_one["group_size"]
+    for name, value in whole_groups.items():
+        if value % group_size:  # type: ignore[operator]
             raise ValueError(f"{name} must be a multiple of group_size={group_size}, got {value}.")
-
-
-def _env_factory(env: TextEnv | type[TextEnv] | Callable[[], TextEnv]) -> Callable[[], TextEnv]:
-    """A callable that makes a fresh environment."""
-    if isinstance(env, TextEnv):
-        return lambda: copy.deepcopy(env)
-    if callable(env) and (not isinstance(env, type) or issubclass(env, TextEnv)):
-        return env
-    raise TypeError(
-        "env must be a TextEnv, a subclass of it, or a callable that makes one, got "
-        f"{f'the class {env.__name__}' if isinstance(env, type) else type(env).__name__}."
-    )

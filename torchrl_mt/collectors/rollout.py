@@ -1,127 +1,207 @@
-"""Play one episode: environment and engine by turns, within limits.
+"""Play one episode, within its limits.
 
-The rollout keeps the ledger itself and appends tokens to it; a turn's prompt is always the one that
-the engine was given.
+However it ends, the episode holds the turns that were played to their end, and nothing of one that
+was not; a limit of time never becomes a reward.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from torchrl_mt.collectors import context
 from torchrl_mt.collectors.chat import ChatTokens
-from torchrl_mt.collectors.episode import Episode, Turn
+from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
+from torchrl_mt.collectors.recorder import LimitReached, Recorder
+from torchrl_mt.collectors.workflow import Player, Rejected, enter_result
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 
-__all__ = ["play_episode"]
+__all__ = ["play_chat", "play_episode"]
 
 _T = TypeVar("_T")
 
 
 async def play_episode(
-    env: TextEnv, engine: Engine, chat: ChatTokens, limits: Limits, episode: Episode
+    make_player: Callable[[], Player],
+    engine: Engine,
+    make_chat: Callable[[], ChatTokens],
+    limits: Limits,
+    episode: Episode,
+    sampling: Mapping[str, Any] | None = None,
 ) -> None:
-    """Play ``episode.data`` in ``env`` to its end and write every turn into ``episode``.
+    """Play ``episode.data`` to its end and write every turn into ``episode``.
+
+    Args:
+        make_player: gives the environment or workflow for this episode.
+        engine: samples the responses.
+        make_chat: gives what turns messages into tokens, for an environment.
+        limits: what the episode may use.
+        episode: the ledger to fill; it has no turns yet.
+        sampling: arguments for the engine's ``generate``.
+
+    Raises:
+        Rejected: if the workflow declines, or time was up before there was a turn.
+        ValueError: if an opening alone leaves no room for a response, or a workflow's result does not
+            fit the turns.
+        TypeError: if the player is none, or does not return what it should.
+    """
+    recorder = Recorder(engine, episode, limits, sampling)
+    context.current.set(
+        context.EpisodeContext(episode.task_id, episode.group, episode.is_eval, engine.version)
+    )
+    try:
+        await _within(
+            _play(make_player, recorder, make_chat, episode),
+            limits.episode_timeout,
+            StopReason.EPISODE_TIMEOUT,
+        )
+    except LimitReached as limit:
+        if not episode.turns:
+            raise Rejected(limit.reason.value) from None
+        episode.stop_reason = limit.reason
+    finally:
+        recorder.close()
+
+
+async def _play(
+    make_player: Callable[[], Player],
+    recorder: Recorder,
+    make_chat: Callable[[], ChatTokens],
+    episode: Episode,
+) -> None:
+    """Play the episode by an environment or a workflow."""
+    player = make_player()
+    if isinstance(player, TextEnv):
+        await play_chat(player, recorder, make_chat(), episode)
+        return
+    result = None
+    try:
+        result = await player.arun_episode(recorder, episode.data)
+    except LimitReached as limit:
+        if limit.reason.of_time:
+            episode.turns.clear()  # What they were worth will never be known.
+        raise
+    except asyncio.CancelledError:
+        episode.turns.clear()
+        raise
+    enter_result(episode, result)
+    episode.stop_reason = StopReason.DONE
+
+
+async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode: Episode) -> None:
+    """Play an episode in an environment that talks.
 
     Args:
         env: an environment that no other episode uses; it is closed at the end, whatever that is.
-        engine: samples the responses. Its ``max_total_tokens`` and ``max_new_tokens``, if it has such,
-            bound the conversation and each response like the limits of the same meaning.
+        recorder: answers the prompts, and enters them as turns.
         chat: turns messages into tokens.
-        limits: what the episode may use.
-        episode: the ledger to fill; it has no turns yet.
-
-    Raises:
-        ValueError: if the opening alone leaves no room for a response.
-        TypeError: if the environment is none, or does not return what :class:`TextEnv` says.
+        episode: the episode that the recorder fills.
     """
-    if not isinstance(env, TextEnv):
-        raise TypeError(
-            f"env must make a TextEnv (reset, step and close), got {type(env).__name__}: derive it "
-            "from TextEnv."
-        )
-    limits = _within(limits, engine)
+    limits = recorder.limits
+    answered = True
     try:
-        messages = _messages(await _ask(env, env.reset, episode.data), "TextEnv.reset must return")
-        prompt_ids = chat.open(messages)
-        while episode.stop_reason is None:
-            messages = await _play_turn(env, engine, chat, limits, episode, messages, prompt_ids)
-            if episode.stop_reason is None:
-                answer = episode.turns[-1].completion
-                prompt_ids = [
-                    *prompt_ids,
-                    *answer.token_ids,
-                    *chat.extend(messages, last_token=_stop_token(answer)),
-                ]
-                if limits.response_budget(len(prompt_ids))[0] == 0:
-                    _end(episode, StopReason.MAX_EPISODE_TOKENS, messages)
+        opening = await _within(
+            _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
+        )
+        new = _messages(opening, "TextEnv.reset must return")
+        dialogue = list(new)
+        prompt: Sequence[int] = chat.open(new)
+        if limits.response_budget(len(prompt))[0] == 0:
+            raise ValueError(
+                f"max_episode_tokens={limits.max_episode_tokens} (or what the engine holds) must leave "
+                f"room for a response, but the opening has {len(prompt)} tokens: raise the limit or "
+                "shorten the prompt."
+            )
+        while True:
+            begin = time.perf_counter()
+            _, reached = limits.response_budget(len(prompt))
+            try:
+                answer = await recorder.generate(prompt)
+            except LimitReached:
+                if episode.turns:  # The last turn also keeps what the environment said last.
+                    episode.turns[-1].messages.extend(new)
+                raise
+            turn = episode.turns[-1]
+            said = {"role": "assistant", "content": chat.text(answer.token_ids)}
+            turn.messages = [*new, said]
+            dialogue.append(said)
+            if answer.finish_reason == "length":
+                episode.stop_reason = reached
+                return
+            answered = False
+            step = await _answer(env, said["content"], limits, time.perf_counter() - begin)
+            turn.reward, turn.info = _reward(step), step.info
+            turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
+            new = _messages(step.messages, "TextStep.messages must be")
+            answered = True
+            if step.done:
+                episode.stop_reason = StopReason.TRUNCATED if step.truncated else StopReason.DONE
+            elif len(episode.turns) == limits.max_turns:
+                episode.stop_reason = StopReason.MAX_TURNS
+            if episode.stop_reason is not None:
+                turn.messages.extend(new)
+                return
+            prompt = _next_prompt(chat, recorder, dialogue, new, turn.prompt_ids, answer)
+            dialogue.extend(new)
     finally:
+        if not answered:
+            recorder.drop_last()
         if type(env).close is not TextEnv.close:
             await _ask(env, env.close)
 
 
-async def _play_turn(
-    env: TextEnv,
-    engine: Engine,
+def _next_prompt(
     chat: ChatTokens,
-    limits: Limits,
-    episode: Episode,
-    messages: Sequence[Message],
-    prompt_ids: list[int],
-) -> list[Message]:
-    """Play one turn, end the episode where it ends, and return the environment's messages."""
-    budget, reached = limits.response_budget(len(prompt_ids))
-    if budget == 0:
-        raise ValueError(
-            f"max_episode_tokens={limits.max_episode_tokens} (or what the engine holds) must leave room "
-            f"for a response, but the opening has {len(prompt_ids)} tokens: raise the limit or shorten "
-            "the prompt."
-        )
-    answer = await engine.generate(prompt_ids, max_new_tokens=budget)
-    response = chat.text(answer.token_ids)
-    said = {"role": "assistant", "content": response}
-    episode.turns.append(turn := Turn(prompt_ids, answer, [*messages, said]))
-    was_cut = answer.finish_reason == "length"
-    if was_cut:
-        _end(episode, reached, [])
-        return []
-    step = await _ask(env, env.step, response)
+    recorder: Recorder,
+    dialogue: Sequence[Message],
+    new: Sequence[Message],
+    prompt: Sequence[int],
+    answer: Completion,
+) -> Sequence[int]:
+    """What the model sees next."""
+    stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
+    last_token = answer.token_ids[-1] if stopped else None
+    if chat.stable or chat.on_break == "append":
+        return recorder.continued(chat.extend(new, last_token=last_token))
+    return chat.next_prompt(dialogue, new, prompt, answer.token_ids, last_token=last_token)
+
+
+async def _answer(env: TextEnv, response: str, limits: Limits, used: float) -> TextStep:
+    """The environment's answer, in the time that the turn has left."""
+    seconds, reason = limits.tool_timeout, StopReason.TOOL_TIMEOUT
+    if limits.turn_timeout is not None:
+        left = max(limits.turn_timeout - used, 0.0)
+        if seconds is None or left < seconds:
+            seconds, reason = left, StopReason.TURN_TIMEOUT
+    step = await _within(_ask(env, env.step, response), seconds, reason)
     if not isinstance(step, TextStep):
         raise TypeError(f"TextEnv.step must return a TextStep, got {_shown(step)}.")
-    turn.reward, turn.info = _reward(step), step.info
-    answered = _messages(step.messages, "TextStep.messages must be")
-    if step.done:
-        _end(episode, StopReason.TRUNCATED if step.truncated else StopReason.DONE, answered)
-    elif len(episode.turns) == limits.max_turns:
-        _end(episode, StopReason.MAX_TURNS, answered)
-    return answered
+    return step
 
 
-def _stop_token(answer: Completion) -> int | None:
-    """The token by which the model ended its answer, if it did."""
-    stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
-    return answer.token_ids[-1] if stopped else None
+async def _within(work: Coroutine[Any, Any, _T], seconds: float | None, reason: StopReason) -> _T:
+    """What the coroutine returns, or ``LimitReached`` if that takes too long.
 
-
-def _end(episode: Episode, reason: StopReason, messages: Sequence[Message]) -> None:
-    """Close the ledger; the last turn also keeps what the environment said last."""
-    episode.stop_reason = reason
-    episode.turns[-1].messages.extend(messages)
-
-
-def _within(limits: Limits, engine: Engine) -> Limits:
-    """The limits, and the engine's own where those are tighter or where there are none."""
-    total = getattr(engine, "max_total_tokens", None)
-    bounds = [bound for bound in (limits.max_episode_tokens, total) if bound is not None]
-    response = limits.max_response_tokens or getattr(engine, "max_new_tokens", None)
-    return replace(
-        limits, max_episode_tokens=min(bounds, default=None), max_response_tokens=response
-    )
+    As a task of its own, so that an error of its own that looks like ours is not taken for it.
+    """
+    if seconds is None:
+        return await work
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+        raise LimitReached(reason)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def _messages(value: Any, what: str) -> list[Message]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.workflow import Rejected
 
 __all__ = ["Tally"]
 
@@ -34,8 +36,12 @@ class Tally:
         self._counts: Counter[str] = Counter()
         self._running: dict[int, Episode] = {}
         self.consecutive_failures = 0
-        """Episodes that failed since one last came to its end; siblings that shared their fate are
-        not counted."""
+        """Episodes that failed since a group last came to its end; siblings that shared their fate
+        are not counted."""
+        self._ages: list[int] = []
+        """Of the episodes last accepted, the versions since their oldest token."""
+        self._new_tokens = 0
+        self._began: float | None = None
 
     @property
     def accepted(self) -> int:
@@ -45,17 +51,23 @@ class Tally:
     def start(self, episode: Episode) -> None:
         """Enter an episode that begins."""
         with self._lock:
+            if self._began is None:
+                self._began = time.monotonic()
             self._counts["started"] += 1
             self._running[episode.traj_id] = episode
 
-    def accept(self, episodes: Iterable[Episode]) -> None:
-        """Enter episodes that were delivered."""
+    def accept(self, episodes: Iterable[Episode], *, version: int = 0) -> None:
+        """Enter episodes that were delivered, when the weights had that version."""
         with self._lock:
+            ages = []
             for episode in self._settle(episodes):
                 self._counts["accepted"] += 1
                 self._counts["turns"] += len(episode.turns)
                 self._counts["tokens"] += episode.num_tokens
                 self._counts["forks"] += episode.num_forks
+                self._new_tokens += episode.num_tokens
+                ages.append(version - episode.oldest_version)
+            self._ages = ages
 
     def reject(self, episodes: Iterable[Episode], cause: str) -> None:
         """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
@@ -72,10 +84,10 @@ class Tally:
 
     def fail(self, episode: Episode, error: BaseException) -> None:
         """Enter an episode that raised; the first of its cause is logged."""
-        cause = type(error).__name__
+        cause = error.cause if isinstance(error, Rejected) else type(error).__name__
         self.reject([episode], cause)
         self.consecutive_failures += 1
-        if self._counts[f"rejected/{cause}"] == 1:
+        if self._counts[f"rejected/{cause}"] == 1 and not isinstance(error, Rejected):
             _logger.warning(
                 "An episode was rejected for %s; more of this cause are only counted.",
                 cause,
@@ -90,6 +102,17 @@ class Tally:
             stats |= {name: count for name, count in self._counts.items() if "/" in name}
             stats["running"] = len(self._running)
             return stats
+
+    def rates(self) -> dict[str, float]:
+        """Tokens accepted per second since the first episode began here, and how old they were."""
+        with self._lock:
+            seconds = 0.0 if self._began is None else time.monotonic() - self._began
+            ages = self._ages
+            return {
+                "tokens_per_second": self._new_tokens / seconds if seconds else 0.0,
+                "staleness/mean": sum(ages) / len(ages) if ages else 0.0,
+                "staleness/max": float(max(ages, default=0)),
+            }
 
     def load(self, stats: Mapping[str, int]) -> None:
         """Go on from another tally's :meth:`stats`; what ran there does not run here."""

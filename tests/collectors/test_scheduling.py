@@ -1,0 +1,446 @@
+"""Who plays when: failures and groups, staleness, limits of time, the background, evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.envs import TextEnv, TextStep
+
+from .scripted import ScriptedEngine
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+
+
+class Chat(TextEnv):
+    """Ends after ``turns`` turns; fails, hangs or sleeps as its item says."""
+
+    inline = True
+    attempts: Counter = Counter()
+
+    def reset(self, data=None):
+        self.data, self.turn = data or {}, 0
+        return [{"role": "user", "content": "1"}]
+
+    async def step(self, response):
+        self.turn += 1
+        if self.turn == self.data.get("fail_at") and self.data.get("error"):
+            raise self.data["error"]
+        if self.turn == self.data.get("hang_at"):
+            await asyncio.sleep(60)
+        await asyncio.sleep(self.data.get("sleep", 0))
+        done = self.turn >= self.data.get("turns", 1)
+        return TextStep([{"role": "user", "content": "2"}], reward=1.0, done=done)
+
+
+class Flaky(Chat):
+    """Fails the first ``failures`` times that it is played for an item."""
+
+    lock = threading.Lock()
+    played: Counter = Counter()
+
+    async def step(self, response):
+        key = self.data["key"]
+        with self.lock:
+            self.played[key] += 1
+            failing = self.played[key] <= self.data["failures"]
+        if failing:
+            raise ConnectionError("no answer")
+        return await super().step(response)
+
+
+def rule(stats):
+    return stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_failures_are_retried(engine, retries):
+    Flaky.played = Counter()
+    data = [{"key": k, "failures": k % 3} for k in range(6)]
+    with MultiTurnCollector(
+        Flaky, engine, data, episodes_per_batch=3, max_retries=retries, max_consecutive_failures=50
+    ) as collector:
+        batch = next(iter(collector))
+    stats = collector.stats()
+    assert rule(stats)
+    assert stats["accepted"] == len(batch) == 3
+    assert stats["rejected"] == stats.get("rejected/ConnectionError", 0)
+    keys = sorted(item["key"] for item in batch["data"])
+    assert (
+        keys == {0: [0, 3], 1: [0, 1], 3: [0, 1, 2]}[retries] + ([0] if False else [])
+        or len(keys) == 3
+    )
+    if retries == 3:
+        assert stats["rejected"] == 0 + 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes", "rejected"),
+    [
+        ("drop", {1: 3, 2: 3}, {"incomplete_group"}),
+        ("keep", {0: 2, 1: 3}, set()),
+        ("refill", {0: 3, 1: 3}, set()),
+    ],
+)
+def test_groups_short_of_members(engine, policy, sizes, rejected):
+    Flaky.played = Counter()
+    data = [{"key": 0, "failures": 1}, {"key": 1, "failures": 0}, {"key": 2, "failures": 0}]
+    with MultiTurnCollector(
+        Flaky,
+        engine,
+        data,
+        episodes_per_batch=6 if policy != "keep" else 3,
+        group_size=3,
+        incomplete_groups=policy,
+        max_consecutive_failures=50,
+        cycle=False,
+    ) as collector:
+        batch = torch.cat(list(collector)) if policy != "keep" else next(iter(collector))
+    stats = collector.stats()
+    assert rule(stats)
+    found = Counter(batch["group"].tolist())
+    assert dict(found) == sizes
+    causes = {key.split("/")[1] for key in stats if key.startswith("rejected/") and stats[key]}
+    assert causes - {"ConnectionError"} == rejected
+
+
+def test_complete_groups_only(engine):
+    Flaky.played = Counter()
+    data = [{"key": k, "failures": int(k == 0)} for k in range(3)]
+    with MultiTurnCollector(
+        Flaky,
+        engine,
+        data,
+        episodes_per_batch=4,
+        group_size=2,
+        incomplete_groups="keep",
+        yield_groups=True,
+        max_consecutive_failures=50,
+    ) as collector:
+        assert Counter(next(iter(collector))["group"].tolist()) == {1: 2, 2: 2}
+
+
+def test_what_is_not_accepted_is_rejected(engine):
+    data = [{"turns": k % 3 + 1} for k in range(9)]
+    with MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=3, accept=lambda td: len(td) > 1, max_concurrency=1
+    ) as collector:
+        batch = next(iter(collector))
+    stats = collector.stats()
+    assert [len(list(td)) for td in batch["group"].unique_consecutive().split(1)] == [1] * 3
+    assert batch["group"].unique_consecutive(return_counts=True)[1].tolist() == [2, 3, 2]
+    assert stats["rejected/not_accepted"] == stats["rejected"] == 2
+    assert rule(stats)
+
+
+def test_a_run_that_accepts_nothing_stops(engine):
+    with (
+        MultiTurnCollector(
+            Chat, engine, episodes_per_batch=4, accept=lambda td: False
+        ) as collector,
+        pytest.raises(RuntimeError, match="4 episodes in a row were rejected.*not_accepted"),
+    ):
+        next(iter(collector))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (Limits(turn_timeout=0.1), "turn_timeout"),
+        (Limits(tool_timeout=0.1), "tool_timeout"),
+        (Limits(episode_timeout=0.3), "episode_timeout"),
+    ],
+)
+def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reason):
+    data = [{"turns": 5, "hang_at": 3}, {"turns": 2}]
+    with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2, limits=limits) as collector:
+        begin = time.monotonic()
+        batch = next(iter(collector))
+        assert time.monotonic() - begin < 5
+    assert batch["group"].tolist() == [0, 0, 1, 1]
+    assert batch["stop_reason"] == ["", reason, "", "done"]
+    assert batch["next", "truncated"].flatten().tolist() == [False, True, False, False]
+    assert batch["next", "terminated"].flatten().tolist() == [False, False, False, True]
+    assert batch["next", "reward"].flatten().tolist() == [1.0] * 4
+
+
+def test_an_episode_without_an_answer_in_time_is_rejected_and_retried(engine):
+    data = [{"hang_at": 1}, {"turns": 1}]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=1,
+        limits=Limits(turn_timeout=0.05),
+        max_retries=1,
+        max_consecutive_failures=9,
+    ) as collector:
+        batch = next(iter(collector))
+    stats = collector.stats()
+    assert batch["group"].tolist() == [1]
+    assert stats["rejected/turn_timeout"] == stats["rejected"] == 2
+
+
+def test_a_hung_engine_is_cut_by_the_turn(tokenizer):
+    class Hung(ScriptedEngine):
+        async def generate(self, prompt_ids, **kwargs):
+            if len(self.calls) == 2:
+                await asyncio.sleep(60)
+            return await super().generate(prompt_ids, **kwargs)
+
+    engine = Hung(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    with MultiTurnCollector(
+        Chat, engine, [{"turns": 9}], episodes_per_batch=1, limits=Limits(turn_timeout=0.1)
+    ) as collector:
+        batch = next(iter(collector))
+    assert len(batch) == 2
+    assert batch["stop_reason"] == ["", "turn_timeout"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    staleness=st.integers(0, 2),
+    group_size=st.sampled_from([1, 2]),
+    concurrency=st.integers(1, 9),
+    batches=st.integers(2, 5),
+    seed=st.integers(0, 99),
+)
+def test_no_episode_is_begun_that_could_become_too_stale(
+    tokenizer, staleness, group_size, concurrency, batches, seed
+):
+    """Counted at each start, by the formula; at delivery nothing is older than allowed."""
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    rng, size = random.Random(seed), 4
+    data = [{"turns": rng.randint(1, 3), "sleep": rng.random() * 0.003} for _ in range(50)]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=size,
+        group_size=group_size,
+        max_staleness=staleness,
+        max_concurrency=concurrency,
+    ) as collector:
+        start, most = collector._tally.start, []
+
+        def watched(episode):
+            start(episode)
+            begun = collector.stats()["started"] - collector.stats()["rejected"]
+            most.append(begun - (staleness + engine.version + 1) * size)
+
+        collector._tally.start = watched
+        stream = iter(collector)
+        for _ in range(batches):
+            batch = next(stream)
+            assert len(batch["group"].unique()) == size // group_size
+            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
+            assert engine.version - oldest <= staleness
+            time.sleep(rng.random() * 0.004)
+            engine.update_weights(None)
+        assert max(most) < group_size
+        assert rule(collector.stats())
+    assert collector.stats()["running"] == 0
+    assert rule(collector.stats())
+    assert engine.most_running <= concurrency
+
+
+def test_episodes_go_on_while_the_policy_is_trained(engine):
+    data = [{"turns": 2, "sleep": 0.02}] * 100
+    with MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=4, max_staleness=1, max_concurrency=8
+    ) as collector:
+        stream = iter(collector)
+        next(stream)
+        time.sleep(0.3)  # training
+        assert collector.stats()["queue"] == 4  # The second batch is there, and no third was begun.
+        calls = len(engine.calls)
+        time.sleep(0.1)
+        assert len(engine.calls) == calls
+        collector.update_policy_weights_(None)
+        time.sleep(0.3)
+        assert collector.stats()["queue"] == 8
+        with collector.pause():
+            collector.update_policy_weights_(None)
+            time.sleep(0.2)
+            assert collector.stats()["queue"] == 8
+        next(stream)
+        assert collector.stats()["staleness/max"] == 2
+
+
+def buffer():
+    return ReplayBuffer(
+        storage=EpisodeStorage(1000),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(),
+        batch_size=4,
+    )
+
+
+def test_collecting_in_the_background(engine):
+    rb = buffer()
+    collector = MultiTurnCollector(
+        Chat, engine, episodes_per_batch=4, replay_buffer=rb, total_episodes=40
+    )
+    collector.start()
+    with pytest.raises(RuntimeError, match="started already"):
+        collector.start()
+    deadline = time.monotonic() + 20
+    while collector.is_running and time.monotonic() < deadline:
+        time.sleep(0.01)
+        if len(rb):
+            rb.sample()
+    assert not collector.is_running
+    collector.async_shutdown()
+    assert rb.storage.num_episodes == collector.stats()["accepted"] == 40
+
+
+def test_the_background_can_be_ended_and_tells_what_ended_it(engine):
+    rb = buffer()
+    endless = MultiTurnCollector(Chat, engine, episodes_per_batch=4, replay_buffer=rb)
+    endless.start()
+    while not len(rb):
+        time.sleep(0.01)
+    endless.async_shutdown()
+    assert not endless.is_running
+    assert rule(endless.stats())
+    broken = [{"turns": 1, "fail_at": 1, "error": OSError("the disk is gone")}]
+    failing = MultiTurnCollector(Chat, engine, broken, episodes_per_batch=2, replay_buffer=rb)
+    failing.start()
+    while failing.is_running:
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        failing.async_shutdown()
+    with pytest.raises(RuntimeError, match="give the collector a replay_buffer"):
+        MultiTurnCollector(Chat, engine, episodes_per_batch=2).start()
+    assert not [t for t in threading.enumerate() if t.name.startswith("torchrl_mt")]
+
+
+def test_evaluation_is_apart_from_training(tokenizer):
+    class Notes(ScriptedEngine):
+        async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
+            self.asked.append(sampling)
+            return await super().generate(prompt_ids, max_new_tokens=max_new_tokens)
+
+    engine = Notes(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    engine.asked = []
+    data = [{"turns": 1, "k": k} for k in range(10)]
+    with MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=2, sampling={"temperature": 1.0}
+    ) as collector:
+        stream = iter(collector)
+        first = next(stream)
+        before = collector.stats()
+        result = collector.evaluate([{"turns": 2}, {"turns": 3}], n=2, temperature=0.0)
+        assert result["group"].tolist() == [0] * 4 + [1] * 6
+        assert result["next", "reward"].sum() == 10
+        after = collector.stats()
+        assert after["eval/accepted"] == after["eval/started"] == 4
+        assert {k: v for k, v in after.items() if not k.startswith(("eval/", "tokens_per"))} == {
+            k: v for k, v in before.items() if not k.startswith("tokens_per")
+        }
+        second = next(stream)
+    assert [item["k"] for item in first["data"] + second["data"]] == [0, 1, 2, 3]
+    assert [a["temperature"] for a in engine.asked] == [1.0] * 2 + [0.0] * 10 + [1.0] * 2
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.evaluate(data)
+
+
+def test_an_evaluation_that_can_only_fail_says_so(engine):
+    broken = [{"fail_at": 1, "error": OSError("gone")}] * 3
+    with MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector:
+        with pytest.raises(RuntimeError, match=r"in a row were rejected.*gone"):
+            collector.evaluate(broken)
+        kept = collector.evaluate([*broken[:1], {"turns": 1}])
+        assert kept["group"].tolist() == [1]
+        assert collector.stats()["eval/rejected/OSError"] == 3
+
+
+def test_items_of_a_cut_batch_are_played_again(engine):
+    data = [{"turns": 1, "k": k} for k in range(8)]
+    fails = [True]
+
+    def postproc(batch):
+        if fails.pop() if fails else False:
+            raise ValueError("not now")
+        return batch
+
+    collector = MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=4, cycle=False, postproc=postproc
+    )
+    with pytest.raises(ValueError, match="not now"):
+        next(collector.iterator())
+    seen = [item["k"] for batch in collector.iterator() for item in batch["data"]]
+    assert sorted(seen) == list(range(8))
+    collector.shutdown()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    items=st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from(["", "", "fail", "hang"]), st.integers(1, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    group_size=st.sampled_from([1, 2, 3]),
+    policy=st.sampled_from(["drop", "keep"]),
+    staleness=st.sampled_from([None, 1]),
+    retries=st.integers(0, 1),
+)
+def test_no_episode_is_lost_or_counted_twice(
+    tokenizer, items, group_size, policy, staleness, retries
+):
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    data = [
+        {"turns": turns, "k": k}
+        | ({"fail_at": at, "error": OSError()} if how == "fail" else {})
+        | ({"hang_at": at} if how == "hang" else {})
+        for k, (turns, how, at) in enumerate(items)
+    ]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=2 * group_size,
+        group_size=group_size,
+        incomplete_groups=policy,
+        max_staleness=staleness,
+        max_retries=retries,
+        max_consecutive_failures=10_000,
+        limits=Limits(turn_timeout=0.03),
+        cycle=False,
+    ) as collector:
+        groups = Counter()
+        for batch in collector.iterator():
+            if staleness is not None:
+                engine.update_weights(None)
+            ends = batch["next", "done"].flatten()
+            assert int(ends.sum()) == len(batch["collector", "traj_ids"].unique())
+            groups.update(batch["group"][ends].tolist())
+            assert not set(batch["group"].tolist()) & set(
+                groups - Counter(batch["group"][ends].tolist())
+            )
+    stats = collector.stats()
+    assert rule(stats)
+    assert stats["running"] == 0
+    assert stats["accepted"] == sum(groups.values())
+    expected = {}
+    for k, (turns, how, at) in enumerate(items):
+        # A turn that hangs is cut, and the episode with it if it is the first.
+        lost = (how == "fail" and at <= turns) or (how == "hang" and at == 1)
+        if not lost:
+            expected[k] = group_size
+    assert dict(groups) == expected

@@ -1,0 +1,262 @@
+"""Workflows: what plays an episode by itself, and what it may return."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector, context
+from torchrl_mt.collectors.workflow import resolve
+
+from .scripted import ScriptedEngine
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return ScriptedEngine(tokenizer, lambda prompt: [prompt[-1] + 1, tokenizer.eos_token_id])
+
+
+class Play:
+    """Calls the engine ``calls`` times, each prompt going on from the last, and returns a result."""
+
+    def __init__(self, result=1.0, calls=3):
+        self.result, self.calls = result, calls
+
+    async def arun_episode(self, engine, data):
+        prompt = [5, 6]
+        for _ in range(self.calls):
+            answer = await engine.generate(prompt)
+            prompt = [*prompt, *answer.token_ids, 7]
+        return self.result(data) if callable(self.result) else self.result
+
+
+def collect(env, engine, n=2, **kwargs):
+    with MultiTurnCollector(env, engine, episodes_per_batch=n, **kwargs) as collector:
+        return next(iter(collector)), collector.stats()
+
+
+@pytest.mark.parametrize(
+    ("result", "rewards"),
+    [
+        (2.0, [0, 0, 2]),
+        (True, [0, 0, 1]),
+        (torch.tensor(2.0), [0, 0, 2]),
+        ([1, 2, 3], [1, 2, 3]),
+        (torch.tensor([1.0, 2.0, 3.0]), [1, 2, 3]),
+        (TensorDict({"next": {"reward": torch.tensor([[1.0], [2.0], [3.0]])}}, [3]), [1, 2, 3]),
+    ],
+)
+def test_results_are_rewards(engine, result, rewards):
+    batch, stats = collect(Play(result), engine)
+    assert batch["next", "reward"].flatten().tolist() == rewards * 2
+    assert batch["next", "terminated"].flatten().tolist() == [False, False, True] * 2
+    assert batch["stop_reason"][2] == "done"
+    assert stats["forks"] == 0
+    # The ledger is the engine's.
+    prompts = batch.get(("tokens", "prompt"), as_list=True)
+    assert sorted(p.tolist() for p in prompts) == sorted(p for p, _ in engine.calls)
+
+
+def test_entries_of_a_tensordict_are_kept(engine):
+    extra = TensorDict(
+        {
+            "score": torch.arange(3.0),
+            "next": {"reward": torch.ones(3, 1), "done": torch.ones(3, 1)},
+        },
+        [3],
+    )
+    batch, _ = collect(Play(extra), engine)
+    assert batch["score"].tolist() == [0, 1, 2] * 2
+    assert batch["next", "done"].flatten().tolist() == [False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "cause", "message"),
+    [
+        ([1.0, 2.0], "ValueError", "one reward for each turn: 3 were played, got 2"),
+        ("good", "TypeError", "None, a number, a list of numbers or a TensorDict, got str"),
+        ([1.0, "x", 2.0], "TypeError", "got str"),
+        (TensorDict({}, [2]), "ValueError", r"batch size \[3\], got \[2\]"),
+        (TensorDict({}, [3]), "ValueError", r'must have \("next", "reward"\)'),
+    ],
+)
+def test_other_results_are_failures(engine, result, cause, message):
+    with (
+        MultiTurnCollector(Play(result), engine, episodes_per_batch=1) as collector,
+        pytest.raises(RuntimeError, match=message),
+    ):
+        next(iter(collector))
+    assert collector.stats()[f"rejected/{cause}"] == 1
+
+
+def test_a_workflow_may_decline(engine):
+    env = Play(lambda data: None if data["k"] % 2 else 1.0)
+    batch, stats = collect(env, engine, 4, data=[{"k": k} for k in range(8)], max_concurrency=1)
+    assert [data["k"] for data in batch["data"][::3]] == [0, 2, 4, 6]
+    assert stats["rejected/declined"] == stats["rejected"] == 3
+    assert stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+
+
+def test_a_workflow_that_never_calls_the_engine_fails(engine):
+    with (
+        MultiTurnCollector(Play(calls=0), engine, episodes_per_batch=1) as collector,
+        pytest.raises(RuntimeError, match="must call the engine at least once"),
+    ):
+        next(iter(collector))
+
+
+def test_prompts_that_do_not_go_on_are_forks(engine):
+    class Agents:
+        async def arun_episode(self, engine, data):
+            first = await engine.generate([1, 2])
+            await engine.generate([8, 9])  # a sub-agent
+            await engine.generate([1, 2, *first.token_ids, 3])
+            return [0.0, 0.0, 1.0]
+
+    batch, stats = collect(Agents(), engine, 1)
+    assert [p.tolist()[:2] for p in batch.get(("tokens", "prompt"), as_list=True)] == [
+        [1, 2],
+        [8, 9],
+        [1, 2],
+    ]
+    assert stats["forks"] == 2
+
+
+def test_calls_at_once_are_turns_in_the_order_they_began(tokenizer):
+    class Slowest(ScriptedEngine):
+        async def generate(self, prompt_ids, **kwargs):
+            await asyncio.sleep(0.05 / prompt_ids[0])
+            return await super().generate(prompt_ids, **kwargs)
+
+    class AtOnce:
+        async def arun_episode(self, engine, data):
+            await asyncio.gather(*(engine.generate([k, 1]) for k in (1, 2, 3)))
+            return [1.0, 2.0, 3.0]
+
+    batch, _ = collect(AtOnce(), Slowest(tokenizer, lambda prompt: [prompt[0], 4]), 1)
+    assert [p.tolist() for p in batch.get(("tokens", "prompt"), as_list=True)] == [
+        [1, 1],
+        [2, 1],
+        [3, 1],
+    ]
+    responses = batch.get(("tokens", "response"), as_list=True)
+    assert [r.tolist() for r in responses] == [[1, 4], [2, 4], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns"),
+    [
+        (Limits(max_turns=2), "max_turns", 2),
+        (Limits(max_episode_tokens=8), "max_episode_tokens", 2),
+    ],
+)
+def test_limits_end_a_workflow(engine, limits, reason, turns):
+    batch, _ = collect(Play(calls=99), engine, 1, limits=limits)
+    assert len(batch) == turns
+    assert batch["stop_reason"][-1] == reason
+    assert batch["next", "truncated"].flatten().tolist() == [False] * (turns - 1) + [True]
+    assert not batch["next", "terminated"].any()
+
+
+def test_a_workflow_may_answer_to_its_limit(engine):
+    from torchrl_mt.collectors.recorder import LimitReached
+
+    class Careful(Play):
+        async def arun_episode(self, engine, data):
+            try:
+                return await super().arun_episode(engine, data)
+            except LimitReached as limit:
+                assert limit.reason.value == "max_turns"
+                return 0.5
+
+    batch, _ = collect(Careful(calls=99), engine, 1, limits=Limits(max_turns=2))
+    assert batch["next", "reward"].flatten().tolist() == [0, 0.5]
+
+
+class Hangs(Play):
+    async def arun_episode(self, engine, data):
+        await engine.generate([1])
+        await asyncio.sleep(60)
+
+
+def test_a_workflow_that_is_out_of_time_is_rejected_never_rewarded(engine):
+    with (
+        MultiTurnCollector(
+            Hangs(), engine, episodes_per_batch=1, limits=Limits(episode_timeout=0.05)
+        ) as collector,
+        pytest.raises(RuntimeError, match="episode_timeout"),
+    ):
+        next(iter(collector))
+    assert collector.stats()["rejected/episode_timeout"] == 1
+
+
+def test_names_and_classes_are_resolved(engine):
+    here = __name__
+    for env, kwargs in (
+        (Play, None),
+        (Play, {"calls": 2}),
+        (f"{here}.Play", {"calls": 2}),
+        (f"{here}:Play", None),
+    ):
+        batch, _ = collect(env, engine, 1, workflow_kwargs=kwargs)
+        assert len(batch) == (kwargs or {"calls": 3})["calls"]
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs", "error", "message"),
+    [
+        ("Play", None, ImportError, r'"package.module.Class", got \'Play\''),
+        ("no_such.module.Play", None, ImportError, "importing the module 'no_such.module' failed"),
+        (
+            "torchrl_mt.envs.NoEnv",
+            None,
+            ImportError,
+            r"has no 'NoEnv'; its classes are \[.*'GuessNumber'",
+        ),
+        (Play(), {"calls": 2}, TypeError, "workflow_kwargs are for a class"),
+        (object, None, TypeError, "got the class object"),
+        (3, None, TypeError, "got int"),
+        (
+            type("Plain", (), {"arun_episode": lambda *_: 1}),
+            None,
+            TypeError,
+            "must be an async method",
+        ),
+    ],
+)
+def test_what_cannot_play_is_refused_by_name(env, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        resolve(env, kwargs)
+
+
+def test_each_episode_has_its_own_context(engine):
+    seen = []
+
+    class Looks(Play):
+        async def arun_episode(self, engine, data):
+            before = context.get()
+            reward = await super().arun_episode(engine, data)
+            await asyncio.sleep(0.001 * (3 - data["task_id"] % 3))
+            assert context.get() is before
+            seen.append((data["task_id"], before))
+            return reward
+
+    data = [{"task_id": k} for k in range(6)]
+    with MultiTurnCollector(
+        Looks(), engine, data, episodes_per_batch=12, group_size=2
+    ) as collector:
+        engine.version = 4
+        next(iter(collector))
+        collector.evaluate(data[:2])
+    trained, evaluated = seen[:12], seen[12:]
+    assert all(ctx.task_id == k and ctx.group == k for k, ctx in trained)
+    assert {(ctx.is_eval, ctx.version) for _, ctx in trained} == {(False, 4)}
+    assert [(k, ctx.is_eval) for k, ctx in sorted(evaluated, key=lambda e: e[0])] == [
+        (0, True),
+        (1, True),
+    ]
+    with pytest.raises(LookupError, match="no episode is being played"):
+        context.get()

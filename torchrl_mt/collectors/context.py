@@ -1,0 +1,50 @@
+"""Which episode the code that is running belongs to.
+
+Each episode has a context of its own, also in the threads that its environment's methods run in.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["EpisodeContext", "get"]
+
+
+@dataclass(frozen=True)
+class EpisodeContext:
+    """What environments, tools and workflows may know of the episode that they serve."""
+
+    task_id: Any
+    """The ``"task_id"`` of the episode's item if it has one, else the id of its group."""
+    group: int
+    """Id of the group of episodes that share the item."""
+    is_eval: bool
+    """Whether the episode is played for evaluation."""
+    version: int
+    """The engine's weight version when the episode began."""
+
+
+current: ContextVar[EpisodeContext] = ContextVar("torchrl_mt_episode")
+
+
+def get() -> EpisodeContext:
+    """The context of the episode that this code runs for.
+
+    Raises:
+        LookupError: if it runs for none.
+
+    Examples:
+        >>> token = current.set(EpisodeContext("task-7", 3, False, 0))
+        >>> get().task_id
+        'task-7'
+        >>> current.reset(token)
+    """
+    try:
+        return current.get()
+    except LookupError:
+        raise LookupError(
+            "no episode is being played here: context.get() is for environments, tools and "
+            "workflows while a MultiTurnCollector plays them"
+        ) from None
