@@ -81,8 +81,8 @@ def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths,
         for episode in make.split(data):
             expected.append(episode)
         assert make.steps(rb[:]) == make.steps(expected[:])
-    # One dense episode more needs no memory at all.
-    assert at > 1 or (kind, lengths, bool(before)) == ("vectors", [5], True)
+    # More dense episodes may need no memory at all.
+    assert at > 1 or kind == "vectors"
 
 
 def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch):
