@@ -134,3 +134,25 @@ def test_a_state_of_too_many_tokens_is_refused_and_changes_nothing():
 def test_budgets_are_positive_integers(name, budget):
     with pytest.raises(ValueError, match=f"{name} must be a positive integer, got"):
         EpisodeStorage(**{"max_steps": 5, name: budget})
+
+
+def test_the_same_conversations_count_the_same_whatever_came_before():
+    def turns(*sizes, fixed=None):
+        history, steps = [], []
+        for t, size in enumerate(sizes):
+            prompt = history + [t] * size if fixed is None else [t] * fixed
+            response = [9] * 3
+            history = prompt + response
+            tokens = {"prompt": torch.tensor(prompt), "response": torch.tensor(response)}
+            steps.append(TensorDict({"tokens": tokens}))
+        return lazy_stack(steps)
+
+    same_length, growing = turns(5, 5, fixed=5), turns(10, 4, 6)
+    first, second = EpisodeStorage(50), EpisodeStorage(50)
+    for data in (same_length, growing):
+        first.append(data)
+    for data in (growing, same_length):
+        second.append(data)
+    third = EpisodeStorage(50)
+    third.load_state_dict(first.state_dict())
+    assert first.num_tokens == second.num_tokens == third.num_tokens == (5 + 5 + 6) + (20 + 9)

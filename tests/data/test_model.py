@@ -239,6 +239,6 @@ class Machine(RuleBasedStateMachine):
 
 # A failing run is short enough to be read as it is; to shorten it takes minutes.
 Machine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, phases=[Phase.explicit, Phase.generate]
+    max_examples=40, stateful_step_count=20, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
 TestBuffer = Machine.TestCase

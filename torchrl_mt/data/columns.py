@@ -6,7 +6,10 @@ What is read equals, bit for bit, what was written. A column knows rows, not epi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +22,7 @@ from torchrl_mt.data.schema import Entry, bits
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, own, step_tensors
 
 __all__ = [
+    "Change",
     "DenseColumn",
     "NextColumn",
     "ObjectColumn",
@@ -31,6 +35,11 @@ __all__ = [
 
 _MAX_WINDOWS = 16
 """Views that a column keeps, by span and shift."""
+
+
+def _run(operation: Callable[..., Any], *args: Any) -> None:
+    """Carry out an operation for what it does to memory."""
+    operation(*args)
 
 
 class RowPlan:
@@ -76,11 +85,28 @@ class ReadPlan(Protocol):
         """The entry ``path``, which ``column`` stores, at these steps, as new memory."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """What one write does to the rows: the oldest episodes leave, others come."""
+
+    written: Blocks
+    """The rows of the episodes that come."""
+    evicts: bool = False
+    """Whether episodes leave."""
+    first: int | None = None
+    """If so, the oldest row that stays, None if none does."""
+    left: Blocks | None = None
+    """The rows of those that leave, unless all rows were laid out anew without them."""
+
+
 class StoredColumn(Protocol):
     """What the storage asks of a column."""
 
-    def write(self, blocks: Blocks, column: Any) -> None:
-        """Store a column of whole episodes in the rows of ``blocks``."""
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes.
+
+        Whatever can fail, fails now and changes nothing; what is returned only copies and assigns.
+        """
 
     def read(self, plan: RowPlan) -> Column:
         """The rows of ``plan``, as new memory."""
@@ -111,21 +137,21 @@ class DenseColumn:
         """Bytes of memory held."""
         return self.data.numel() * self.data.element_size()
 
-    def write(self, blocks: Blocks, column: Any) -> None:
-        """Store a column of whole episodes in the rows of ``blocks``."""
-        if isinstance(column, Rows):
-            column = torch.stack(column.items)
-        if len(blocks.pieces) == 1:
-            row, first, stop = blocks.pieces[0]
-            self.data[row : row + stop - first].copy_(column)
-        else:
-            self.put(blocks.rows, column)
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes."""
+        values = torch.stack(column.items) if isinstance(column, Rows) else column
+        pieces = change.written.pieces
+        if len(pieces) > 1:
+            return self.plan_rows(change.written.rows, values)
+        row, first, stop = pieces[0]
+        place = self.data[row : row + stop - first]
+        return partial(_run, place.copy_, values)
 
-    def put(self, rows: Tensor, values: Tensor) -> None:
-        """Store one value in each of the rows."""
+    def plan_rows(self, rows: Tensor, values: Tensor) -> Callable[[], None]:
+        """What stores one value in each of the rows."""
         device = self.data.device
-        values = values.to(device, self.data.dtype)
-        bits(self.data).index_copy_(0, rows.to(device), bits(values))
+        places, values = rows.to(device), bits(values.to(device, self.data.dtype).contiguous())
+        return partial(_run, bits(self.data).index_copy_, 0, places, values)
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
@@ -178,18 +204,19 @@ class NextColumn:
         """Bytes of memory held: none of its own."""
         return 0
 
-    def write(self, blocks: Blocks, column: Any) -> None:
-        """Store each episode's last value in the row after its last."""
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores each episode's last value in the row after its last."""
+        blocks = change.written
         if len(blocks.lengths) == 1:
             value = column.items[-1] if isinstance(column, Rows) else column[-1]
-            self.source.data[int(blocks.starts) + int(blocks.lengths)].copy_(value)
-            return
+            place = self.source.data[int(blocks.starts) + int(blocks.lengths)]
+            return partial(_run, place.copy_, value)
         last = blocks.lengths.cumsum(0) - 1
         if isinstance(column, Rows):
             values = torch.stack([column.items[i] for i in last.tolist()])
         else:
             values = column.index_select(0, last.to(column.device))
-        self.source.put(blocks.starts + blocks.lengths, values)
+        return self.source.plan_rows(blocks.starts + blocks.lengths, values)
 
     def read(self, plan: RowPlan) -> Tensor:
         """The rows of ``plan``, as new memory."""
@@ -220,10 +247,17 @@ class ObjectColumn:
         """Bytes of memory held, the objects themselves not counted."""
         return self.data.nbytes
 
-    def write(self, blocks: Blocks, column: Any) -> None:
-        """Store a column of whole episodes in the rows of ``blocks``."""
-        for row, item in zip(blocks.rows.tolist(), column.items, strict=True):
-            self.data[row] = item
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes, and drops those that leave."""
+        rows, items = change.written.rows.tolist(), column.items
+
+        def commit() -> None:
+            if change.left is not None:
+                self.release(change.left, change.first)
+            for row, item in zip(rows, items, strict=True):
+                self.data[row] = item
+
+        return commit
 
     def read(self, plan: RowPlan) -> Objects:
         """The rows of ``plan``."""
@@ -261,22 +295,42 @@ class RaggedColumn:
         tensors = (self.values, self.offset, self.shape)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def write(self, blocks: Blocks, column: Any) -> None:
-        """Store a column of whole episodes in the rows of ``blocks``."""
-        items = step_tensors(column)
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes, after those that leave."""
+        blocks, items = change.written, step_tensors(column)
         shapes = torch.tensor([item.shape for item in items], dtype=torch.int64, device="cpu")
         sizes = shapes.view(len(items), -1).prod(1)
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         ends = before[blocks.lengths.cumsum(0)]
         totals = ends.diff(prepend=ends.new_zeros(1))
         # An episode without elements takes one all the same: a block in a ring is never empty.
-        starts = torch.tensor(self._push(totals.clamp_min(1).tolist()), device="cpu")
+        ring, values, offset = replace(self.ring), self.values, self.offset
+        if change.evicts:
+            ring.pop(next_start=None if change.first is None else int(offset[change.first]))
+        blocks_of_elements = totals.clamp_min(1).tolist()
+        places = ring.push_all(blocks_of_elements)
+        if places is None:
+            moves, values = self._with_room(ring, sum(blocks_of_elements))
+            offset = moves.positions(offset)
+            places = ring.push_all(blocks_of_elements)
+            assert places is not None
+        starts = torch.tensor(places, device="cpu")
         flat = torch.cat([item.reshape(-1) for item in items])
-        for row, first, stop in Blocks(starts, totals).pieces:
-            self.values[row : row + stop - first].copy_(flat[first:stop])
         shift = torch.repeat_interleave(starts - ends + totals, blocks.lengths)
-        self.offset[blocks.rows] = before[:-1] + shift
-        self.shape[blocks.rows] = shapes.view(len(items), -1)
+        rows, offsets, forms = blocks.rows, before[:-1] + shift, shapes.view(len(items), -1)
+        pieces = [
+            (values[row : row + stop - first], flat[first:stop])
+            for row, first, stop in Blocks(starts, totals).pieces
+        ]
+
+        def commit() -> None:
+            self.ring, self.values, self.offset = ring, values, offset
+            for place, elements in pieces:
+                place.copy_(elements)
+            self.offset[rows] = offsets
+            self.shape[rows] = forms
+
+        return commit
 
     def read(self, plan: RowPlan) -> Column:
         """The rows of ``plan``, as views of one new tensor."""
@@ -312,18 +366,14 @@ class RaggedColumn:
         new.shape = moves.laid_out(self.shape, capacity)
         return new
 
-    def _push(self, sizes: list[int]) -> list[int]:
-        """Places for blocks of elements; makes room, an eighth as much again at least, if needed."""
-        starts = self.ring.push_all(sizes)
-        if starts is None:
-            live = self.ring.layout()
-            needed = live.upper + live.lower + sum(sizes)
-            capacity = max(needed, self.ring.capacity * 9 // 8)
-            values = self._memory.empty((capacity,), self.values.dtype)
-            moves = self.ring.resize(capacity)
-            moves.rows(self.values, values)
-            self.values = values
-            self.offset.copy_(moves.positions(self.offset))
-            starts = self.ring.push_all(sizes)
-            assert starts is not None
-        return starts
+    def _with_room(self, ring: Ring, more: int) -> tuple[Moves, Tensor]:
+        """Lay ``ring`` out with room for ``more`` elements, an eighth as much again at least: the
+        moves, and the elements so laid out.
+        """
+        live = ring.layout()
+        needed = live.upper + live.lower + more
+        capacity = max(needed, ring.capacity * 9 // 8)
+        values = self._memory.empty((capacity,), self.values.dtype)
+        moves = ring.resize(capacity)
+        moves.rows(self.values, values)
+        return moves, values

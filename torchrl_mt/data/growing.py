@@ -7,7 +7,7 @@ begins otherwise shares as much as it can. ``expand`` gives back what ``addition
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.columns import RaggedColumn, RowPlan, StoredColumn
+from torchrl_mt.data.columns import Change, RaggedColumn, RowPlan, StoredColumn
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves, runs
 from torchrl_mt.data.schema import Entry
@@ -103,13 +103,20 @@ class PromptColumn:
         """Bytes of memory held."""
         return self._added.nbytes + 16 * self._kept.shape[0]
 
-    def write(self, blocks: Blocks, column: Any) -> None:
-        """Store the :class:`Additions` of whole episodes in the rows of ``blocks``."""
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores the :class:`Additions` of whole episodes."""
+        rows = change.written.rows
         kept = torch.tensor([kept for kept, _ in column.items], dtype=torch.int64, device="cpu")
         steps = torch.arange(len(kept), device="cpu")
-        self._kept[blocks.rows] = kept
-        self._since[blocks.rows] = steps - torch.where(kept == 0, steps, 0).cummax(0).values
-        self._added.write(blocks, Rows([added for _, added in column.items]))
+        since = steps - torch.where(kept == 0, steps, 0).cummax(0).values
+        store_added = self._added.plan(change, Rows([added for _, added in column.items]))
+
+        def commit() -> None:
+            store_added()
+            self._kept[rows] = kept
+            self._since[rows] = since
+
+        return commit
 
     def read(self, plan: RowPlan) -> Column:
         """The rows of ``plan``; prompts of one episode may share memory."""

@@ -67,15 +67,24 @@ class Schema:
         return frozenset(path for path, entry in self.entries.items() if counts(path, entry))
 
     @cached_property
-    def growing(self) -> bool:
-        """Whether each turn's prompt is stored as what it adds to the turn before."""
+    def has_turns(self) -> bool:
+        """Whether there are prompts and responses, as vectors of tokens: a prompt then counts what it
+        adds to the turn before.
+        """
         prompt, response = self.entries.get(PROMPT), self.entries.get(RESPONSE)
         if prompt is None or response is None or prompt.dtype is None:
             return False
         if prompt.dtype.is_floating_point or prompt.dtype.is_complex:
             return False
         vectors = len(prompt.shape) == len(response.shape) == 1
-        return vectors and prompt.kind == "ragged" and response.dtype == prompt.dtype
+        return vectors and response.dtype == prompt.dtype
+
+    @cached_property
+    def growing(self) -> bool:
+        """Whether each turn's prompt is stored as what it adds to the turn before: once prompts are
+        seen to differ in length.
+        """
+        return self.has_turns and self.entries[PROMPT].kind == "ragged"
 
     @staticmethod
     def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:

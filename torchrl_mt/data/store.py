@@ -13,7 +13,8 @@ either one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data.columns import (
+    Change,
     DenseColumn,
     NextColumn,
     ObjectColumn,
@@ -32,11 +34,12 @@ from torchrl_mt.data.columns import (
 )
 from torchrl_mt.data.growing import PromptColumn, additions
 from torchrl_mt.data.memory import Memory
-from torchrl_mt.data.ring import Blocks, Ring, runs
+from torchrl_mt.data.ring import Blocks, Moves, Ring, runs
 from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry, Schema
 from torchrl_mt.data.steps import Column, Path, Steps, step_tensors
 from torchrl_mt.data.table import EpisodeTable
 from torchrl_mt.data.token_count import count_tokens
+from torchrl_mt.data.undisturbed import undisturbed
 
 __all__ = ["Admission", "EpisodeStore"]
 
@@ -87,11 +90,7 @@ class EpisodeStore:
         self.schema: Schema | None = None
         self.columns: dict[Path, StoredColumn] = {}
         self.table = EpisodeTable()
-        self._ring = Ring(0)
-        self._slack = 0
-        """Rows of the longest episode that the ring has room for beside the budget."""
-        self._pad = 0
-        """Rows that an episode has beyond its steps: 1 where next entries are shared."""
+        self._rows = _RingRows(Ring(0))
         self._seen_steps = 0
         """Steps ever stored, those that left included."""
 
@@ -131,37 +130,24 @@ class EpisodeStore:
         return self._admitted(schema, steps, lengths)
 
     def append(self, admitted: Admission) -> None:
-        """Store what :meth:`admit` gave, after the oldest have made room."""
-        lengths, tokens = admitted.lengths, admitted.tokens
-        if admitted.schema is not self.schema:
-            self._adopt(admitted.schema, lengths)
-        if lengths.shape[0] == 1:
-            self._write(admitted.steps, lengths, tokens)
-            return
-        ends, token_ends = lengths.cumsum(0), tokens.cumsum(0)
-        done = 0
-        while done < lengths.shape[0]:
-            # As many episodes at once as the budgets hold.
-            begin = int(ends[done] - lengths[done])
-            stop = int(torch.searchsorted(ends, begin + self.max_steps, right=True))
-            if self.max_tokens is not None:
-                held = int(token_ends[done] - tokens[done]) + self.max_tokens
-                stop = min(stop, int(torch.searchsorted(token_ends, held, right=True)))
-            part = admitted.steps[begin : int(ends[stop - 1])]
-            self._write(part, lengths[done:stop], tokens[done:stop])
-            done = stop
+        """Store what :meth:`admit` gave, after the oldest have made room.
+
+        Nothing is changed if that fails, or if it is interrupted.
+        """
+        commit = self._plan(admitted)
+        with undisturbed():
+            commit()
 
     def evict(self, episodes: int) -> None:
         """Let the oldest ``episodes`` leave; allocations stay."""
         if not episodes:
             return
-        stays = episodes < self.table.num_episodes
-        first = int(self.table.starts[episodes]) if stays else None
-        blocks = Blocks(self.table.starts[:episodes], self.table.lengths[:episodes])
-        for column in self.columns.values():
-            column.release(blocks, first)
-        self.table.evict(episodes)
-        self._ring.pop(next_start=first)
+        first, blocks = self._first_after(episodes), self._oldest(episodes)
+        with undisturbed():
+            self.table.evict(episodes)
+            self._rows.ring.pop(next_start=first)
+            for column in self.columns.values():
+                column.release(blocks, first)
 
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
         """The steps of ``plan``; columns that are ``known`` are not read again.
@@ -204,8 +190,10 @@ class EpisodeStore:
                 f"the state holds {stored} steps, more than max_steps={self.max_steps}"
             )
         schema: Schema | None = state_dict["schema"]
-        if schema is not None:
-            self._adopt(schema, lengths if stored else torch.ones(1, device="cpu"))
+        if schema is not None and not stored:
+            # An empty storage knows what its steps look like, too.
+            self.schema, self._rows = schema, self._new_rows(schema, torch.ones(1, device="cpu"))
+            self.columns = self._columns_for(schema, self._rows.ring.capacity)
         if schema is not None and stored:
             steps = Steps(stored, state_dict["columns"], schema.root_class).on(self.memory.device)
             admitted = self._admitted(schema, steps, lengths)
@@ -214,7 +202,7 @@ class EpisodeStore:
                 raise ValueError(
                     f"the state holds {tokens} tokens, more than max_tokens={self.max_tokens}"
                 )
-            self._write(admitted.steps, lengths, admitted.tokens)
+            self.append(admitted)
         self.table.oldest = state_dict["oldest"]
         self._seen_steps = state_dict["seen_steps"]
 
@@ -224,8 +212,10 @@ class EpisodeStore:
         Raises:
             ValueError: if one is longer than ``max_tokens``.
         """
-        steps = _as_stored(schema, steps, lengths)
-        tokens = count_tokens(schema, steps, lengths)
+        taken_apart = _taken_apart(schema, steps, lengths)
+        tokens = count_tokens(schema, taken_apart, lengths)
+        if schema.growing:
+            steps = taken_apart
         if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
             raise ValueError(
                 f"an episode of {int(tokens.max())} tokens does not fit in "
@@ -233,123 +223,202 @@ class EpisodeStore:
             )
         return Admission(schema, steps, lengths, tokens)
 
-    def _adopt(self, schema: Schema, lengths: Tensor) -> None:
-        """Make the columns fit ``schema``; ``lengths`` are those of the episodes to come."""
-        if self.schema is None:
-            self._pad = int(any(entry.shared for entry in schema.entries.values()))
-            self._slack = int(lengths.max()) + self._pad
-            usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
-            rows = self.max_steps + self._pad * math.ceil(self.max_steps / usual) + self._slack
-            self._ring = Ring(rows)
+    def _plan(self, admitted: Admission) -> Callable[[], None]:
+        """What stores the episodes; whatever can fail has failed before it is returned."""
+        schema, table = admitted.schema, self.table
+        skipped = self._not_kept(admitted)
+        lengths, tokens = admitted.lengths[skipped:], admitted.tokens[skipped:]
+        steps = admitted.steps[admitted.steps.length - int(lengths.sum()) :]
+        rows = replace(self._rows) if self.schema is not None else self._new_rows(schema, lengths)
+        columns, recount = self.columns, None
+        if schema is not self.schema:
+            columns = self._columns_for(schema, rows.ring.capacity)
+            recount = self._recount(schema, columns)
+        leaving = table.num_episodes
+        if not skipped:
+            leaving = self._leaving(steps.length, int(tokens.sum()), recount)
+        rows.ring = ring = replace(rows.ring)
+        first, moves, left = self._first_after(leaving), None, None
+        if leaving:
+            ring.pop(next_start=first)
+            left = self._oldest(leaving)
+        sizes = (lengths + rows.pad).tolist()
+        starts = ring.push_all(sizes)
+        if starts is None:
+            moves = self._grow(rows, sizes)
+            columns = {
+                path: column.laid_out(moves, ring.capacity) for path, column in columns.items()
+            }
+            _link(columns)
+            left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
+            starts = ring.push_all(sizes)
+            assert starts is not None
+        written = Blocks(torch.tensor(starts, device="cpu"), lengths)
+        change = Change(written, leaving > 0, first, left)
+        commits = [column.plan(change, steps.columns[path]) for path, column in columns.items()]
+
+        def commit() -> None:
+            if recount is not None:
+                table.recount(recount)
+            table.evict(leaving)
+            table.pass_over(skipped)
+            if moves is not None:
+                table.move(moves)
+            self.schema, self.columns, self._rows = schema, columns, rows
+            for store in commits:
+                store()
+            table.extend(lengths, written.starts, tokens)
+            self._seen_steps += admitted.steps.length
+
+        return commit
+
+    def _leaving(self, steps: int, tokens: int, recount: Tensor | None) -> int:
+        """How many of the stored episodes must leave for so many steps and tokens."""
+        table = self.table
+        leaving = table.episodes_holding(table.num_steps + steps - self.max_steps)
+        if self.max_tokens is None:
+            return leaving
+        if recount is None:
+            surplus = table.num_tokens + tokens - self.max_tokens
+            return max(leaving, table.episodes_holding(0, surplus))
+        held = recount.cumsum(0)
+        surplus = int(held[-1]) + tokens - self.max_tokens
+        return max(leaving, int(torch.searchsorted(held, surplus)) + 1 if surplus > 0 else 0)
+
+    def _not_kept(self, admitted: Admission) -> int:
+        """How many of the episodes leave again as the later ones of them come."""
+        if admitted.lengths.shape[0] == 1:
+            return 0
+
+        def beyond(sizes: Tensor, budget: int) -> int:
+            return int((sizes.flip(0).cumsum(0) > budget).sum())
+
+        skipped = beyond(admitted.lengths, self.max_steps)
+        if self.max_tokens is not None:
+            skipped = max(skipped, beyond(admitted.tokens, self.max_tokens))
+        return skipped
+
+    def _oldest(self, episodes: int) -> Blocks:
+        """The rows of the oldest episodes."""
+        table = self.table
+        return Blocks(table.starts[:episodes].clone(), table.lengths[:episodes].clone())
+
+    def _first_after(self, episodes: int) -> int | None:
+        """The first row of the oldest episode but so many; None if there is none."""
+        stays = episodes < self.table.num_episodes
+        return int(self.table.starts[episodes]) if stays else None
+
+    def _new_rows(self, schema: Schema, lengths: Tensor) -> _RingRows:
+        """Rows for a store that begins with episodes of these lengths."""
+        pad = int(any(entry.shared for entry in schema.entries.values()))
+        slack = int(lengths.max()) + pad
+        usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
+        return _RingRows(
+            Ring(self.max_steps + pad * math.ceil(self.max_steps / usual) + slack), pad, slack
+        )
+
+    def _columns_for(self, schema: Schema, capacity: int) -> dict[Path, StoredColumn]:
+        """Columns that fit ``schema``, with what is stored; those that fit already as they are."""
         columns: dict[Path, StoredColumn] = {}
         for path, entry in schema.entries.items():
-            column = self.columns.get(path)
+            column = copy(self.columns.get(path))
             if isinstance(column, NextColumn) and not entry.shared:
                 column = column.unshared()
             if isinstance(column, DenseColumn) and entry.kind == "ragged":
-                column = self._as_ragged(column, entry)
+                column = self._as_ragged(column, entry, capacity)
             if column is None:
-                column = NextColumn() if entry.shared else self._new_column(entry)
+                column = NextColumn() if entry.shared else self._new_column(entry, capacity)
             columns[path] = column
         if schema.growing and not isinstance(columns[PROMPT], PromptColumn):
             columns[PROMPT] = self._as_growing(
-                columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT]
+                columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT], capacity
             )
-        self._link(columns)
-        others_count = self.schema is not None and self.schema.counted != schema.counted
-        self.columns, self.schema = columns, schema
-        if others_count:
-            stored = self.read(RowPlan(runs(self.table.starts, self.table.lengths)))
-            stored = _as_stored(schema, stored, self.table.lengths)
-            self.table.recount(count_tokens(schema, stored, self.table.lengths))
+        _link(columns)
+        return columns
 
-    @staticmethod
-    def _link(columns: dict[Path, StoredColumn]) -> None:
-        """Tell the columns that are read from others which those are."""
-        for path, column in columns.items():
-            if isinstance(column, NextColumn):
-                source = columns[path[1:]]
-                assert isinstance(source, DenseColumn)
-                column.source = source
-            elif isinstance(column, PromptColumn):
-                column.responses = columns[RESPONSE]
-
-    def _new_column(self, entry: Entry) -> StoredColumn:
+    def _new_column(self, entry: Entry, capacity: int) -> StoredColumn:
         """An empty column for ``entry``."""
         if entry.kind == "object":
-            return ObjectColumn(self._ring.capacity)
+            return ObjectColumn(capacity)
         if entry.kind == "dense":
-            return DenseColumn(entry, self._ring.capacity, self.memory)
-        return RaggedColumn(entry, self._ring.capacity, self.memory)
+            return DenseColumn(entry, capacity, self.memory)
+        return RaggedColumn(entry, capacity, self.memory)
 
-    def _as_ragged(self, dense: DenseColumn, entry: Entry) -> RaggedColumn:
+    def _as_ragged(self, dense: DenseColumn, entry: Entry, capacity: int) -> RaggedColumn:
         """A dense column's episodes, stored as ragged ones."""
-        ragged = RaggedColumn(entry, self._ring.capacity, self.memory)
+        ragged = RaggedColumn(entry, capacity, self.memory)
         if self.table.num_episodes:
-            blocks = Blocks(self.table.starts, self.table.lengths)
-            ragged.write(blocks, dense.read(RowPlan(blocks.rows)))
+            stored = self._oldest(self.table.num_episodes)
+            ragged.plan(Change(stored), dense.read(RowPlan(stored.rows)))()
         return ragged
 
     def _as_growing(
-        self, whole: StoredColumn, responses: StoredColumn, entry: Entry
+        self, whole: StoredColumn, responses: StoredColumn, entry: Entry, capacity: int
     ) -> PromptColumn:
         """The prompts of a column, stored as what they add."""
-        growing = PromptColumn(entry, self._ring.capacity, self.memory)
+        growing = PromptColumn(entry, capacity, self.memory)
         if self.table.num_episodes:
-            blocks = Blocks(self.table.starts, self.table.lengths)
-            plan = RowPlan(blocks.rows)
+            stored = self._oldest(self.table.num_episodes)
+            plan = RowPlan(stored.rows)
             prompts, answers = (step_tensors(column.read(plan)) for column in (whole, responses))
-            growing.write(blocks, additions(prompts, answers, blocks.lengths))
+            growing.plan(Change(stored), additions(prompts, answers, stored.lengths))()
         return growing
 
-    def _write(self, steps: Steps, lengths: Tensor, tokens: Tensor) -> None:
-        """Store admitted episodes that the budgets hold, after the oldest have made room."""
-        table, most = self.table, self.max_tokens
-        surplus = 0 if most is None else table.num_tokens + int(tokens.sum()) - most
-        self.evict(table.episodes_holding(table.num_steps + steps.length - self.max_steps, surplus))
-        sizes = (lengths + self._pad).tolist()
-        starts = self._ring.push_all(sizes)
-        if starts is None:
-            self._grow(sizes)
-            starts = self._ring.push_all(sizes)
-            assert starts is not None
-        blocks = Blocks(torch.tensor(starts, device="cpu"), lengths)
-        for path, column in self.columns.items():
-            column.write(blocks, steps.columns[path])
-        self.table.extend(lengths, blocks.starts, tokens)
-        self._seen_steps += steps.length
+    def _recount(self, schema: Schema, columns: dict[Path, StoredColumn]) -> Tensor | None:
+        """The tokens of the stored episodes under another schema, if they count otherwise."""
+        before, lengths = self.schema, self.table.lengths
+        if before is None or not len(lengths) or before.counted == schema.counted:
+            return None
+        plan = RowPlan(runs(self.table.starts, lengths))
+        counted = {path: plan.read(path, columns[path]) for path in schema.counted}
+        stored = Steps(len(plan), counted, schema.root_class)
+        return count_tokens(schema, _taken_apart(schema, stored, lengths), lengths)
 
-    def _grow(self, sizes: list[int]) -> None:
-        """Lay the live rows out in a larger ring, in which these blocks find a place.
+    def _grow(self, rows: _RingRows, sizes: list[int]) -> Moves:
+        """Make the ring larger, so that blocks of these sizes find a place.
 
         The budget counts steps, and a row more per episode where next entries are shared: the
         ring aims at the rows that episodes of the mean length so far need. The slack for the
         longest episode grows by half at least, so that the cost per write stays constant.
         """
         longest = max(sizes)
-        if longest > self._slack:
-            self._slack = min(max(longest, self._slack * 3 // 2), self.max_steps + self._pad)
+        if longest > rows.slack:
+            rows.slack = min(max(longest, rows.slack * 3 // 2), self.max_steps + rows.pad)
         episodes = self.table.next + len(sizes)
-        mean = (self._seen_steps + sum(sizes) - self._pad * len(sizes)) / episodes
-        wanted = self.max_steps + self._pad * math.ceil(self.max_steps / mean) + self._slack
-        ring = replace(self._ring)
-        moves = ring.layout()
+        mean = (self._seen_steps + sum(sizes) - rows.pad * len(sizes)) / episodes
+        wanted = self.max_steps + rows.pad * math.ceil(self.max_steps / mean) + rows.slack
+        moves = rows.ring.layout()
         needed = moves.upper + moves.lower + sum(sizes)
-        if ring.capacity >= wanted:
-            wanted = ring.capacity + ring.capacity // 16
-        moves = ring.resize(max(wanted, needed))
-        # Nothing is changed before every column has found its memory.
-        columns = {
-            path: column.laid_out(moves, ring.capacity) for path, column in self.columns.items()
-        }
-        self._link(columns)
-        self._ring, self.columns = ring, columns
-        self.table.move(moves)
+        if rows.ring.capacity >= wanted:
+            wanted = rows.ring.capacity + rows.ring.capacity // 16
+        return rows.ring.resize(max(wanted, needed))
 
 
-def _as_stored(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
-    """The steps with a growing prompt taken apart."""
-    if not schema.growing:
+@dataclass
+class _RingRows:
+    """The ring, and what its size was made for."""
+
+    ring: Ring
+    pad: int = 0
+    """Rows that an episode has beyond its steps: 1 where next entries are shared."""
+    slack: int = 0
+    """Rows of the longest episode that the ring has room for beside the budget."""
+
+
+def _link(columns: dict[Path, StoredColumn]) -> None:
+    """Tell the columns that are read from others which those are."""
+    for path, column in columns.items():
+        if isinstance(column, NextColumn):
+            source = columns[path[1:]]
+            assert isinstance(source, DenseColumn)
+            column.source = source
+        elif isinstance(column, PromptColumn):
+            column.responses = columns[RESPONSE]
+
+
+def _taken_apart(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
+    """The steps with each prompt given by what it adds."""
+    if not schema.has_turns:
         return steps
     prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
     grown = cast(Column, additions(prompts, responses, lengths))

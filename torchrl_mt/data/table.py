@@ -140,6 +140,10 @@ class EpisodeTable:
         """Replace the tokens of each stored episode: int64 ``[E]``."""
         self._accumulate(self._tokens, slice(self._head, self._tail), tokens.numpy())
 
+    def pass_over(self, episodes: int) -> None:
+        """Give ordinals to episodes that came and left at once, while none is stored."""
+        self.oldest += episodes
+
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
         self._head += episodes

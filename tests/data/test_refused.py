@@ -1,0 +1,119 @@
+"""Writes that fail half-way, or are interrupted, leave the storage as it was."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.columns import DenseColumn
+from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.steps import unpack
+
+
+class Failing:
+    """Has some functions raise ``MemoryError`` at their ``at``-th call, all counted together."""
+
+    def __init__(self, monkeypatch, at):
+        self.left = at
+        for owner, name in ((Memory, "empty"), (torch, "cat"), (torch, "stack")):
+            monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
+
+    def wrapped(self, function):
+        def call(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no memory left")
+            return function(*args, **kwargs)
+
+        return call
+
+
+def everything(make, storage):
+    return (
+        make.steps(storage[:]) if len(storage) else [],
+        storage.lengths.tolist(),
+        storage.schema,
+        storage.num_tokens,
+        storage.revision,
+        storage.first_number,
+        storage.table.oldest,
+    )
+
+
+@pytest.mark.parametrize("kind", ["vectors", "turns"])
+@pytest.mark.parametrize("lengths", [[5], [2, 9, 1], [1] * 12])
+@pytest.mark.parametrize("before", [[], [3, 4], [4, 4, 4]])
+def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths, before):
+    maker = getattr(make, kind)
+    data, at = maker(lengths, seed=9, first_id=50), 0
+    while True:
+        at += 1
+        rb = ReplayBuffer(
+            storage=EpisodeStorage(12),
+            writer=EpisodeWriter(),
+            sampler=EpisodeSampler(),
+            batch_size=2,
+        )
+        if before:
+            rb.extend(maker(before))
+        held = everything(make, rb.storage)
+        with monkeypatch.context() as patch:
+            failing = Failing(patch, at)
+            try:
+                rb.extend(data)
+            except MemoryError:
+                failed = True
+            else:
+                failed = False
+        if failing.left > 0:
+            break
+        if failed:
+            assert everything(make, rb.storage) == held
+            if before:
+                rb.sample()
+            rb.extend(data)
+        expected = EpisodeStorage(12)
+        for episode in make.split(maker(before)) if before else []:
+            expected.append(episode)
+        for episode in make.split(data):
+            expected.append(episode)
+        assert make.steps(rb[:]) == make.steps(expected[:])
+    # More dense episodes may need no memory at all.
+    assert at > 1 or kind == "vectors"
+
+
+def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch):
+    storage = EpisodeStorage(9)
+    storage.append(make.vectors([4]))
+    plan = DenseColumn.plan
+
+    def interrupted(self, change, column):
+        commit = plan(self, change, column)
+
+        def pressed():
+            os.kill(os.getpid(), signal.SIGINT)
+            commit()
+
+        return pressed
+
+    monkeypatch.setattr(DenseColumn, "plan", interrupted)
+    new = make.vectors([6], seed=1, first_id=1)
+    with pytest.raises(KeyboardInterrupt):
+        storage.append(new)
+    assert make.steps(storage[:]) == make.steps(new)
+
+
+def test_episodes_that_leave_as_they_come_are_counted(make):
+    storage, one_by_one = EpisodeStorage(6), EpisodeStorage(6)
+    data = make.vectors([3, 4, 2, 1, 3])
+    lengths = torch.tensor([3, 4, 2, 1, 3])
+    storage.append_all(unpack(data), lengths)
+    for episode in make.split(data):
+        one_by_one.append(episode)
+    assert make.steps(storage[:]) == make.steps(one_by_one[:])
+    assert storage.lengths.tolist() == [2, 1, 3]
+    assert storage.table.oldest == one_by_one.table.oldest == 2
+    assert storage.first_number == one_by_one.first_number == 7

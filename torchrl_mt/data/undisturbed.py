@@ -1,0 +1,41 @@
+"""Changes that an interrupt does not tear apart."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["undisturbed"]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have Ctrl-C wait until the body is done.
+
+    It strikes in the main thread only; elsewhere there is nothing to do.
+
+    Examples:
+        >>> import os
+        >>> try:
+        ...     with undisturbed():
+        ...         os.kill(os.getpid(), signal.SIGINT)
+        ...         done = True
+        ... except KeyboardInterrupt:
+        ...     done
+        True
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pressed: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            before(*pressed[-1])
