@@ -1,12 +1,197 @@
-"""What episodes are reset with: an endless stream of items, unless the data itself has an end."""
+"""What episodes are reset with, one item after the other, from any kind of data.
+
+Every item is given out once an epoch. A run that goes on from ``state_dict`` first gives out again what
+was given out and not done with, and then what follows: it neither repeats an item nor skips one.
+"""
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["cycle", "seeds"]
+from torchrl_mt.collectors.item_sources import Source, make_source
+
+__all__ = ["Item", "Items", "cycle", "seeds"]
+
+
+class Item(NamedTuple):
+    """An item that was given out."""
+
+    ticket: int
+    """The item's number, counted from the first on; told back when it is done with."""
+    value: Any
+    """The item."""
+
+
+class Items(Iterator[Item]):
+    """Give out the items of some data, and know which of them are done with.
+
+    =========================  =======================  ===============================================
+    data                       order                    after ``load_state_dict``
+    =========================  =======================  ===============================================
+    ``None``                   ``{"seed": k}``, ever    exact, at once
+                               new ``k``
+    list, map-style            as it is, or a fresh     exact, at once
+    ``Dataset``, HF            permutation per epoch
+    ``Dataset``, tensor,       (``shuffle``)
+    TensorDict
+    ``DataLoader``             its own; items are the   exact, by going through the epoch's batches
+                               rows of its batches      again up to the position
+    other iterables; a         as they come             exact if they come in the same order again;
+    function that returns                               read again up to the position
+    an iterator
+    iterators                  as they come, once       the new iterator is read up to the position
+    =========================  =======================  ===============================================
+
+    A ``DataLoader`` that shuffles with a ``generator`` of its own goes on with that generator, whose
+    state is saved; without one, the order follows from ``seed`` and the epoch, whatever torch's global
+    generator does. ``set_epoch`` of the data or of its sampler is called as an epoch begins. A ``set``
+    is gone through in the order of its items' ``repr``, as its own changes between processes.
+
+    Items that are given out and not done with cost memory, and those alone: from data that is read in
+    order their values are kept, and go into ``state_dict``; all else is read again. All methods may be
+    called from several threads.
+
+    Args:
+        data: what to give out; see the table.
+        shuffle: give out in random order: for data with a length and items by index.
+        cycle: begin again at the end; by default, unless ``data`` is an iterator.
+        seed: what the order (and without data, the items) follow from.
+
+    Raises:
+        TypeError: if ``data`` is none of the above (a mapping, a string).
+        ValueError: if ``data`` is empty, or cannot be shuffled, cycled or ended as asked.
+
+    Examples:
+        >>> items = Items(["a", "b", "c"], cycle=False)
+        >>> first, second = next(items), next(items)
+        >>> first
+        Item(ticket=0, value='a')
+        >>> items.done(second.ticket)
+        >>> state = items.state_dict()
+        >>> items = Items(["a", "b", "c"], cycle=False)
+        >>> items.load_state_dict(state)
+        >>> [value for _, value in items]
+        ['a', 'c']
+    """
+
+    def __init__(
+        self, data: Any = None, *, shuffle: bool = False, cycle: bool | None = None, seed: int = 0
+    ) -> None:
+        self._source: Source = make_source(data, shuffle=shuffle, cycle=cycle, seed=seed)
+        self._following = 0
+        self._open: dict[int, Any] = {}
+        """By ticket, the items that are not done with; their values if those cannot be read again."""
+        self._again: list[int] = []
+        """A heap of the tickets to give out before any new one."""
+        self._lock = threading.RLock()
+
+    def __next__(self) -> Item:
+        """Give out an item.
+
+        Raises:
+            StopIteration: if the data is at its end, and is not to be cycled.
+            RuntimeError: if the data raises; it names the item. The position stays as it was.
+        """
+        with self._lock:
+            if self._again:
+                ticket = self._again[0]
+                value = self._read_again(ticket)
+                heapq.heappop(self._again)
+                return Item(ticket, value)
+            ticket = self._following
+            value = self._source.read(ticket)
+            self._following += 1
+            self._open[ticket] = None if self._source.by_index else value
+            return Item(ticket, value)
+
+    def done(self, ticket: int) -> None:
+        """Be done with an item: it is not given out again, after a restart neither.
+
+        Args:
+            ticket: the item's ticket.
+
+        Raises:
+            ValueError: if no such item is given out.
+        """
+        with self._lock:
+            self._require_given(ticket)
+            del self._open[ticket]
+
+    def put_back(self, ticket: int) -> None:
+        """Have an item given out again, with the same ticket and before any new one.
+
+        Args:
+            ticket: the item's ticket.
+
+        Raises:
+            ValueError: if no such item is given out.
+        """
+        with self._lock:
+            self._require_given(ticket)
+            heapq.heappush(self._again, ticket)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a restarted run needs, for ``torch.save``.
+
+        Returns:
+            The number of items given out (``"following"``), the tickets of those not done with
+            (``"open"``) and, where they cannot be read again, their ``"values"``, the source's
+            position (``"source"``), and what the data looks like (``"data"``).
+        """
+        with self._lock:
+            tickets = sorted(self._open)
+            by_index = self._source.by_index
+            return {
+                "data": dict(self._source.fingerprint),
+                "following": self._following,
+                "open": tickets,
+                "values": None if by_index else [self._open[ticket] for ticket in tickets],
+                "source": self._source.state(self._following),
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, over equal data.
+
+        Items given out before this call are forgotten. The seed is taken over with the position.
+
+        Raises:
+            ValueError: if the data looks different or ends before the position, or an iterator is
+                past it already. Nothing is changed then, but for an iterator that was read.
+        """
+        with self._lock:
+            saved, own = state_dict["data"], self._source.fingerprint
+            if saved != own:
+                raise ValueError(
+                    f"state_dict must be of the same data, got one of {_describe(saved)} for "
+                    f"{_describe(own)}: give the data and the shuffle of the saved run."
+                )
+            self._source.load(state_dict["source"])
+            tickets = list(state_dict["open"])
+            values = state_dict["values"] or [None] * len(tickets)
+            self._following = state_dict["following"]
+            self._open = dict(zip(tickets, values, strict=True))
+            self._again = sorted(tickets)
+
+    def _read_again(self, ticket: int) -> Any:
+        """The value of an item that was given out before."""
+        return self._source.at(ticket) if self._source.by_index else self._open[ticket]
+
+    def _require_given(self, ticket: int) -> None:
+        """Refuse a ticket that nobody holds."""
+        if ticket not in self._open or ticket in self._again:
+            raise ValueError(
+                "ticket must be that of an item that is given out and not done with, got "
+                f"{ticket!r}: call done or put_back once for an item."
+            )
+
+
+def _describe(fingerprint: dict[str, Any]) -> str:
+    """What data looks like, in words."""
+    return ", ".join(f"{key} {value}" for key, value in fingerprint.items())
 
 
 def cycle(data: Iterable[Any] | None) -> Iterator[Any]:

@@ -1,0 +1,357 @@
+"""Every line says what the training row says, and no line is lost, torn or mixed with another."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.dump import EpisodeDump, episode_records
+from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
+from torchrl_mt.engines import Completion
+from torchrl_mt.transforms import MergeTurns
+
+FORK = multiprocessing.get_context("fork")
+FIELDS = [
+    "task_id",
+    "group",
+    "sample_idx",
+    "seqlen",
+    "prompt_len",
+    "head_version",
+    "tail_version",
+    "reward",
+    "stop_reason",
+    "messages",
+    "prompt",
+    "completion",
+]
+
+
+def answer(tokens: list[int], version: int = 0) -> Completion:
+    return Completion(tokens, [-0.5] * len(tokens), [version] * len(tokens), "stop")
+
+
+def say(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def read(path: Path) -> list[dict]:
+    """Strict JSON, line by line, under every notion of a line."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    text = path.read_bytes().decode()
+    assert text.endswith("\n")
+    lines = text.splitlines()
+    assert lines == text[:-1].split("\n")
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+@st.composite
+def played(draw) -> Episode:
+    """An episode that grows, forks, goes on with earlier rows, and answers with nothing at times."""
+    tokens = st.lists(st.integers(0, 2), max_size=3)
+    seen: list[list[int]] = []
+    episode = Episode(
+        draw(st.sampled_from([None, {"task_id": "t"}, {"other": 1}])),
+        group=draw(st.integers(0, 3)),
+        traj_id=draw(st.integers(0, 9)),
+        stop_reason=draw(st.sampled_from(list(StopReason))),
+    )
+    for k in range(draw(st.integers(1, 6))):
+        before = draw(st.sampled_from([[], *seen, *seen[-1:], *seen[-1:]]))
+        prompt = [*before, *draw(tokens)] or [1]
+        sampled = draw(tokens)
+        versions = draw(st.lists(st.integers(0, 4), min_size=len(sampled), max_size=len(sampled)))
+        completion = Completion(sampled, [-0.5] * len(sampled), versions, "stop")
+        episode.turns.append(
+            Turn(prompt, completion, [say(f"{k}")], reward=draw(st.integers(-4, 4)) / 4)
+        )
+        seen.append([*prompt, *sampled])
+    return episode
+
+
+@settings(max_examples=60, deadline=None)
+@given(episode=played())
+def test_records_are_the_training_rows(episode):
+    rows = MergeTurns()(episodes_to_tensordict([episode]))
+    records = episode_records(episode, sample_idx=2)
+    assert len(records) == len(rows)
+    for fork, (record, row) in enumerate(zip(records, rows.unbind(0), strict=True)):
+        kept = row["masks", "all_attention_mask"]
+        tokens = row["tokens", "full"][kept].tolist()
+        sampled = row["masks", "all_assistant_mask"][kept].tolist()
+        versions = [v for v in row["versions", "full"][kept].tolist() if v >= 0]
+        assert record["fork"] == fork == row["fork"]
+        assert record["num_forks"] == len(rows) - 1
+        assert record["seqlen"] == len(tokens)
+        assert record["prompt"] + record["completion"] == tokens
+        assert record["prompt_len"] == len(record["prompt"])
+        assert not any(sampled[: record["prompt_len"]])
+        assert sampled[record["prompt_len"] :][:1] in ([], [True])
+        assert record["head_version"] == min(versions, default=-1)
+        assert record["tail_version"] == max(versions, default=-1)
+        marked = [False] * len(tokens)
+        for span in record["turns"]:
+            turn = episode.turns[span["turn"]]
+            assert tokens[: span["start"]] == turn.prompt_ids
+            assert tokens[span["start"] : span["stop"]] == turn.completion.token_ids
+            assert span["reward"] == turn.reward
+            marked[span["start"] : span["stop"]] = [True] * (span["stop"] - span["start"])
+        assert marked == sampled
+        assert [m["content"] for m in record["messages"]] == [
+            str(s["turn"]) for s in record["turns"]
+        ]
+        assert record["rewards"] == [turn.reward for turn in episode.turns]
+        assert record["reward"] == sum(record["rewards"])
+        assert record["sample_idx"] == 2
+        assert record["stop_reason"] == episode.stop_reason.value
+        assert record["group"] == episode.group
+        assert record["task_id"] == ("t" if episode.data == {"task_id": "t"} else episode.group)
+    # Every turn, and with it its messages, lies on one line.
+    told = [span["turn"] for record in records for span in record["turns"]]
+    assert sorted(told) == list(range(len(episode.turns)))
+
+
+def test_text_is_the_very_tokens(tokenizer, tmp_path):
+    words = tokenizer("guess 1 to 16")["input_ids"]
+    end = tokenizer.eos_token_id
+    turns = [
+        Turn(words, answer([words[1], end], 3), [say("guess 1 to 16")]),
+        Turn([*words, words[1], end, words[2]], answer([words[3]], 5), [say("to")], reward=1.0),
+    ]
+    EpisodeDump(tmp_path, tokenizer).write(Episode(None, 4, 9, turns, StopReason.DONE))
+    (line,) = read(tmp_path / "5.jsonl")
+    assert set(FIELDS) <= set(line)
+    assert line["prompt"] == "guess 1 to 16"
+    assert line["completion"] == " 1 <end> to 16"
+    assert line["prompt"] + line["completion"] == tokenizer.decode(
+        [*words, words[1], end, *words[2:]]
+    )
+    assert (line["seqlen"], line["prompt_len"]) == (8, 4)
+    assert (line["head_version"], line["tail_version"], line["reward"]) == (3, 5, 1.0)
+    assert line["messages"] == [say("guess 1 to 16"), say("to")]
+    assert [(s["start"], s["stop"]) for s in line["turns"]] == [(4, 6), (7, 8)]
+
+
+def test_characters_that_are_cut_between_prompt_and_completion_are_decoded_apart():
+    class Bytes:
+        def decode(self, ids, **_):
+            return bytes(ids).decode(errors="replace")
+
+    tokens = list("aé".encode())
+    (record,) = episode_records(
+        Episode(None, turns=[Turn(tokens[:2], answer(tokens[2:]), [])]), Bytes()
+    )
+    assert (record["prompt"], record["completion"]) == ("a\ufffd", "\ufffd")
+
+
+def test_episodes_are_filed_by_version_and_ranked_in_their_groups(tmp_path):
+    dump = EpisodeDump(tmp_path / "new" / "folder")
+
+    def played_by(version, group):
+        return Episode(None, group, 0, [Turn([1], answer([2], version), [])], StopReason.DONE)
+
+    dump.write_all([played_by(1, 0), played_by(2, 1), played_by(2, 0), played_by(2, 1)])
+    dump.write_all([played_by(2, 5)], is_eval=True)
+    dump.write(Episode(None, 7, 0, [Turn([1], answer([]), [])], StopReason.DONE))
+    dump.write(Episode({"task_id": torch.tensor(3)}, 8))
+    lines = {
+        path.relative_to(dump.dump_dir).as_posix(): [
+            (r["group"], r["sample_idx"]) for r in read(path)
+        ]
+        for path in dump.dump_dir.rglob("*.jsonl")
+    }
+    assert lines == {
+        "1.jsonl": [(0, 0)],
+        "2.jsonl": [(1, 0), (0, 1), (1, 1)],
+        "eval/2.jsonl": [(5, 0)],
+        "-1.jsonl": [(7, 0), (8, 0)],
+    }
+    empty = read(dump.dump_dir / "-1.jsonl")[1]
+    assert empty["task_id"] == 3
+    assert empty["stop_reason"] is None
+    assert (empty["seqlen"], empty["num_turns"], empty["completion"]) == (0, 0, [])
+
+
+def test_the_task_id_of_a_tensordict_is_found():
+    def task_id(data):
+        return episode_records(Episode(data, group=5))[0]["task_id"]
+
+    assert task_id(TensorDict({"task_id": torch.tensor(7)})) == 7
+    assert task_id(TensorDict({"x": torch.tensor(7)})) == 5
+    assert task_id("task_id") == 5
+
+
+def test_a_refused_episode_writes_nothing(tmp_path):
+    good = Episode(None, 0, 0, [Turn([1], answer([2]), [])])
+    bad = Episode(None, 0, 1, [Turn([], answer([2]), [])])
+    with pytest.raises(ValueError, match="empty prompt"):
+        EpisodeDump(tmp_path).write_all([good, bad])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path):
+    dump = EpisodeDump(tmp_path / "dump")
+    (tmp_path / "dump").rmdir()
+    dump.write(Episode(None, 0, 0, [Turn([1], answer([2]), [])]))
+    assert len(read(tmp_path / "dump" / "0.jsonl")) == 1
+
+
+# Lines of JSON
+
+_SCALAR = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)
+)
+_JSON = st.recursive(
+    _SCALAR | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=_JSON)
+def test_what_is_json_reads_back_equal_from_one_line(value):
+    line = to_line(value)
+    assert json.loads(line) == value
+    assert line.decode().splitlines() == [line.decode()[:-1]]
+
+
+def test_what_json_lacks():
+    class Broken:
+        def __repr__(self):
+            raise ValueError
+
+    endless: list = []
+    endless.append(endless)
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    assert to_json([math.nan, math.inf, -math.inf]) == ["NaN", "Infinity", "-Infinity"]
+    assert math.isnan(float(to_json(np.float32("nan"))))
+    assert to_json((np.int64(3), torch.ones(1), torch.tensor(True))) == [3, 1.0, True]
+    assert to_json({StopReason.DONE: StopReason.DONE, 1: {2}}) == {
+        "done": "done",
+        "1": {"__repr__": "{2}"},
+    }
+    assert to_json(endless) == [{"__repr__": "[[...]]"}]
+    assert to_json(Broken()) == {"__repr__": "<Broken, whose repr raises ValueError>"}
+    assert len(to_json(bytes(10**6))["__repr__"]) == 1000
+    for value in (np.longdouble(1), torch.ones(2), torch.ones(1, device="meta"), deep):
+        assert b"__repr__" in to_line(value)
+    assert json.loads(to_line("\ud800")) == "\ud800"
+    assert "Größe 大".encode() in to_line("Größe 大")
+
+
+def many(path: Path, writer: int, number: int) -> None:
+    for i in range(number):
+        append_lines(path, [to_line({"writer": writer, "i": i, "text": "ä" * (997 * (i % 30))})])
+
+
+def test_threads_and_processes_lose_nothing(tmp_path):
+    path = tmp_path / "0.jsonl"
+    workers = [FORK.Process(target=many, args=(path, w, 60)) for w in range(2)]
+    workers += [threading.Thread(target=many, args=(path, w, 60)) for w in range(2, 5)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    lines = read(path)
+    assert Counter(line["writer"] for line in lines) == dict.fromkeys(range(5), 60)
+    for writer in range(5):
+        assert [line["i"] for line in lines if line["writer"] == writer] == list(range(60))
+    assert all(line["text"] == "ä" * (997 * (line["i"] % 30)) for line in lines)
+
+
+def one_line_in_pieces(path: Path, pieces: Path) -> None:
+    """Write a line of which the system takes a few bytes at a time, and tell how far it came."""
+    write = os.write
+
+    def slow(file, data):
+        written = write(file, data[:3])
+        pieces.touch()
+        time.sleep(0.01)
+        return written
+
+    os.write = slow
+    append_lines(path, [to_line("torn " * 10_000)])
+
+
+@pytest.mark.parametrize("before", [[], ["first"], ["x" * 200_000]], ids=["new", "short", "long"])
+def test_a_line_of_a_killed_process_is_cut_off(tmp_path, before):
+    path, pieces = tmp_path / "0.jsonl", tmp_path / "begun"
+    if before:
+        append_lines(path, [to_line(before[0])])
+    size = path.stat().st_size if before else 0
+    process = FORK.Process(target=one_line_in_pieces, args=(path, pieces))
+    process.start()
+    while not pieces.exists():
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert path.stat().st_size > size
+    assert not path.read_bytes().endswith(b"\n")
+    append_lines(path, [to_line("second")])
+    assert read(path) == [*before, "second"]
+
+
+def test_torn_lines_of_any_length_are_cut_off(tmp_path):
+    for whole in (b"", b"1\n", b"2" * 70_000 + b"\n"):
+        for torn in (b"", b"[", b"[" * 65_535, b"[" * 65_536, b"[" * 200_000):
+            path = tmp_path / "0.jsonl"
+            path.write_bytes(whole + torn)
+            append_lines(path, [b"3\n"])
+            assert path.read_bytes() == whole + b"3\n"
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path, monkeypatch):
+    path, write = tmp_path / "0.jsonl", os.write
+
+    def full(file, data):
+        if len(data) < 8:
+            raise OSError("No space left on device")
+        return write(file, data[:3])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        append_lines(path, [to_line("a line that is cut")])
+    monkeypatch.undo()
+    assert path.read_bytes() == b""
+    append_lines(path, [to_line(1)])
+    assert read(path) == [1]
+
+
+def test_a_short_write_is_finished(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
+    append_lines(tmp_path / "0.jsonl", [to_line("long enough"), to_line("again")])
+    assert read(tmp_path / "0.jsonl") == ["long enough", "again"]
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def no_locks(*_):
+        raise OSError("not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for i in range(3):
+        append_lines(tmp_path / "0.jsonl", [to_line(i)])
+    assert read(tmp_path / "0.jsonl") == [0, 1, 2]

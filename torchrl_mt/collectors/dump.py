@@ -1,0 +1,226 @@
+"""Episodes as lines of JSON for people to read, a line for every training row.
+
+Every line says exactly what ``MergeTurns`` makes of the episode: which tokens were given, which were
+sampled, in which turn and by which weights.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
+from torchrl_mt.transforms import MergeTurns
+
+__all__ = ["EpisodeDump", "episode_records"]
+
+
+class EpisodeDump:
+    """Write episodes into ``dump_dir/<version>.jsonl``, and evaluations into ``dump_dir/eval``.
+
+    The version is the last that sampled a token of the episode; -1 if none was sampled. Each line is
+    a JSON object, see :func:`episode_records`. Lines are appended whole, whatever happens to the
+    process, and any number of threads and processes may write into one folder.
+
+    Args:
+        dump_dir: the folder; it is made if need be.
+        tokenizer: decodes the tokens; token ids are written if ``None``.
+
+    Examples:
+        >>> import json, tempfile
+        >>> from torchrl_mt.collectors import StopReason, Turn
+        >>> from torchrl_mt.engines import Completion
+        >>> turn = Turn([1, 2], Completion([3], [-0.5], [7], "stop"), messages=[], reward=1.0)
+        >>> folder = tempfile.mkdtemp()
+        >>> EpisodeDump(folder).write(Episode({"task_id": "a"}, 0, 0, [turn], StopReason.DONE))
+        >>> line = json.loads(Path(folder, "7.jsonl").read_text())
+        >>> line["task_id"], line["reward"], line["prompt"], line["completion"]
+        ('a', 1.0, [1, 2], [3])
+    """
+
+    def __init__(self, dump_dir: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        self.dump_dir = Path(dump_dir)
+        self.dump_dir.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = tokenizer
+
+    def write(self, episode: Episode, *, sample_idx: int = 0, is_eval: bool = False) -> None:
+        """Append an episode's lines.
+
+        Args:
+            episode: a finished episode.
+            sample_idx: its place in its group.
+            is_eval: whether it was played to evaluate the policy.
+        """
+        self._append([(episode, sample_idx)], is_eval)
+
+    def write_all(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
+        """Append the lines of whole groups.
+
+        Args:
+            episodes: finished episodes, those of a group in the order of their places in it.
+            is_eval: whether they were played to evaluate the policy.
+        """
+        seen: Counter[int] = Counter()
+        ranked = []
+        for episode in episodes:
+            ranked.append((episode, seen[episode.group]))
+            seen[episode.group] += 1
+        self._append(ranked, is_eval)
+
+    def _append(self, ranked: Iterable[tuple[Episode, int]], is_eval: bool) -> None:
+        """Append episodes, with their places in their groups."""
+        folder = self.dump_dir / "eval" if is_eval else self.dump_dir
+        lines: defaultdict[int, list[bytes]] = defaultdict(list)
+        for episode, sample_idx in ranked:
+            records = episode_records(episode, self.tokenizer, sample_idx=sample_idx)
+            version = max(record["tail_version"] for record in records)
+            lines[version] += map(to_line, records)
+        for version, of_version in lines.items():
+            append_lines(folder / f"{version}.jsonl", of_version)
+
+
+def episode_records(
+    episode: Episode, tokenizer: Any = None, *, sample_idx: int = 0
+) -> list[dict[str, Any]]:
+    """Describe an episode, one record for every row that ``MergeTurns`` makes of it.
+
+    Args:
+        episode: a finished episode.
+        tokenizer: decodes the tokens, special ones included; token ids are kept if ``None``.
+        sample_idx: the episode's place in its group.
+
+    Returns:
+        At least one dict of what JSON can hold (see :func:`~torchrl_mt.collectors.jsonl.to_json`), with
+
+        - ``task_id``: the data's own, or else the group's id; ``group``, ``sample_idx``, ``traj_id``;
+        - ``fork``: 0 for the episode's first row, then counting up; ``num_forks``: how many rows there
+          are beyond the first;
+        - ``seqlen``: tokens of the row; ``prompt_len``: those before its first sampled token (all of
+          them if none was sampled);
+        - ``head_version`` and ``tail_version``: the lowest and the highest that sampled a token of
+          the row; -1 if none was sampled;
+        - ``reward``: the episode's, summed over all turns; ``rewards``: each turn's; ``stop_reason``;
+          ``num_turns``;
+        - ``messages``: those that are new in the row's turns;
+        - ``prompt`` and ``completion``: the row's tokens up to its first sampled token, and all
+          from there on, those of the environment included;
+        - ``turns``: for each turn in the row its number in the episode (``"turn"``), where in the row
+          its sampled tokens lie (from ``"start"`` up to ``"stop"``), its ``"reward"`` and
+          ``"finish_reason"``.
+
+    Raises:
+        ValueError: if a turn has an empty prompt.
+    """
+    turns = episode.turns
+    rows = _rows(episode) if turns else [_Row([], [], [], [])]
+    home = [_row_of(k, turn.prompt_ids, rows) for k, turn in enumerate(turns)]
+    of_episode = {
+        "task_id": _task_id(episode),
+        "group": episode.group,
+        "sample_idx": sample_idx,
+        "traj_id": episode.traj_id,
+        "num_forks": len(rows) - 1,
+        "reward": float(sum(turn.reward for turn in turns)),
+        "rewards": [turn.reward for turn in turns],
+        "stop_reason": episode.stop_reason,
+        "num_turns": len(turns),
+    }
+    records = []
+    for fork, row in enumerate(rows):
+        mine = [(k, turn) for k, turn in enumerate(turns) if home[k] == fork]
+        prompt_len = row.sampled.index(True) if True in row.sampled else len(row.tokens)
+        by_policy = list(compress(row.versions, row.sampled)) or [-1]
+        prompt, completion = _texts(row.tokens, prompt_len, tokenizer)
+        of_row = {
+            "fork": fork,
+            "seqlen": len(row.tokens),
+            "prompt_len": prompt_len,
+            "head_version": min(by_policy),
+            "tail_version": max(by_policy),
+            "messages": [message for _, turn in mine for message in turn.messages],
+            "prompt": prompt,
+            "completion": completion,
+            "turns": [_span(k, turn) for k, turn in mine],
+        }
+        records.append(to_json(of_episode | of_row))
+    return records
+
+
+class _Row(NamedTuple):
+    """A row, one entry a token, without padding."""
+
+    tokens: list[int]
+    sampled: list[bool]
+    versions: list[int]
+    turns: list[int]
+
+
+def _rows(episode: Episode) -> list[_Row]:
+    """The rows that the episode is trained on."""
+    keys = (
+        ("tokens", "full"),
+        ("masks", "all_assistant_mask"),
+        ("versions", "full"),
+        ("turns", "full"),
+    )
+    rows = MergeTurns()(episodes_to_tensordict([episode]))
+    columns = [rows[key] for key in keys]
+    return [
+        _Row(*(column[fork][kept].tolist() for column in columns))
+        for fork, kept in enumerate(rows["masks", "all_attention_mask"])
+    ]
+
+
+def _row_of(k: int, prompt: Sequence[int], rows: Sequence[_Row]) -> int:
+    """The row that a turn went on with or began."""
+    for fork, row in enumerate(rows):
+        if k in row.turns:
+            return fork
+    # It added nothing: its row, the latest of equal ones, was its prompt.
+    return max(
+        fork
+        for fork, row in enumerate(rows)
+        if row.tokens[: bisect_left(row.turns, k)] == list(prompt)
+    )
+
+
+def _span(k: int, turn: Turn) -> dict[str, Any]:
+    """Where a turn's sampled tokens lie: its row begins with all that the turn was given."""
+    start = len(turn.prompt_ids)
+    return {
+        "turn": k,
+        "start": start,
+        "stop": start + len(turn.completion.token_ids),
+        "reward": turn.reward,
+        "finish_reason": turn.completion.finish_reason,
+    }
+
+
+def _texts(tokens: list[int], prompt_len: int, tokenizer: Any) -> tuple[Any, Any]:
+    """The text up to a token, and from there on."""
+    if tokenizer is None:
+        return tokens[:prompt_len], tokens[prompt_len:]
+
+    def text(ids: list[int]) -> str:
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    prompt, whole = text(tokens[:prompt_len]), text(tokens)
+    if whole.startswith(prompt):
+        # Many tokenizers write a word at the beginning of a text unlike one in the middle.
+        return prompt, whole[len(prompt) :]
+    return prompt, text(tokens[prompt_len:])
+
+
+def _task_id(episode: Episode) -> Any:
+    """The task's id in the data, or else the group's."""
+    data = episode.data
+    named = isinstance(data, Mapping) and "task_id" in data.keys()  # noqa: SIM118  (TensorDict)
+    return data["task_id"] if named else episode.group
