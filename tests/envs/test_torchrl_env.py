@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 import threading
 
 import psutil
@@ -15,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader, IterableDataset
 from torchrl.data import Unbounded
 from torchrl.data.llm import History
-from torchrl.envs import GymEnv, StepCounter, Transform, TransformedEnv
+from torchrl.envs import StepCounter, TicTacToeEnv, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm.datasets import CountdownEnv
 from torchrl.envs.llm.reward import GSM8KRewardParser
 from torchrl.envs.llm.transforms import (
     AddThinkingPrompt,
@@ -33,7 +36,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
-from torchrl_mt.envs import ChatEnvAdapter
+from torchrl_mt.envs import ChatEnvAdapter, calculate
 from torchrl_mt.envs.torchrl_env import _with_data
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -191,6 +194,30 @@ def test_a_step_limit_truncates(adapter):
     assert env.step("<answer>1</answer>").terminated
 
 
+@pytest.mark.parametrize(
+    ("flags", "done", "truncated"),
+    [
+        (("done",), True, False),
+        (("terminated",), True, False),
+        (("truncated",), True, True),
+        (("done", "truncated"), True, True),
+        (("done", "terminated", "truncated"), True, False),
+        ((), False, False),
+    ],
+)
+def test_flags_that_a_transform_may_set(adapter, flags, done, truncated):
+    class Flags(Transform):
+        def _step(self, tensordict, next_tensordict):
+            for key in flags:
+                next_tensordict[key] = torch.ones(1, 1, dtype=torch.bool)
+            return next_tensordict
+
+    env = adapter(lambda: ChatEnv().append_transform(Flags()))
+    env.reset("hello")
+    step = env.step("hm")
+    assert (step.done, step.truncated) == (done, truncated)
+
+
 def test_numbers_of_the_data_are_tensors_and_rewards_are_summed(adapter):
     env = adapter(lambda: ChatEnv().append_transform(ByteRatio()))
     env.reset({"query": "hello", "budget": 4})
@@ -323,16 +350,87 @@ def test_data_goes_before_the_environments_data_set(adapter):
         env.reset("hello")
 
 
-def test_a_loader_without_numbered_items_needs_data(adapter):
-    class Endless(IterableDataset):
-        def __iter__(self):
-            while True:
-                yield ITEMS[0]
+class Counting(IterableDataset):
+    """Counts on from iterator to iterator, so that no item comes twice."""
 
-    env = adapter(lambda: ChatEnv.from_dataloader(DataLoader(Endless()), batch_size=(1,)))
-    with pytest.raises(ValueError, match=r"has a DataLoader: give the collector the items"):
-        env.reset({"seed": 0})
-    assert plain(env.reset(ITEMS[0]))[0]["content"] == ITEMS[0]["query"]
+    def __init__(self):
+        self.count = itertools.count()
+
+    def __iter__(self):
+        for k in self.count:
+            yield {"query": f"{k}?", "answer": f"#### {k}"}
+
+
+def test_a_loader_that_only_iterates_is_shared_and_gives_each_seed_an_item(adapter):
+    env = adapter(lambda: ChatEnv.from_dataloader(DataLoader(Counting()), batch_size=(1,)))
+
+    def question(seed, env):
+        (message,) = env.reset({"seed": seed} if seed is not None else None)
+        env.close()
+        return message["content"]
+
+    copies = [copy.deepcopy(env) for _ in range(3)]
+    asked = [question(seed, other) for seed in (7, 1, 10**9) for other in copies]
+    assert asked == [question for question in asked[::3] for _ in range(3)]
+    assert len(set(asked)) == 3
+    asked += [question(None, other) for other in copies]
+    assert len(set(asked)) == 6
+    assert question(1, env) == asked[3]
+
+
+def test_countdown(adapter):
+    env = adapter(lambda: CountdownEnv(max_steps=3, num_count=2, seed=0))
+    others = [copy.deepcopy(env) for _ in range(4)]
+    messages = [other.reset({"seed": 5}) for other in others]
+    assert all(opening == messages[0] for opening in messages)
+    assert [message["role"] for message in messages[0]] == ["system", "user"]
+    assert others[0].reset({"seed": 6}) != messages[0]
+    numbers, target = re.findall(r"\[(.*?)\].*?([0-9]+)", messages[0][1]["content"], re.DOTALL)[0]
+    sums = [
+        f"{x} {symbol} {y}"
+        for x, y in itertools.permutations(numbers.split(", "))
+        for symbol in "+-*/"
+    ]
+    right = [text for text in sums if calculate(text) == int(target)]
+    step = others[1].step(f"<answer>{right[0]}</answer>")
+    assert (step.reward, step.terminated) == (1.0, True)
+    for other in others:
+        other.close()
+
+
+@pytest.mark.parametrize("collate", ["default", "tensordict"])
+def test_collated_items_come_back_as_they_were(adapter, collate):
+    items = [{"query": f"{k}?", "n": k, "x": torch.arange(2) + k} for k in range(4)]
+
+    def stack(batch):
+        return torch.stack([TensorDict.from_dict(item) for item in batch])
+
+    loader = DataLoader(items, batch_size=2, collate_fn=None if collate == "default" else stack)
+    seen = []
+
+    class Look(Transform):
+        def _step(self, tensordict, next_tensordict):
+            seen.append((next_tensordict["query"], next_tensordict["n"], next_tensordict["x"]))
+            return next_tensordict
+
+    env = adapter(lambda: ChatEnv.from_dataloader(loader, batch_size=(1,)).append_transform(Look()))
+    env.reset({"seed": 6})
+    env.step("hm")
+    ((query, n, x),) = seen
+    assert (query, n.tolist(), x.tolist()) == (["2?"], [2], [[2, 3]])
+
+
+def test_data_is_not_written_into(adapter):
+    class Write(Transform):
+        def _step(self, tensordict, next_tensordict):
+            next_tensordict["x"].zero_()
+            return next_tensordict
+
+    data = {"query": "hello", "x": torch.ones(2)}
+    env = adapter(lambda: ChatEnv().append_transform(Write()))
+    env.reset(data)
+    env.step("hm")
+    assert data["x"].tolist() == [1.0, 1.0]
 
 
 def test_a_data_loader_may_be_a_transform_of_the_user(adapter):
@@ -362,7 +460,7 @@ class NeedsLogProbs(Transform):
             ValueError,
             "input_mode='history', got 'text'",
         ),
-        (lambda: GymEnv("CartPole-v1"), ValueError, "input_mode='history', got None"),
+        (TicTacToeEnv, ValueError, "input_mode='history', got None"),
         (
             lambda: ChatEnv().append_transform(KLComputation()),
             ValueError,
@@ -377,8 +475,6 @@ class NeedsLogProbs(Transform):
     ],
 )
 def test_environments_that_text_cannot_play_in_are_refused(adapter, factory, error, message):
-    if "CartPole" in str(factory.__code__.co_consts):
-        pytest.importorskip("gymnasium")
     with pytest.raises(error, match=message):
         adapter(factory).reset("hello")
 

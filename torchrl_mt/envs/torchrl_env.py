@@ -17,6 +17,7 @@ from tensordict import (
     NonTensorStack,
     TensorDict,
     TensorDictBase,
+    is_tensor_collection,
     lazy_stack,
     unravel_key,
 )
@@ -26,7 +27,6 @@ from torchrl.envs.llm.transforms import (
     DataLoadingPrimer,
     KLComputation,
     KLRewardTransform,
-    RayDataLoadingPrimer,
     RetrieveKL,
     RetrieveLogProb,
 )
@@ -37,9 +37,9 @@ from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 __all__ = ["ChatEnvAdapter"]
 
 _KL_TRANSFORMS = (KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb)
-_LOADERS = (DataLoadingPrimer, RayDataLoadingPrimer)
 _POLICY_NODES = {"tokens", "log_probs", "masks", "logits"}
 _DONE_KEYS = ("done", "terminated", "truncated")
+_SEEDS_KEPT = 10_000
 
 
 class ChatEnvAdapter(TextEnv):
@@ -55,13 +55,14 @@ class ChatEnvAdapter(TextEnv):
     or the prompt alone: text, or a list of messages. The prompt of a mapping is its ``data_key`` entry
     (``"query"`` unless the environment was given another name) or else its ``"messages"``.
 
-    An environment with its own data loader takes the prompt from the data all the same if that has
-    one. For data ``{"seed": k}``, which is what a collector without data gives, it is item ``k`` of
-    the loader's ``dataset`` (modulo its size), whatever the loader's order, repeats and batch size:
-    so a group shares its prompt, and a run repeats.
+    An environment with its own data loader needs no prompt in the data, and takes it if there is one.
+    Otherwise data ``{"seed": k}``, which is what a collector without data gives, stands for item ``k``
+    of the loader's ``dataset`` (modulo its size), so that a group shares its prompt and a run repeats,
+    whatever the loader's own order. A loader that can only be iterated is shared by the adapter and its
+    copies: it gives a new item for every new seed, and the same one for the same seed again.
 
     Args:
-        factory: makes the environment; of batch size ``[1]`` (or ``[]``) and ``input_mode="history"``.
+        factory: makes the environment, of batch size ``[1]`` and ``input_mode="history"``.
         reward_key: where the environment writes the reward, which is summed over its elements. An
             environment that writes none pays 0.
 
@@ -90,6 +91,7 @@ class ChatEnvAdapter(TextEnv):
             )
         self.factory = factory
         self.reward_key = reward_key
+        self._draws = _Draws()
         self._lock = threading.Lock()
         self._env: EnvBase | None = None
         self._root: TensorDictBase | None = None
@@ -98,7 +100,9 @@ class ChatEnvAdapter(TextEnv):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChatEnvAdapter:
         """An adapter of the same factory, without an episode: environments are not to be copied."""
-        return type(self)(self.factory, reward_key=self.reward_key)
+        other = type(self)(self.factory, reward_key=self.reward_key)
+        other._draws = self._draws
+        return other
 
     def reset(self, data: Any = None) -> list[Message]:
         """Make an environment and begin an episode in it.
@@ -123,7 +127,7 @@ class ChatEnvAdapter(TextEnv):
                 )
             try:
                 _require_chat_env(env)
-                item = _item(data, env)
+                item = _item(data, env, self._draws)
                 env = _with_data(env, item)
                 root = env.reset()
             except BaseException:
@@ -131,7 +135,7 @@ class ChatEnvAdapter(TextEnv):
                 raise
             self._close()
             self._env, self._root, self._given = env, root, set(item)
-            self._shown = _messages(_prompt(root, env))
+            self._shown = _messages(root)
             return list(self._shown)
 
     def step(self, response: str) -> TextStep:
@@ -141,8 +145,9 @@ class ChatEnvAdapter(TextEnv):
             response: the model's text.
 
         Returns:
-            The messages that the environment added; the reward; done and truncated as the environment
-            says; ``info`` with every other scalar of the step.
+            The messages that the environment added; the reward; whether the episode is done, which is
+            truncated if the environment says so and not also terminated; in ``info`` every other single
+            number or word of the step.
 
         Raises:
             RuntimeError: if no episode is under way, or the environment changed messages that the
@@ -155,10 +160,10 @@ class ChatEnvAdapter(TextEnv):
                 )
             env, root, self._root = self._env, self._root, None
             said = {"role": _setting(env, "policy_role", None) or "assistant", "content": response}
-            _say(root, said, batched=bool(env.batch_size))
+            _say(root, said)
             stepped = env.step(root)
             after = stepped["next"]
-            messages = _messages(_prompt(after, env))
+            messages = _messages(after)
             known = [*self._shown, said]
             if messages[: len(known)] != known:
                 raise RuntimeError(
@@ -174,7 +179,7 @@ class ChatEnvAdapter(TextEnv):
                 tuple(messages[len(known) :]),
                 reward=_total(after.get(self.reward_key, None)),
                 done=done or terminated or truncated,
-                truncated=(done or truncated) and not terminated,
+                truncated=truncated and not terminated,
                 info=self._info(after) or None,
             )
 
@@ -208,16 +213,16 @@ class ChatEnvAdapter(TextEnv):
 
 def _require_chat_env(env: EnvBase) -> None:
     """Refuse an environment that text alone cannot play in."""
-    if tuple(env.batch_size) not in ((), (1,)):
-        raise ValueError(
-            "factory must make an environment of batch size [1], one conversation, got "
-            f"{list(env.batch_size)}: leave batch_size or num_envs at 1."
-        )
     mode = _setting(env, "input_mode", None)
     if mode != "history":
         raise ValueError(
             f"factory must make a chat environment with input_mode='history', got {mode!r}: only "
             "messages can be told apart from what the model was shown before."
+        )
+    if tuple(env.batch_size) != (1,):
+        raise ValueError(
+            "factory must make an environment of batch size [1], one conversation, got "
+            f"{list(env.batch_size)}: leave batch_size or num_envs at 1."
         )
     for transform in _transforms(env):
         roots = {key if isinstance(key, str) else key[0] for key in transform.in_keys}
@@ -231,8 +236,7 @@ def _require_chat_env(env: EnvBase) -> None:
 
 def _with_data(env: EnvBase, item: Mapping[str, Any]) -> TransformedEnv:
     """The environment, started from ``item``, whose entries are in the tensordict at every step."""
-    values = {key: _entry(value, env) for key, value in item.items()}
-    data = TensorDict(values, batch_size=env.batch_size)
+    data = TensorDict({key: _entry(value) for key, value in item.items()}, batch_size=[1])
     primer = TensorDictPrimer(
         primers=make_composite_from_td(data, unsqueeze_null_shapes=False),
         default_value=lambda reset=None: data,
@@ -253,7 +257,29 @@ def _with_data(env: EnvBase, item: Mapping[str, Any]) -> TransformedEnv:
     return env
 
 
-def _item(data: Any, env: EnvBase) -> dict[str, Any]:
+class _Draws:
+    """Items of a data loader that can only be iterated; a seed is drawn for once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._source: DataLoadingPrimer | None = None
+        self._items: dict[int, dict[str, Any]] = {}
+
+    def item(self, loader: DataLoadingPrimer, seed: int | None) -> dict[str, Any]:
+        """The seed's item, or the next one."""
+        with self._lock:
+            if seed is not None and seed in self._items:
+                return self._items[seed]
+            self._source = self._source or loader
+            item = _fields(self._source.default_value())
+            if seed is not None:
+                self._items[seed] = item
+                if len(self._items) > _SEEDS_KEPT:
+                    del self._items[next(iter(self._items))]
+            return item
+
+
+def _item(data: Any, env: EnvBase, draws: _Draws) -> dict[str, Any]:
     """The entries that the episode starts from, the prompt under the environment's name for it."""
     name = _setting(env, "data_key", "query")
     if isinstance(data, Mapping):
@@ -269,10 +295,17 @@ def _item(data: Any, env: EnvBase) -> dict[str, Any]:
             "data must be a mapping, a prompt or a list of messages, got "
             f"{type(data).__name__} ({str(data)[:80]})."
         )
-    loader = next((t for t in _transforms(env) if isinstance(t, _LOADERS)), None)
+    loader = next((t for t in _transforms(env) if isinstance(t, DataLoadingPrimer)), None)
+    if loader is None and name not in item:
+        raise ValueError(
+            f'data must hold the prompt, as data["{name}"] or data["messages"], since the environment '
+            f"has no data loader of its own, got {sorted(map(str, item))}."
+        )
+    if loader is None:
+        return item
     if name not in item:
-        item = _loaded(loader, item.get("seed"), name)
-    missing = sorted(set(map(str, loader.data_keys if loader else ())) - set(map(str, item)))
+        return _loaded(loader, item.get("seed"), draws)
+    missing = sorted(set(map(str, loader.data_keys)) - set(map(str, item)))
     if missing:
         raise ValueError(
             f"data must hold all that the environment's data loader would, got no {missing}: add them, "
@@ -281,52 +314,47 @@ def _item(data: Any, env: EnvBase) -> dict[str, Any]:
     return item
 
 
-def _loaded(loader: Any, seed: Any, name: str) -> dict[str, Any]:
-    """Item ``seed`` of the environment's own data set."""
-    source: Any = getattr(loader, "dataloader", None)
-    dataset: Any = getattr(source, "dataset", None)
+def _loaded(loader: DataLoadingPrimer, seed: Any, draws: _Draws) -> dict[str, Any]:
+    """The item of the environment's own data that a seed stands for."""
+    seed = None if seed is None else int(seed)
+    dataset: Any = getattr(loader.dataloader, "dataset", None)
     if seed is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise ValueError(
-            f'data must hold the prompt as data["{name}"] or data["messages"], or a "seed" where the '
-            "environment's data loader has a dataset with items by number; the environment has "
-            + ("no data loader" if loader is None else f"a {type(source).__name__}")
-            + ": give the collector the items themselves (data=[...])."
-        )
-    batch = source.collate_fn([dataset[int(seed) % len(dataset)]])
-    batch = batch[0] if isinstance(batch, list) else {key: batch[key][0] for key in batch}
-    return dict(batch)
+        return draws.item(loader, seed)
+    batch = loader.dataloader.collate_fn([dataset[seed % len(dataset)]])
+    if not is_tensor_collection(batch):
+        batch = TensorDict.from_dict(batch, batch_size=[1])
+    return _fields(batch[0])
 
 
-def _entry(value: Any, env: EnvBase) -> Any:
+def _fields(item: TensorDictBase) -> dict[str, Any]:
+    """The entries of one item, as they were before TensorDict took them."""
+    return {key: item[key] for key in item.keys()}  # noqa: SIM118 - iterates over rows otherwise
+
+
+def _entry(value: Any) -> Any:
     """A value as the tensordict of a single conversation holds it."""
     if isinstance(value, (bool, int, float)):
         value = torch.tensor(value)
     if isinstance(value, torch.Tensor):
-        return value.unsqueeze(0) if env.batch_size else value
-    data = NonTensorData(value)
-    return NonTensorStack(data) if env.batch_size else data
+        # A copy, since others may hold the same data and a transform may write into it.
+        return value.unsqueeze(0).clone()
+    return NonTensorStack(NonTensorData(value))
 
 
-def _say(root: TensorDictBase, said: Message, *, batched: bool) -> None:
+def _say(root: TensorDictBase, said: Message) -> None:
     """Write a response as TorchRL's policies do in history mode."""
     chat = root["history"]
-    response = History.from_chats([[dict(said)]]) if batched else History.from_chats([dict(said)])
+    response = History.from_chats([[dict(said)]])
     chat.response = response
     # History.extend refuses messages of different fields, such as one with tool calls.
     chat.full = lazy_stack([*chat.prompt.unbind(-1), *response.unbind(-1)], -1)
 
 
-def _prompt(root: TensorDictBase, env: EnvBase) -> History:
-    """The conversation so far."""
-    history = root["history"].prompt
-    return history[0] if env.batch_size else history
-
-
-def _messages(history: History) -> list[Message]:
-    """A conversation as chat templates take it, without the padding of batches."""
+def _messages(root: TensorDictBase) -> list[Message]:
+    """The conversation so far as chat templates take it, without the padding of batches."""
     return [
         {key: value for key, value in message.items() if key != "is_complete" and value is not None}
-        for message in history.tolist(tolist_first=True)
+        for message in root["history"].prompt[0].tolist(tolist_first=True)
         if message["role"] != "<none>"
     ]
 
