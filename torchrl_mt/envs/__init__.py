@@ -1,14 +1,22 @@
 """Text environments: what answers a language-model agent, turn by turn."""
 
+from torchrl_mt.envs.arithmetic import Arithmetic, play_arithmetic
+from torchrl_mt.envs.calculator import CalculatorError, calculate
 from torchrl_mt.envs.guess_number import Game, GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.torchrl_env import ChatEnvAdapter
 
 __all__ = [
+    "Arithmetic",
+    "CalculatorError",
+    "ChatEnvAdapter",
     "Game",
     "GuessNumber",
     "Message",
     "TextEnv",
     "TextStep",
+    "calculate",
     "optimal_return",
+    "play_arithmetic",
     "play_guess_number",
 ]

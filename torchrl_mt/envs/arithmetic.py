@@ -1,0 +1,407 @@
+"""Arithmetic with a calculator: the smallest task in which a model uses a tool over several turns.
+
+Every response is answered, whatever it holds, and none raises. The best return is 1 on every
+expression, and :func:`play_arithmetic` reaches it with the tool.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from torchrl_mt.envs.calculator import (
+    CalculatorError,
+    Expression,
+    Operation,
+    calculate,
+    parse,
+)
+from torchrl_mt.envs.guess_number import Game
+from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+
+__all__ = ["Arithmetic", "play_arithmetic"]
+
+_PROMPT = (
+    "Compute {expression}\n"
+    "To use the calculator, write for example <calc>3 + 4</calc> and wait for its result. "
+    "To finish, write the value, for example <answer>7</answer>."
+)
+_HINT = "error: write <calc>...</calc> or <answer>...</answer>"
+_OPERATORS = ("+", "-", "*", "/", "//", "%", "**")
+_ANSWER = re.compile(r"([+-]?[0-9]{1,400})(?:/([0-9]{1,400})|\.[0-9]{1,400})?")
+_MAX_CALLS = 16
+_MAX_DRAWS = 1000
+
+
+class Arithmetic(TextEnv):
+    """Compute the value of an expression, with a calculator at hand.
+
+    A response is read for two things:
+
+    - ``<answer>84</answer>`` ends the episode. The reward is 1 for the right value (an integer, a
+      decimal number, or a fraction in lowest terms such as ``3/2``), else ``wrong_reward``. Of several
+      answers the last counts, and calls beside an answer are not run.
+    - ``<calc>3 + 4</calc>`` calls the calculator (:func:`~torchrl_mt.envs.calculator.calculate`). All
+      calls of a response, 16 at most, are answered in one message, a line each: an integer or a
+      fraction in lowest terms, or ``error: `` and why there is none.
+
+    A response with neither is answered with a hint. An episode whose ``turns`` are used up without
+    an answer is truncated.
+
+    The expression comes from the episode's data: ``{"expression": "(3 + 4) * 12"}``, or any text
+    at all if it brings its own ``"answer"``, or ``{"seed": 3}`` to draw it from that seed, so that a
+    group that shares its data shares its expression. Any other data, or none, draws a new one.
+
+    Args:
+        operands: how many numbers an expression has.
+        operators: which operators, out of ``+ - * / // % **``; exponents are drawn from 0 to 3.
+        depth: how deep operations may nest: 1 is a single operation, and ``n`` operands fit from
+            ``ceil(log2(n))`` on. Any depth if ``None``.
+        digits: numbers are drawn from 1 to ``10 ** digits - 1``.
+        turns: how many responses an episode has.
+        call_operators: how many operators one call may hold; any number if ``None``, when a call that
+            copies the expression does it all. With 1, every operation takes a call.
+        tool_role: the role of the calculator's messages: ``"tool"`` for chat templates that know it.
+        wrong_reward: the reward of a well-formed wrong answer.
+        format_penalty: taken off the reward of a response that holds neither a call nor an answer, or
+            an answer that is no number.
+        call_cost: taken off the reward for every call that is run.
+        prompt: the opening message; ``{expression}`` is filled in.
+        seed: seed of the expressions drawn for episodes whose data gives none.
+
+    Raises:
+        ValueError: if a number is below 1, an operator unknown, ``depth`` too small for ``operands``,
+            no drawn expression fits the calculator, ``prompt`` leaves the expression out, or
+            ``call_operators`` goes with ``"/"``, whose results are themselves written with an
+            operator.
+
+    Examples:
+        >>> env = Arithmetic(tool_role="tool")
+        >>> env.reset({"expression": "(3 + 4) * 12"})[0]["content"].splitlines()[0]
+        'Compute (3 + 4) * 12'
+        >>> env.step("First <calc>3 + 4</calc>").messages
+        ({'role': 'tool', 'content': '7'},)
+        >>> step = env.step("<answer>84</answer>")
+        >>> step.reward, step.terminated
+        (1.0, True)
+    """
+
+    inline = True
+
+    def __init__(
+        self,
+        operands: int = 3,
+        operators: Sequence[str] = ("+", "-", "*"),
+        *,
+        depth: int | None = None,
+        digits: int = 2,
+        turns: int = 4,
+        call_operators: int | None = None,
+        tool_role: str = "user",
+        wrong_reward: float = 0.0,
+        format_penalty: float = 0.0,
+        call_cost: float = 0.0,
+        prompt: str = _PROMPT,
+        seed: int | None = None,
+    ) -> None:
+        _require_task(operands, operators, depth, digits, turns, call_operators)
+        if "{expression}" not in prompt:
+            raise ValueError(f"prompt must contain '{{expression}}', got {prompt[:80]!r}.")
+        self.operands = operands
+        self.operators = tuple(operators)
+        self.depth = depth
+        self.digits = digits
+        self.turns = turns
+        self.call_operators = call_operators
+        self.tool_role = tool_role
+        self.wrong_reward = wrong_reward
+        self.format_penalty = format_penalty
+        self.call_cost = call_cost
+        self.prompt = prompt
+        self._draw(random.Random(0))
+        self._rng = random.Random(seed)
+        self._expected: Fraction | None = None
+        self._turn = self._calls = 0
+
+    def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
+        """Pose an expression.
+
+        Args:
+            data: ``{"expression": str}``, ``{"expression": str, "answer": ...}`` (a number, or text such
+                as ``"3/2"``), ``{"seed": int}``, or anything else for a new expression.
+
+        Returns:
+            One user message: the task and how to write calls and answers.
+
+        Raises:
+            ValueError: if ``data["expression"]`` or ``data["answer"]`` has no value.
+        """
+        expression, self._expected = self._task(data)
+        self._turn = self._calls = 0
+        return [{"role": "user", "content": self.prompt.replace("{expression}", expression)}]
+
+    def step(self, response: str) -> TextStep:
+        """Grade an answer or run the calculator.
+
+        Args:
+            response: any text.
+
+        Returns:
+            The calculator's results or a hint; nothing after an answer. At the episode's end ``info``
+            has ``correct``, the ``answer`` as written (``None`` without one), the ``expected`` value
+            and the number of ``calls``.
+
+        Raises:
+            RuntimeError: if no episode is under way.
+        """
+        if self._expected is None:
+            raise RuntimeError(
+                "Arithmetic.step was called with no episode under way: call reset first."
+            )
+        self._turn += 1
+        answers = _tagged(response, "answer")
+        if answers:
+            value = _answer(answers[-1])
+            if value is None:
+                reward = 0.0 - self.format_penalty
+            else:
+                reward = 1.0 if value == self._expected else self.wrong_reward
+            return self._end((), reward, answers[-1].strip(), correct=value == self._expected)
+        calls = _tagged(response, "calc")[:_MAX_CALLS]
+        self._calls += len(calls)
+        if calls:
+            content = "\n".join(self._result(call) for call in calls)
+            message = {"role": self.tool_role, "content": content}
+            reward = 0.0 - self.call_cost * len(calls)
+        else:
+            message = {"role": "user", "content": _HINT}
+            reward = 0.0 - self.format_penalty
+        if self._turn == self.turns:
+            return self._end((message,), reward, None, correct=False)
+        return TextStep((message,), reward=reward)
+
+    def data(self, size: int | None = None, *, seed: int = 0) -> Iterator[dict[str, str]]:
+        """Draw episode data of this difficulty.
+
+        Args:
+            size: how many items to draw; without end if ``None``.
+            seed: the same seed draws the same items.
+
+        Returns:
+            An iterator over ``{"expression": str, "answer": str}``.
+
+        Examples:
+            >>> list(Arithmetic(operands=2, digits=1).data(2, seed=0))
+            [{'expression': '1 - 5', 'answer': '-4'}, {'expression': '7 * 5', 'answer': '35'}]
+        """
+        rng = random.Random(seed)
+        endless = (
+            {"expression": expression, "answer": str(value)}
+            for expression, value in iter(lambda: self._draw(rng), None)
+        )
+        return endless if size is None else (next(endless) for _ in range(size))
+
+    def _end(
+        self, messages: Sequence[Message], reward: float, answer: str | None, *, correct: bool
+    ) -> TextStep:
+        """The episode's last step; without an answer it is truncated."""
+        info = {
+            "correct": correct,
+            "answer": answer,
+            "expected": str(self._expected),
+            "calls": self._calls,
+        }
+        self._expected = None
+        return TextStep(messages, reward=reward, done=True, truncated=answer is None, info=info)
+
+    def _result(self, call: str) -> str:
+        """What the calculator prints."""
+        try:
+            return str(calculate(call, max_operators=self.call_operators))
+        except CalculatorError as error:
+            return f"error: {error}"
+
+    def _task(self, data: Mapping[str, Any] | None) -> tuple[str, Fraction]:
+        """The expression that this episode's data asks for, or a new one, and its value."""
+        given = data if isinstance(data, Mapping) else {}
+        expression, answer = given.get("expression"), given.get("answer")
+        if expression is None:
+            seed = given.get("seed")
+            return self._draw(self._rng if seed is None else random.Random(int(seed)))
+        try:
+            if answer is None:
+                return str(expression), calculate(str(expression))
+            return str(expression), Fraction(str(answer))
+        except (ValueError, ZeroDivisionError) as error:
+            name, value = ("expression", expression) if answer is None else ("answer", answer)
+            raise ValueError(
+                f'data["{name}"] must have a value, got {str(value)[:80]!r}: {error}.'
+            ) from None
+
+    def _draw(self, rng: random.Random) -> tuple[str, Fraction]:
+        """A random expression that has a value."""
+        for _ in range(_MAX_DRAWS):
+            depth = self.operands if self.depth is None else self.depth
+            expression = self._draw_tree(rng, self.operands, depth)
+            try:
+                return expression, calculate(expression)
+            except CalculatorError:
+                continue
+        raise ValueError(
+            f"operands={self.operands}, operators={self.operators} and digits={self.digits} must make "
+            f"expressions that the calculator can compute, got none in {_MAX_DRAWS} draws: lower them."
+        )
+
+    def _draw_tree(self, rng: random.Random, operands: int, depth: int) -> str:
+        """A random expression, in parentheses wherever it is part of another."""
+        if operands == 1:
+            return str(rng.randint(1, 10**self.digits - 1))
+        symbol = rng.choice(self.operators)
+        room = 2 ** (depth - 1)
+        if symbol == "**":
+            # A power's right side is a small number, so its left side takes the other operands.
+            if operands - 1 > room:
+                symbol = rng.choice([s for s in self.operators if s != "**"] or ["**"])
+            else:
+                left = self._draw_tree(rng, operands - 1, depth - 1)
+                return f"{_nested(left)} ** {rng.randint(0, 3)}"
+        size = rng.randint(max(1, operands - room), min(operands - 1, room))
+        sides = (self._draw_tree(rng, part, depth - 1) for part in (size, operands - size))
+        return f" {symbol} ".join(map(_nested, sides))
+
+
+def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> Game:
+    """Play one episode as well as it can be played with the calculator.
+
+    The player computes the whole expression in one call, or one operation a call where
+    ``call_operators`` allows no more, and answers with the last result. That takes a turn a call and
+    one for the answer, and returns ``1 - call_cost * calls``.
+
+    Args:
+        env: the environment; its ``turns`` must suffice.
+        data: what it is reset with; the expression is read off the prompt.
+
+    Returns:
+        The game.
+
+    Raises:
+        ValueError: if the prompt does not let the expression be read off, or the turns do not suffice.
+
+    Examples:
+        >>> game = play_arithmetic(Arithmetic(call_operators=1), {"expression": "(3 + 4) * 12"})
+        >>> [m["content"] for m in game.messages[1:]]
+        ['<calc>3 + 4</calc>', '7', '<calc>7 * 12</calc>', '84', '<answer>84</answer>']
+        >>> game.rewards
+        [0.0, 0.0, 1.0]
+    """
+    messages, rewards = list(env.reset(data)), []
+    before, _, after = env.prompt.partition("{expression}")
+    posed = messages[0]["content"]
+    expression = posed[len(before) : len(posed) - len(after)]
+
+    def say(content: str) -> TextStep:
+        step = env.step(content)
+        messages.extend([{"role": "assistant", "content": content}, *step.messages])
+        rewards.append(step.reward)
+        return step
+
+    def ask(call: str) -> str:
+        step = say(f"<calc>{call}</calc>")
+        result = str(step.messages[0]["content"])
+        if step.done or result.startswith("error"):
+            raise ValueError(f"env must let {call!r} be computed and answered, got {result!r}.")
+        return result
+
+    def value(tree: Expression) -> str:
+        """The result of a tree, an operation a call."""
+        if not isinstance(tree, Operation):
+            return str(tree)
+        values = [value(operand) for operand in tree.operands]
+        if len(values) == 1:
+            return str(calculate(tree.symbol + _signed(values[0])))
+        return ask(f" {tree.symbol} ".join(map(_signed, values)))
+
+    tree = parse(expression)
+    whole = env.call_operators is None or _num_operations(tree) <= env.call_operators
+    say(f"<answer>{ask(expression) if whole else value(tree)}</answer>")
+    return Game(messages, rewards)
+
+
+def _require_task(
+    operands: int,
+    operators: Sequence[str],
+    depth: int | None,
+    digits: int,
+    turns: int,
+    call_operators: int | None,
+) -> None:
+    """Refuse arguments that make no task."""
+    numbers = {
+        "operands": operands,
+        "depth": depth,
+        "digits": digits,
+        "turns": turns,
+        "call_operators": call_operators,
+    }
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}.")
+    if not operators or any(symbol not in _OPERATORS for symbol in operators):
+        raise ValueError(f"operators must be some of {_OPERATORS}, got {operators!r}.")
+    if depth is not None and operands > 2**depth:
+        raise ValueError(
+            f"depth={depth} must leave room for operands={operands}, got room for {2**depth}."
+        )
+    if depth is not None and set(operators) == {"**"} and operands > depth + 1:
+        raise ValueError(
+            f"depth={depth} must leave room for operands={operands}, got room for {depth + 1}: with "
+            "'**' alone, operations nest on one side only."
+        )
+    if call_operators is not None and "/" in operators:
+        raise ValueError(
+            "call_operators must be None where operators has '/', since a fraction is written with "
+            f"an operator, got {call_operators}: use '//' and '%'."
+        )
+
+
+def _tagged(text: str, tag: str) -> list[str]:
+    """What stands between ``<tag>`` and ``</tag>``, in time linear in the text."""
+    pieces = (piece.partition(f"</{tag}>") for piece in text.split(f"<{tag}>")[1:])
+    return [body for body, closing, _ in pieces if closing]
+
+
+def _answer(text: str) -> Fraction | None:
+    """The number that an answer states, if it states one.
+
+    A fraction that is not in lowest terms states none: else the task "6 / 4" would answer itself.
+    """
+    match = _ANSWER.fullmatch(text.strip())
+    if match is None:
+        return None
+    denominator = match.group(2)
+    if denominator is None:
+        return Fraction(match.group())
+    if int(denominator) < 2:
+        return None
+    value = Fraction(int(match.group(1)), int(denominator))
+    return value if value.denominator == int(denominator) else None
+
+
+def _num_operations(tree: Expression) -> int:
+    """Operations on two operands."""
+    if not isinstance(tree, Operation):
+        return 0
+    return len(tree.operands) - 1 + sum(map(_num_operations, tree.operands))
+
+
+def _nested(expression: str) -> str:
+    """An expression as part of another."""
+    return f"({expression})" if " " in expression else expression
+
+
+def _signed(number: str) -> str:
+    """A number as an operand."""
+    return number if number.isdigit() else f"({number})"

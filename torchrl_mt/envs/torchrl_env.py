@@ -1,0 +1,398 @@
+"""TorchRL's chat environments as text environments, transforms and all.
+
+What the model is shown only ever grows: each step hands on the messages that came after the response,
+and a transform that rewrites what was shown before is an error, never a silent change of the record.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    lazy_stack,
+    unravel_key,
+)
+from torchrl.data.llm import History
+from torchrl.envs import Compose, EnvBase, TensorDictPrimer, Transform, TransformedEnv
+from torchrl.envs.llm.transforms import (
+    DataLoadingPrimer,
+    KLComputation,
+    KLRewardTransform,
+    RetrieveKL,
+    RetrieveLogProb,
+)
+from torchrl.envs.utils import make_composite_from_td
+
+from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+
+__all__ = ["ChatEnvAdapter"]
+
+_KL_TRANSFORMS = (KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb)
+_POLICY_NODES = {"tokens", "log_probs", "masks", "logits"}
+_DONE_KEYS = ("done", "terminated", "truncated")
+_SEEDS_KEPT = 10_000
+
+
+class ChatEnvAdapter(TextEnv):
+    r"""Play in a TorchRL chat environment: ``ChatEnv``, ``DatasetChatEnv``, with their transforms.
+
+    Each episode has an environment of its own, made by ``factory`` at :meth:`reset` and closed with
+    the adapter or at the next reset, and with it the subprocesses that its transforms started: such
+    environments are not safe to share between threads. What is costly (a data set, a tokenizer)
+    is best made outside of the factory.
+
+    An episode's data may be a mapping, whose entries the environment and its transforms find in
+    the tensordict at every step as those of TorchRL's ``DataLoadingPrimer`` (numbers become tensors),
+    or the prompt alone: text, or a list of messages. The prompt of a mapping is its ``data_key`` entry
+    (``"query"`` unless the environment was given another name) or else its ``"messages"``.
+
+    An environment with its own data loader needs no prompt in the data, and takes it if there is one.
+    Otherwise data ``{"seed": k}``, which is what a collector without data gives, stands for item ``k``
+    of the loader's ``dataset`` (modulo its size), so that a group shares its prompt and a run repeats,
+    whatever the loader's own order. A loader that can only be iterated is shared by the adapter and its
+    copies: it gives a new item for every new seed, and the same one for the same seed again.
+
+    Args:
+        factory: makes the environment, of batch size ``[1]`` and ``input_mode="history"``.
+        reward_key: where the environment writes the reward, which is summed over its elements. An
+            environment that writes none pays 0.
+
+    Raises:
+        TypeError: if ``factory`` is an environment rather than what makes one, or not callable.
+
+    Examples:
+        >>> from torchrl.envs.llm import ChatEnv
+        >>> from torchrl.envs.llm.transforms import SimpleToolTransform
+        >>> def factory():
+        ...     tools = {"add": lambda a, b: a + b}
+        ...     return ChatEnv(system_prompt="Use tools.").append_transform(SimpleToolTransform(tools))
+        >>> env = ChatEnvAdapter(factory)
+        >>> [message["role"] for message in env.reset({"query": "3 + 4?"})]
+        ['system', 'user']
+        >>> env.step('<tool>add\n{"a": 3, "b": 4}</tool>').messages
+        ({'role': 'tool', 'content': 'Tool add executed successfully:\n7'},)
+        >>> env.close()
+    """
+
+    def __init__(self, factory: Callable[[], EnvBase], *, reward_key: NestedKey = "reward") -> None:
+        if isinstance(factory, EnvBase) or not callable(factory):
+            raise TypeError(
+                "factory must be a callable that makes a TorchRL environment, one for every episode, "
+                f"got {type(factory).__name__}: pass lambda: ChatEnv(...)."
+            )
+        self.factory = factory
+        self.reward_key = reward_key
+        self._draws = _Draws()
+        self._lock = threading.Lock()
+        self._env: EnvBase | None = None
+        self._root: TensorDictBase | None = None
+        self._given: set[str] = set()
+        self._shown: list[Message] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChatEnvAdapter:
+        """An adapter of the same factory, without an episode: environments are not to be copied."""
+        other = type(self)(self.factory, reward_key=self.reward_key)
+        other._draws = self._draws
+        return other
+
+    def reset(self, data: Any = None) -> list[Message]:
+        """Make an environment and begin an episode in it.
+
+        Args:
+            data: see :class:`ChatEnvAdapter`.
+
+        Returns:
+            The conversation that the environment opens with.
+
+        Raises:
+            TypeError: if ``factory`` makes no TorchRL environment, or ``data`` is none of the above.
+            ValueError: if the environment is batched, is not in history mode, or has a transform
+                that needs what only a policy could give it (tokens, log-probabilities); or if ``data``
+                does not tell the prompt.
+        """
+        with self._lock, torch.no_grad():
+            env = self.factory()
+            if not isinstance(env, EnvBase):
+                raise TypeError(
+                    f"factory must make a TorchRL environment, got {type(env).__name__}."
+                )
+            try:
+                _require_chat_env(env)
+                item = _item(data, env, self._draws)
+                env = _with_data(env, item)
+                root = env.reset()
+            except BaseException:
+                env.close(raise_if_closed=False)
+                raise
+            self._close()
+            self._env, self._root, self._given = env, root, set(item)
+            self._shown = _messages(root)
+            return list(self._shown)
+
+    def step(self, response: str) -> TextStep:
+        """Step the environment with a response.
+
+        Args:
+            response: the model's text.
+
+        Returns:
+            The messages that the environment added; the reward; whether the episode is done, which is
+            truncated if the environment says so and not also terminated; in ``info`` every other single
+            number or word of the step.
+
+        Raises:
+            RuntimeError: if no episode is under way, or the environment changed messages that the
+                model has already seen or written.
+        """
+        with self._lock, torch.no_grad():
+            if self._env is None or self._root is None:
+                raise RuntimeError(
+                    "ChatEnvAdapter.step was called with no episode under way: call reset first."
+                )
+            env, root, self._root = self._env, self._root, None
+            said = {"role": _setting(env, "policy_role", None) or "assistant", "content": response}
+            _say(root, said)
+            stepped = env.step(root)
+            after = stepped["next"]
+            messages = _messages(after)
+            known = [*self._shown, said]
+            if messages[: len(known)] != known:
+                raise RuntimeError(
+                    "factory must make an environment that only adds messages, but one of its "
+                    "transforms changed what the model had already seen or said: have it add a message "
+                    "instead (AddThinkingPrompt: edit_last_turn=False)."
+                )
+            done, terminated, truncated = (_flag(after, key) for key in _DONE_KEYS)
+            if not (done or terminated or truncated):
+                self._root = env.step_mdp(stepped)
+            self._shown = messages
+            return TextStep(
+                tuple(messages[len(known) :]),
+                reward=_total(after.get(self.reward_key, None)),
+                done=done or terminated or truncated,
+                truncated=truncated and not terminated,
+                info=self._info(after) or None,
+            )
+
+    def close(self) -> None:
+        """Close the environment, once a step under way has ended."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        env, self._env, self._root = self._env, None, None
+        if env is not None:
+            env.close(raise_if_closed=False)
+
+    def _info(self, after: TensorDictBase) -> dict[str, Any]:
+        """What else the step says in single numbers and words."""
+        known = {"history", *_DONE_KEYS, *self._given}
+        info = {}
+        for key, value in after.items(True, True):
+            path = key if isinstance(key, tuple) else (key,)
+            if path[0] in known or key == unravel_key(self.reward_key):
+                continue
+            name = "/".join(path)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                info[name] = value.item()
+            elif isinstance(value, NonTensorStack) and value.numel() == 1:
+                info[name] = value.tolist()[0]
+            elif isinstance(value, NonTensorData):
+                info[name] = value.data
+        return info
+
+
+def _require_chat_env(env: EnvBase) -> None:
+    """Refuse an environment that text alone cannot play in."""
+    mode = _setting(env, "input_mode", None)
+    if mode != "history":
+        raise ValueError(
+            f"factory must make a chat environment with input_mode='history', got {mode!r}: only "
+            "messages can be told apart from what the model was shown before."
+        )
+    if tuple(env.batch_size) != (1,):
+        raise ValueError(
+            "factory must make an environment of batch size [1], one conversation, got "
+            f"{list(env.batch_size)}: leave batch_size or num_envs at 1."
+        )
+    for transform in _transforms(env):
+        roots = {key if isinstance(key, str) else key[0] for key in transform.in_keys}
+        if isinstance(transform, _KL_TRANSFORMS) or roots & _POLICY_NODES:
+            raise ValueError(
+                "factory must make an environment that needs nothing but text, but its "
+                f"{type(transform).__name__} needs tokens or log-probabilities: leave it out and take "
+                "penalties on log-probabilities where the policy is trained (ExperienceMaker)."
+            )
+
+
+def _with_data(env: EnvBase, item: Mapping[str, Any]) -> TransformedEnv:
+    """The environment, started from ``item``, whose entries are in the tensordict at every step."""
+    data = TensorDict({key: _entry(value) for key, value in item.items()}, batch_size=[1])
+    primer = TensorDictPrimer(
+        primers=make_composite_from_td(data, unsqueeze_null_shapes=False),
+        default_value=lambda reset=None: data,
+        single_default_value=True,
+        call_before_env_reset=True,
+        expand_specs=True,
+        reset_key="_reset",
+    )
+    if not isinstance(env, TransformedEnv):
+        return TransformedEnv(env, primer)
+    inner = env
+    while isinstance(inner.base_env, TransformedEnv):
+        inner = inner.base_env
+    # First, so that all other transforms find the data at a step; and since what precedes a reset
+    # runs from last to first, it also has the last word there, over a data loader of the environment.
+    inner.insert_transform(0, primer)
+    env.empty_cache()
+    return env
+
+
+class _Draws:
+    """Items of a data loader that can only be iterated; a seed is drawn for once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._source: DataLoadingPrimer | None = None
+        self._items: dict[int, dict[str, Any]] = {}
+
+    def item(self, loader: DataLoadingPrimer, seed: int | None) -> dict[str, Any]:
+        """The seed's item, or the next one."""
+        with self._lock:
+            if seed is not None and seed in self._items:
+                return self._items[seed]
+            self._source = self._source or loader
+            item = _fields(self._source.default_value())
+            if seed is not None:
+                self._items[seed] = item
+                if len(self._items) > _SEEDS_KEPT:
+                    del self._items[next(iter(self._items))]
+            return item
+
+
+def _item(data: Any, env: EnvBase, draws: _Draws) -> dict[str, Any]:
+    """The entries that the episode starts from, the prompt under the environment's name for it."""
+    name = _setting(env, "data_key", "query")
+    if isinstance(data, Mapping):
+        item = {key: value for key, value in data.items() if value is not None}
+        if name not in item and "messages" in item:
+            item[name] = item.pop("messages")
+    elif isinstance(data, (str, History)) or _is_conversation(data):
+        item = {name: data}
+    elif data is None:
+        item = {}
+    else:
+        raise TypeError(
+            "data must be a mapping, a prompt or a list of messages, got "
+            f"{type(data).__name__} ({str(data)[:80]})."
+        )
+    loader = next((t for t in _transforms(env) if isinstance(t, DataLoadingPrimer)), None)
+    if loader is None and name not in item:
+        raise ValueError(
+            f'data must hold the prompt, as data["{name}"] or data["messages"], since the environment '
+            f"has no data loader of its own, got {sorted(map(str, item))}."
+        )
+    if loader is None:
+        return item
+    if name not in item:
+        return _loaded(loader, item.get("seed"), draws)
+    missing = sorted(set(map(str, loader.data_keys)) - set(map(str, item)))
+    if missing:
+        raise ValueError(
+            f"data must hold all that the environment's data loader would, got no {missing}: add them, "
+            "or leave the data loader out."
+        )
+    return item
+
+
+def _loaded(loader: DataLoadingPrimer, seed: Any, draws: _Draws) -> dict[str, Any]:
+    """The item of the environment's own data that a seed stands for."""
+    seed = None if seed is None else int(seed)
+    dataset: Any = getattr(loader.dataloader, "dataset", None)
+    if seed is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return draws.item(loader, seed)
+    batch = loader.dataloader.collate_fn([dataset[seed % len(dataset)]])
+    if not is_tensor_collection(batch):
+        batch = TensorDict.from_dict(batch, batch_size=[1])
+    return _fields(batch[0])
+
+
+def _fields(item: TensorDictBase) -> dict[str, Any]:
+    """The entries of one item, as they were before TensorDict took them."""
+    return {key: item[key] for key in item.keys()}  # noqa: SIM118 - iterates over rows otherwise
+
+
+def _entry(value: Any) -> Any:
+    """A value as the tensordict of a single conversation holds it."""
+    if isinstance(value, (bool, int, float)):
+        value = torch.tensor(value)
+    if isinstance(value, torch.Tensor):
+        # A copy, since others may hold the same data and a transform may write into it.
+        return value.unsqueeze(0).clone()
+    return NonTensorStack(NonTensorData(value))
+
+
+def _say(root: TensorDictBase, said: Message) -> None:
+    """Write a response as TorchRL's policies do in history mode."""
+    chat = root["history"]
+    response = History.from_chats([[dict(said)]])
+    chat.response = response
+    # History.extend refuses messages of different fields, such as one with tool calls.
+    chat.full = lazy_stack([*chat.prompt.unbind(-1), *response.unbind(-1)], -1)
+
+
+def _messages(root: TensorDictBase) -> list[Message]:
+    """The conversation so far as chat templates take it, without the padding of batches."""
+    return [
+        {key: value for key, value in message.items() if key != "is_complete" and value is not None}
+        for message in root["history"].prompt[0].tolist(tolist_first=True)
+        if message["role"] != "<none>"
+    ]
+
+
+def _transforms(env: EnvBase) -> Iterator[Transform]:
+    """Every transform on an environment, those within others too."""
+    while isinstance(env, TransformedEnv):
+        waiting = [env.transform]
+        while waiting:
+            transform = waiting.pop()
+            yield transform
+            if isinstance(transform, Compose):
+                waiting.extend(transform.transforms)
+        env = env.base_env
+
+
+def _setting(env: EnvBase, name: str, default: Any) -> Any:
+    """An attribute of the environment under all transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return getattr(env, name, default)
+
+
+def _is_conversation(data: Any) -> bool:
+    """Whether data is a list of messages."""
+    return (
+        isinstance(data, Sequence)
+        and len(data) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in data)
+    )
+
+
+def _flag(after: TensorDictBase, key: str) -> bool:
+    """A done flag."""
+    value = after.get(key, None)
+    return value is not None and bool(value.any())
+
+
+def _total(reward: torch.Tensor | None) -> float:
+    """The sum of a reward's elements."""
+    return 0.0 if reward is None else float(reward.sum())
