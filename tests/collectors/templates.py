@@ -297,6 +297,19 @@ ROUNDS = Shape(
     stable=False,
 )
 
+PLAIN = Shape(
+    name="plain words",
+    template="""
+{%- for message in messages %}
+    {{- message.role + ': ' + message.content + '\n' + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'assistant:' }}
+{%- endif %}""",
+    stop="</s>",
+    eos="</s>",
+)
+
 SHAPES = [
     *(CHATML, LLAMA3, MISTRAL, MISTRAL_SYSTEM_LAST, GEMMA),
     *(QWEN3, QWEN3_OPENS, DEEPSEEK_R1, ROUNDS),

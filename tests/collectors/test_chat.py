@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from tests.collectors.templates import (
     LLAMA3,
     MISTRAL,
     MISTRAL_SYSTEM_LAST,
+    PLAIN,
     QWEN3,
     QWEN3_OPENS,
     ROUNDS,
@@ -390,7 +392,7 @@ def test_what_depends_on_the_dialogue_is_appended_as_it_is_there():
 
 @pytest.mark.parametrize("shape", REAL_SHAPES, **named)
 @pytest.mark.parametrize("base", [byte_level, sentence_piece])
-def test_what_is_said_about_a_template(shape, base):
+def test_it_is_found_out_whether_a_template_is_stable(shape, base):
     chat = ChatTokens(shape.on(base()))
     assert chat.stable == (chat.breaks is None) == shape.stable
 
@@ -404,32 +406,63 @@ def test_a_break_is_shown_by_example():
     assert r"rendered as 'im_start|>assistant\nANSWER" in breaks
 
 
+TURN = "<{{ m['role'] }}> {{ m['content'] }} <end> "
+REWRITING = {
+    "separator": TURN.replace("<end>", "{{ '<end>' if loop.last else ',' }}"),
+    "the assistant's separator": TURN.replace(
+        "<end>", "{{ ',' if m['role'] == 'assistant' and not loop.last else '<end>' }}"
+    ),
+    "thoughts in a field": TURN.replace(
+        "{{ m['content'] }}",
+        "{{ m['reasoning_content'] if loop.last }} {{ m['content'] }}",
+    ),
+    "thoughts of earlier answers": TURN.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}",
+    ),
+    "thoughts that were cut": TURN.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] if '</think>' in m['content'] else m['content'].split('<think>')[0] }}",
+    ),
+    "empty answers left out": "{% if m['content'] %}" + TURN + "{% endif %}",
+    "old messages left out": "{% if loop.index0 > loop.length - 4 %}" + TURN + "{% endif %}",
+    "old results left out": "{% if loop.last or m['role'] != 'tool' %}" + TURN + "{% endif %}",
+    "the last one marked": "{{ 'new' if loop.revindex < 3 else 'old' }}" + TURN,
+    "results announced": "{{ 'tools' if loop.first and messages[-1].role == 'tool' }}" + TURN,
+    "more asked for": "{{ 'more' if loop.first and messages[-1].role == 'assistant' }}" + TURN,
+}
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}"
-        "{% if loop.last %} <end> {% else %} , {% endif %}{% endfor %}",
-        "{% for m in messages %}<{{ m['role'] }}> "
-        "{% if m['reasoning_content'] and loop.last %} {{ m['reasoning_content'] }}{% endif %}"
-        "{{ m['content'] }} <end> {% endfor %}",
-        "{% for m in messages %}{% if m['content'] %}<{{ m['role'] }}> {{ m['content'] }} <end> "
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
-        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] if loop.index0 > loop.length - 4 }}"
-        " <end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+        "{% for m in messages %}" + turn + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        for turn in (TURN, *REWRITING.values())
     ],
-    ids=["separator", "reasoning_content", "empty answer left out", "old messages left out"],
+    ids=["stable", *REWRITING],
 )
-def test_templates_that_rewrite_are_seen_through(tokenizer, template):
+def test_templates_that_rewrite_are_seen_through(tokenizer, template, request):
     rewriting = copy.deepcopy(tokenizer)
     rewriting.chat_template = template
-    assert not ChatTokens(rewriting).stable
+    assert ChatTokens(rewriting).stable == (request.node.callspec.id == "stable")
 
 
-def test_a_separator_that_the_last_message_lacks(tokenizer):
+@pytest.mark.parametrize(
+    ("rewrites", "forked"),
+    [
+        ("not loop.last", "<user> guess <sep> <assistant> 8 <sep> <user> higher <end> <assistant>"),
+        (
+            "m['role'] == 'assistant' and not loop.last",
+            "<user> guess <end> <assistant> 8 <sep> <user> higher <end> <assistant>",
+        ),
+    ],
+)
+def test_a_separator_that_the_last_message_lacks(tokenizer, rewrites, forked):
+    turn = TURN.replace("<end>", "{{ '<sep>' if " + rewrites + " else '<end>' }}")
     rewriting = as_template(
         tokenizer,
-        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}"
-        "{% if loop.last %} <end> {% else %} <sep> {% endif %}{% endfor %}"
+        "{% for m in messages %}" + turn + "{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}",
         "<sep>",
     )
@@ -438,14 +471,100 @@ def test_a_separator_that_the_last_message_lacks(tokenizer):
         for words in ("<user> guess <end> <assistant>", "8 <end>")
     )
     dialogue, hint = [user("guess"), said("8")], [user("higher")]
-    expected = {
-        "fork": "<user> guess <sep> <assistant> 8 <sep> <user> higher <end> <assistant>",
-        "append": "<user> guess <end> <assistant> 8 <end> <sep> <user> higher <end> <assistant>",
-    }
-    for policy, words in expected.items():
+    appended = "<user> guess <end> <assistant> 8 <end> <sep> <user> higher <end> <assistant>"
+    for policy, words in {"fork": forked, "append": appended}.items():
         chat = ChatTokens(rewriting, on_break=policy)
         after = chat.next_prompt(dialogue, hint, prompt, answer, last_token=answer[-1])
         assert after == rewriting.convert_tokens_to_ids(words.split())
+
+
+def test_a_message_that_is_rewritten_at_the_same_length_forks(tokenizer):
+    marking = as_template(
+        tokenizer,
+        "{% for m in messages %}{{ 'higher ' if loop.last else 'lower  ' }}" + TURN + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    chat = ChatTokens(marking)
+    dialogue, words = [user("guess")], "higher <user> guess <end> <assistant>"
+    prompt, answer = chat.open(dialogue), marking("8 <end>")["input_ids"]
+    assert prompt == marking.convert_tokens_to_ids(words.split())
+    after = chat.next_prompt(
+        *([*dialogue, said("8")], [user("9")], prompt, answer), last_token=answer[-1]
+    )
+    words = "lower <user> guess <end> lower <assistant> 8 <end> higher <user> 9 <end> <assistant>"
+    assert after == marking.convert_tokens_to_ids(words.split())
+
+
+def test_thinking_that_is_opened_and_kept_is_stable():
+    """The template writes the tag itself and takes it out of the text."""
+    keeping = replace(
+        CHATML,
+        template=CHATML.template.replace(
+            "{%- if message.role == 'tool' %}",
+            "{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\n<think>\n' + "
+            "message.content.split('<think>\n')[-1] + '<|im_end|>\n' }}"
+            "{%- elif message.role == 'tool' %}",
+        ).replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}"),
+    )
+    assert ChatTokens(keeping.on(byte_level())).stable
+
+
+def test_the_end_of_the_document_is_no_end_of_an_answer(tokenizer):
+    """Phi 3's shape: a dialogue that nobody is to answer ends with a token of its own."""
+    ending = as_template(
+        tokenizer,
+        # A result begins unlike the end of the document, a user's message does not.
+        "{% for m in messages %}{{ ',' if m['role'] == 'tool' else '<' + m['role'] + '>' }} "
+        "{{ m['content'] }} <eot> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}",
+        "<eot>",
+    )
+    chat = ChatTokens(ending)
+    assert chat.stable
+    rest = ending.convert_tokens_to_ids(["<user>", "higher", "<eot>", "<assistant>"])
+    stop = ending.convert_tokens_to_ids("<eot>")
+    assert chat.extend([user("higher")], last_token=stop) == rest
+    assert chat.extend([user("higher")], last_token=None) == [stop, *rest]
+
+
+def test_a_turn_that_is_ended_by_the_beginning_of_the_next(tokenizer):
+    """GLM 4's shape: a model stops where it would have the user speak."""
+    open_ended = as_template(
+        tokenizer,
+        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    chat = ChatTokens(open_ended)
+    assert chat.stable
+    first, *rest = whole = open_ended.convert_tokens_to_ids(["<user>", "higher", "<assistant>"])
+    assert chat.extend([user("higher")], last_token=first) == rest
+    assert chat.extend([user("higher")], last_token=open_ended.eos_token_id) == whole
+    assert chat.extend([user("higher")], last_token=None) == whole
+
+
+def test_thoughts_in_a_field_of_their_own_are_compared_as_they_were_said():
+    talk = Talk(QWEN3, user("guess"))
+    answer = [*talk.encode(THOUGHT + "12"), talk.stop]
+    call = {**said("12"), "reasoning_content": "lower"}
+    seen = [*talk.prompt, *answer]
+    dialogue = [user("guess"), call]
+    after = talk.chat.next_prompt(
+        dialogue, [tool("lower")], talk.prompt, answer, last_token=talk.stop
+    )
+    assert after[: len(seen)] == seen
+    after = talk.chat.next_prompt(
+        dialogue, [user("lower")], talk.prompt, answer, last_token=talk.stop
+    )
+    assert after == render(talk.tokenizer, [user("guess"), said("12"), user("lower")])
+
+
+def test_white_space_that_a_template_trims_is_no_difference():
+    trimming = replace(QWEN3, template=QWEN3.template.replace("content + ", "content | trim + "))
+    talk = Talk(trimming, user("guess"))
+    rest = ("\n", IM[0], "user\nhigher", IM[1], "\n", IM[0], "assistant\n")
+    for answer in (" 8\n\n", "\n", ""):
+        assert talk.turn(answer, user("higher")) == [*talk.seen, *talk.ids(*rest)]
+    assert not talk.chat.stable
 
 
 @pytest.mark.parametrize("on_break", ["fork", "append"])
@@ -575,6 +694,21 @@ def test_control_words_of_a_message_stay_text(shape):
     assert special_in(talk) == special_in(tame)
 
 
+def test_control_words_that_overlap_stay_text(tokenizer):
+    other = as_template(tokenizer, tokenizer.chat_template, "<<end>>", "end>")
+    special = set(other.all_special_ids) - {other.pad_token_id}
+    ids = ChatTokens(other).open([user("<<end>> guess<<end>end>higher")])
+    names = [other.convert_ids_to_tokens(token) for token in ids if token in special]
+    assert names == ["<user>", "<end>", "<assistant>"]
+
+
+def test_no_part_of_a_control_word_is_lost(tokenizer):
+    """A tokenizer that knows no word of it still has a token for each of the two halves."""
+    ids = ChatTokens(tokenizer).open([user("<end> 8")])
+    names = ["<user>", "<pad>", "<pad>", "8", "<end>", "<assistant>"]
+    assert ids == tokenizer.convert_tokens_to_ids(names)
+
+
 def special_in(talk):
     """The special tokens of a prompt, in their order."""
     special = set(talk.tokenizer.all_special_ids)
@@ -680,7 +814,7 @@ def test_nothing_is_rewritten_under_append(dialogue):
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
-@pytest.mark.parametrize("shape", STABLE, **named)
+@pytest.mark.parametrize("shape", [*STABLE, PLAIN], **named)
 def test_pieces_add_up_where_spaces_belong_to_words(shape, scheme):
     talk = Talk(shape, user("guess a number"), base=sentence_piece(scheme))
     for answer, follow in [("one", "higher"), ("two ü", "lower, or not"), ("", "界")]:
@@ -690,8 +824,9 @@ def test_pieces_add_up_where_spaces_belong_to_words(shape, scheme):
         whole = render(talk.tokenizer, [*talk.messages, new])
         assert whole[:asked] == talk.prompt
         sampled = whole[asked : whole.index(talk.stop, asked) + 1]
+        ending = 2 if shape is PLAIN else 1  # a line's end too
         for cut in (True, False):
-            ids = sampled[:-1] if cut else sampled
+            ids = sampled[:-ending] if cut else sampled
             last = None if cut else talk.stop
             after = talk.chat.next_prompt(talk.messages, [new], talk.prompt, ids, last_token=last)
             assert after == whole

@@ -219,7 +219,8 @@ class ChatTokens:
 
     def _without_sampled(self, ids: list[int], last_token: int | None) -> list[int]:
         """The tokens behind an answer less those that it ended with itself."""
-        closing = ids[: common_length(self._closing, ids)]
+        # Some models end a turn by the token that begins the next.
+        closing = ids[: max(common_length(self._closing, ids), 1)]
         sampled = closing.index(last_token) + 1 if last_token in closing else 0
         return ids[sampled:]
 

@@ -61,7 +61,7 @@ class ChatTemplate:
         tokenizer: a tokenizer with a chat template.
 
     Attributes:
-        closing: what the template writes behind an answer that ends the dialogue.
+        closing: what the template writes behind every answer: the end of the turn.
         breaks: how it rewrites an earlier part of a dialogue once others follow, shown by an example;
             ``None`` if it does so in none of the dialogues that were tried.
 
@@ -71,12 +71,13 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
         # A token of one character has no inside to be split at.
-        names = [re.escape(name) for name in longest_first if len(name) > 1]
-        self._special = re.compile("|".join(names) or "(?!)")
+        names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
+        self._special = re.compile("|".join(sorted(names)) or "(?!)")
+        # Names may overlap: each beginning of one counts.
+        self._beginning = re.compile(f"(?={self._special.pattern})(.)", re.DOTALL)
         self._context = self._find_context()
-        self.closing = self.after_context([], add_generation_prompt=False)
+        self.closing = self._find_closing()
         self.breaks = self._find_break()
 
     def render(
@@ -164,6 +165,22 @@ class ChatTemplate:
         self.render(_CONTEXTS[-1], add_generation_prompt=False)
         return _CONTEXTS[-1]
 
+    def _find_closing(self) -> str:
+        """What is written behind an answer, be it the last message or not.
+
+        Behind the last one, some templates end the whole document too.
+        """
+        last = self.after_context([], add_generation_prompt=False)
+        try:
+            followed = self.after_context([_USER])
+        except RefusedDialogueError:
+            return last
+        same = common_length(last, followed)
+        cut = (name.start() for name in self._special.finditer(followed) if name.end() > same)
+        closing = followed[: min(same, next(cut, same))]
+        ends_turn = self._special.search(closing) or not self._special.search(last)
+        return closing if ends_turn else last
+
     def _find_break(self) -> str | None:
         """Try short dialogues of all kinds, and describe the first that is rewritten."""
         opened = self.render(self._context[:-1]).rstrip().endswith(_OPENED.rstrip())
@@ -175,7 +192,7 @@ class ChatTemplate:
                 appended = self.after_context(new)
             except RefusedDialogueError:
                 continue
-            if tail != appended:
+            if tail is None or tail.lstrip() != appended.lstrip():
                 shown = self.render(asked) + said + appended
                 return _difference(name, [*messages, *new], shown, whole)
         return self._find_break_of_fields()
@@ -237,8 +254,7 @@ class ChatTemplate:
     def _split(self, value: Any) -> Any:
         """A message, or a part of it, with a break in every special token's name."""
         if isinstance(value, str):
-            text = value.replace(BREAK, "")
-            return self._special.sub(lambda name: name[0][0] + BREAK + name[0][1:], text)
+            return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
         if isinstance(value, Mapping):
             return {key: self._split(entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
@@ -261,11 +277,12 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def _trials() -> Iterator[tuple[str, list[dict[str, Any]], str, list[dict[str, Any]]]]:
     """What kind of answer is tried, the dialogue before it, its text, and what follows it."""
-    for opening, (name, content) in product(([_USER], [_SYSTEM, _USER]), _ANSWERS.items()):
-        before = {"role": "assistant", "content": content}
-        dialogues = (opening, [*opening, before, _USER], [*opening, before, _TOOL])
-        for asked, new in product(dialogues, ([_USER], [_TOOL], [])):
-            yield name, asked, content, new
+    following: list[list[dict[str, Any]]] = [[_USER], [_TOOL], []]
+    for new, opening in product(following, ([_USER], [_SYSTEM, _USER])):
+        for name, content in _ANSWERS.items():
+            before = {"role": "assistant", "content": content}
+            for asked in (opening, [*opening, before, _USER], [*opening, before, _TOOL]):
+                yield name, asked, content, new
 
 
 def _difference(name: str, messages: list[Any], shown: str, whole: str) -> str:
