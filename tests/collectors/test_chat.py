@@ -481,7 +481,8 @@ def test_a_separator_that_the_last_message_lacks(tokenizer, rewrites, forked):
 def test_a_message_that_is_rewritten_at_the_same_length_forks(tokenizer):
     marking = as_template(
         tokenizer,
-        "{% for m in messages %}{{ 'higher ' if loop.last else 'lower  ' }}" + TURN + "{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{{ 'higher ' if loop.last else 'lower  ' }}{% endif %}" + TURN + "{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}",
     )
     chat = ChatTokens(marking)
@@ -491,7 +492,7 @@ def test_a_message_that_is_rewritten_at_the_same_length_forks(tokenizer):
     after = chat.next_prompt(
         *([*dialogue, said("8")], [user("9")], prompt, answer), last_token=answer[-1]
     )
-    words = "lower <user> guess <end> lower <assistant> 8 <end> higher <user> 9 <end> <assistant>"
+    words = "lower <user> guess <end> <assistant> 8 <end> higher <user> 9 <end> <assistant>"
     assert after == marking.convert_tokens_to_ids(words.split())
 
 
