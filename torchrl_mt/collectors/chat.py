@@ -1,21 +1,36 @@
-"""From chat messages to tokens, without ever rendering a conversation twice.
+"""From chat messages to tokens, without drift.
 
 The opening is rendered by the tokenizer's chat template. Every later message is rendered against a
-fixed two-message context and appended as tokens, so a prompt is always exactly the previous prompt,
-the response as sampled, and the new tokens.
+fixed context and appended as tokens, so a prompt is exactly the previous prompt, the response as
+sampled, and the new tokens. Only where the template itself rewrites a dialogue may a prompt begin anew.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, Literal, TypeAlias, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatTokens"]
+from torchrl_mt.collectors.chat_template import (
+    ANSWER,
+    BREAK,
+    ChatTemplate,
+    RefusedDialogueError,
+    common_length,
+    special_tokens,
+)
 
-_QUESTION, _ANSWER = "question", "ANSWER-OF-THE-ASSISTANT"
+__all__ = ["ChatTokens", "OnBreak"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+OnBreak: TypeAlias = Literal["fork", "append"]
+"""What to do where a template rewrites what the model was shown or has said."""
+
 _CACHE_SIZE = 1024
 _LONGEST_CACHED = 1000
 """Characters; a tool's long answer is rarely seen twice and would fill memory."""
@@ -28,15 +43,38 @@ _Renderer: TypeAlias = Callable[[_Key], list[int]]
 class ChatTokens:
     """Tokens of chat messages, as a conversation grows.
 
+    Whether the template is prefix-stable is found out once, here, on short dialogues. Special tokens'
+    names within a message (``"<|im_end|>"`` in a user's text) are encoded as ordinary text: no message
+    can end its own turn or begin another's.
+
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
+        on_break: what :meth:`next_prompt` does with a template that is not prefix-stable. ``"fork"``
+            renders a dialogue again, but only if the template would rewrite this one; ``"append"``
+            never does, so that everything stays in view as the model saw and said it.
 
     Raises:
-        ValueError: if the tokenizer has no chat template or no ``eos_token``, or if its template
-            renders a message differently once another follows it.
+        ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
+            write the assistant's content, or if ``on_break`` is unknown.
+
+    Examples:
+        >>> from torchrl_mt.testing import tiny_chat_tokenizer
+        >>> tokenizer = tiny_chat_tokenizer("guess higher 8")
+        >>> chat = ChatTokens(tokenizer)
+        >>> dialogue = [{"role": "user", "content": "guess"}]
+        >>> prompt, answer = chat.open(dialogue), tokenizer("8<end>")["input_ids"]
+        >>> dialogue.append({"role": "assistant", "content": chat.text(answer)})
+        >>> hint = [{"role": "user", "content": "higher"}]
+        >>> longer = chat.next_prompt(dialogue, hint, prompt, answer, last_token=answer[-1])
+        >>> tokenizer.decode(longer)
+        '<user> guess <end> <assistant> 8 <end> <user> higher <end> <assistant>'
+        >>> chat.stable
+        True
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, *, on_break: OnBreak = "fork"
+    ) -> None:
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError(
                 f"tokenizer ({type(tokenizer).__name__}) must have a chat template, got none: "
@@ -47,13 +85,28 @@ class ChatTokens:
                 f"tokenizer ({type(tokenizer).__name__}) must have an end-of-turn token, got "
                 "eos_token=None: set tokenizer.eos_token."
             )
+        if on_break not in get_args(OnBreak):
+            raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
         self._tokenizer = tokenizer
-        self._context = self._encode(_ANSWER)
-        self._closing = self._after_answer([], add_generation_prompt=False)
-        self._closing_size = len(self._encode_after_answer(self._closing))
+        self._on_break = on_break
+        self._has_warned = False
+        self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special_tokens(tokenizer)}
+        self._anchors = self._find_anchors()
+        self._template = ChatTemplate(tokenizer)
+        self._closing = self._end_of_turn(self._encode_behind(self._template.closing))
         # Conversations repeat themselves: the same rules, the same hints.
         self._open_cached = lru_cache(_CACHE_SIZE)(self._open)
         self._extend_cached = lru_cache(_CACHE_SIZE)(self._extend)
+
+    @property
+    def stable(self) -> bool:
+        """Whether the template is prefix-stable: it never rewrites what a dialogue began with."""
+        return self._template.breaks is None
+
+    @property
+    def breaks(self) -> str | None:
+        """How the template rewrites a dialogue, by example; ``None`` if it is prefix-stable."""
+        return self._template.breaks
 
     def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render the beginning of a conversation, up to where the model is to answer.
@@ -63,6 +116,9 @@ class ChatTokens:
 
         Returns:
             The prompt's tokens.
+
+        Raises:
+            ValueError: if there are no messages, or if the template refuses one of them.
         """
         if len(messages) == 0:
             raise ValueError("messages must hold at least one message to open with, got none.")
@@ -78,11 +134,65 @@ class ChatTokens:
 
         Returns:
             The tokens between that response and the next one.
+
+        Raises:
+            ValueError: if the template refuses one of the messages.
         """
         ids = self._look_up(self._extend_cached, self._extend, messages)
-        closing = ids[: self._closing_size]
-        sampled = closing.index(last_token) + 1 if last_token in closing else 0
-        return ids[sampled:]
+        return self._without_sampled(ids, last_token)
+
+    def next_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        new_messages: Sequence[Mapping[str, Any]],
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        *,
+        last_token: int | None,
+    ) -> list[int]:
+        """Tokens of the prompt that follows a response.
+
+        They are ``prompt_ids``, ``answer_ids`` and the tokens of the new messages, at a cost that is
+        linear in the new messages. If the template is not prefix-stable, ``on_break`` decides.
+
+        Args:
+            messages: the whole dialogue, the response (its text) as the last message.
+            new_messages: what the environment answered; may be none.
+            prompt_ids: the prompt that the response was sampled from.
+            answer_ids: the response as it was sampled.
+            last_token: the stop token that the response ends with; ``None`` if it was cut.
+
+        Returns:
+            The next prompt. It begins with ``prompt_ids`` and ``answer_ids`` unless ``on_break`` is
+            ``"fork"`` and the template rewrites this very dialogue.
+
+        Raises:
+            ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
+                the template refuses the dialogue.
+        """
+        if len(messages) < 2 or messages[-1].get("role") != "assistant":
+            raise ValueError(
+                "messages must hold the dialogue up to the response, whose role is 'assistant', got "
+                f"the roles {[message.get('role') for message in messages]}."
+            )
+        seen = [*prompt_ids, *answer_ids]
+        may_fork = not self.stable and self._on_break == "fork"
+        if not may_fork:
+            if not self.stable:
+                self._warn("earlier turns stay in view as the model saw and said them")
+            try:
+                return [*seen, *self.extend(new_messages, last_token=last_token)]
+            except RefusedDialogueError:
+                # What the fixed context does not allow may have its place in this dialogue: a tool's
+                # answer, say, only behind its call.
+                pass
+        whole, behind = self._template.follow(messages, self.text(answer_ids), new_messages)
+        if behind is not None:
+            return [*seen, *self._without_sampled(self._encode_behind(behind), last_token)]
+        if self._on_break == "append":
+            return [*seen, *self.extend(new_messages, last_token=last_token)]
+        self._warn("such a dialogue is rendered again and goes on in a row of its own")
+        return self._encode(whole)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode a response for the environment, special tokens left out."""
@@ -101,52 +211,66 @@ class ChatTokens:
 
     def _open(self, key: _Key) -> list[int]:
         """Tokens of an opening."""
-        return self._encode(self._render(_messages(key), add_generation_prompt=True))
+        return self._encode(self._template.render(_messages(key)))
 
     def _extend(self, key: _Key) -> list[int]:
         """Tokens of everything between an answer's last word and the next answer."""
-        text = self._after_answer(_messages(key), add_generation_prompt=True)
-        if not text.startswith(self._closing):
-            raise ValueError(
-                "the tokenizer's chat template must render a message the same way when others follow "
-                f"it; it ends an answer with {self._closing!r}, but with {text[:40]!r} before these."
+        return self._encode_behind(self._template.after_context(_messages(key)))
+
+    def _without_sampled(self, ids: list[int], last_token: int | None) -> list[int]:
+        """The tokens behind an answer less those that it ended with itself."""
+        # Some models end a turn by the token that begins the next.
+        closing = ids[: max(common_length(self._closing, ids), 1)]
+        sampled = closing.index(last_token) + 1 if last_token in closing else 0
+        return ids[sampled:]
+
+    def _end_of_turn(self, closing: list[int]) -> list[int]:
+        """The tokens that end a turn, less what the template writes behind the last special one."""
+        special = [k for k, token in enumerate(closing) if token in self._special_ids]
+        return closing[: special[-1] + 1] if special else closing
+
+    def _warn(self, consequence: str) -> None:
+        """Say once that the template is not prefix-stable."""
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "the tokenizer's chat template is not prefix-stable: %s. With on_break=%r %s.",
+                *(self.breaks or "it rewrites this dialogue", self._on_break, consequence),
             )
-        return self._encode_after_answer(text)
 
-    def _after_answer(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """What the template writes behind an answer that ``messages`` follow."""
-        context = [
-            {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": _ANSWER},
-        ]
-        text = self._render(context + messages, add_generation_prompt=add_generation_prompt)
-        head, found, tail = text.partition(_ANSWER)
-        if not found:
-            raise ValueError(
-                "the tokenizer's chat template must write the assistant's content as it is, got "
-                f"{head[:80]!r}."
-            )
-        return tail
+    def _find_anchors(self) -> list[tuple[str, list[int]]]:
+        """Texts that may stand before another while it is encoded, with their tokens.
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Text of a conversation."""
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
-
-    def _encode_after_answer(self, text: str) -> list[int]:
-        """Tokens of text that follows an answer.
-
-        Many tokenizers treat the beginning of a text unlike its middle (a space put in front), so an
-        answer goes before it, unless its tokens cannot be told from the text's.
+        A word is the true context, but a tokenizer that does not know it would not tell it from a
+        longer one.
         """
-        ids, size = self._encode(_ANSWER + text), len(self._context)
-        return ids[size:] if ids[:size] == self._context else self._encode(text)
+        texts = [ANSWER, str(self._tokenizer.eos_token)]
+        word, end = ((text, self._encode_plain(text)) for text in texts)
+        return [end] if self._special_ids.intersection(word[1]) else [word, end]
 
     def _encode(self, text: str) -> list[int]:
-        """Tokens of rendered text; the template writes all special tokens itself."""
+        """Tokens of rendered text that begins a prompt."""
+        first, *others = text.split(BREAK)
+        return [*self._encode_plain(first), *chain.from_iterable(map(self._encode_part, others))]
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """Tokens of rendered text that follows an answer."""
+        return list(chain.from_iterable(map(self._encode_part, text.split(BREAK))))
+
+    def _encode_part(self, text: str) -> list[int]:
+        """Tokens of text within a prompt.
+
+        Many tokenizers treat the beginning of a text unlike its middle (a space put in front), so
+        another goes before it, unless the tokens of the two cannot be told apart.
+        """
+        for anchor, expected in self._anchors:
+            ids = self._encode_plain(anchor + text)
+            if ids[: len(expected)] == expected:
+                return ids[len(expected) :]
+        return self._encode_plain(text)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Tokens of a text by itself; the template writes all special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

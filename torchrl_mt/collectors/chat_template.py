@@ -1,0 +1,296 @@
+"""A chat template as text: what it writes behind an answer, and whether it rewrites what it wrote.
+
+A template is prefix-stable if a prompt, the answer and what follows it add up to the template's own
+rendering of the longer dialogue. White space at the ends of an answer, which templates trim, is no
+difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product, takewhile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "ANSWER",
+    "BREAK",
+    "ChatTemplate",
+    "RefusedDialogueError",
+    "common_length",
+    "special_tokens",
+]
+
+BREAK = "\ufdd0"
+"""A noncharacter; stands within each special token's name that a message's text holds, so that the
+name is split there when it is encoded, and stays text."""
+
+ANSWER = "ANSWER-OF-THE-ASSISTANT"
+"""The assistant's content in the fixed contexts."""
+
+_SYSTEM = {"role": "system", "content": "RULES"}
+_USER = {"role": "user", "content": "question"}
+_TOOL = {"role": "tool", "name": "tool", "content": "RESULT"}
+_ASSISTANT = {"role": "assistant", "content": ANSWER}
+_CONTEXTS: tuple[list[dict[str, Any]], ...] = ([_USER, _ASSISTANT], [_SYSTEM, _USER, _ASSISTANT])
+"""New messages are rendered behind the first of these that the template takes."""
+
+_OPENED = "<think>\n"
+"""What a generation prompt writes that opens the thinking itself."""
+_THOUGHT = "THOUGHT"
+_ANSWERS = {
+    "an answer": ANSWER,
+    "an answer with its thinking": f"{_OPENED}{_THOUGHT}\n</think>\n\n{ANSWER}",
+    "an answer cut while thinking": f"{_OPENED}{_THOUGHT}",
+    "an empty answer": "",
+}
+_SHOWN_BEFORE, _SHOWN_AFTER = 20, 50
+"""Characters around a difference that a report shows."""
+
+
+class RefusedDialogueError(ValueError):
+    """The template raised an error on a dialogue; names the message and says the template's words."""
+
+
+class ChatTemplate:
+    """What a tokenizer's chat template writes.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+
+    Attributes:
+        closing: what the template writes behind every answer: the end of the turn.
+        breaks: how it rewrites an earlier part of a dialogue once others follow, shown by an example;
+            ``None`` if it does so in none of the dialogues that were tried.
+
+    Raises:
+        ValueError: if the template does not write the assistant's content.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # A token of one character has no inside to be split at.
+        names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
+        self._special = re.compile("|".join(sorted(names)) or "(?!)")
+        # Names may overlap: each beginning of one counts.
+        self._beginning = re.compile(f"(?={self._special.pattern})(.)", re.DOTALL)
+        self._context = self._find_context()
+        self.closing = self._find_closing()
+        self.breaks = self._find_break()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        context: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Text of a dialogue, up to where the model is to answer.
+
+        Args:
+            messages: the dialogue.
+            context: messages before these, that an error does not count.
+            add_generation_prompt: whether the model is to answer.
+
+        Returns:
+            The text, with a :data:`BREAK` in every special token's name that the messages hold.
+
+        Raises:
+            RefusedDialogueError: if the template raises an error.
+        """
+        try:
+            return self._apply([*context, *messages], add_generation_prompt)
+        except Exception as error:
+            raise self._refusal(list(context), list(messages), error) from error
+
+    def after_context(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """What the template writes behind an answer of the fixed context that messages follow."""
+        text = self.render(
+            messages, context=self._context, add_generation_prompt=add_generation_prompt
+        )
+        head, found, tail = text.partition(ANSWER)
+        if not found:
+            raise ValueError(
+                "the tokenizer's chat template must write the assistant's content as it is, got "
+                f"{head[:80]!r}."
+            )
+        return tail
+
+    def follow(
+        self, messages: Sequence[Mapping[str, Any]], said: str, new: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str | None]:
+        """Render a dialogue that goes on, and compare it with what the model was shown and said.
+
+        Args:
+            messages: the dialogue up to the assistant's answer, which is the last.
+            said: the text of that answer.
+            new: the messages that follow it.
+
+        Returns:
+            The whole text, and its part behind the answer; ``None`` instead of that part if the text
+            before it is not the prompt and the answer.
+        """
+        whole = self.render([*messages, *new])
+        asked = self.render(messages[:-1])
+        return whole, self._behind(whole, asked, self._split(said))
+
+    def _behind(self, whole: str, asked: str, said: str) -> str | None:
+        """The text behind prompt and answer, or ``None`` if it does not begin with them."""
+        if not whole.startswith(asked):
+            return None
+        rest, words = whole[len(asked) :], said.strip()
+        if rest.startswith(said + self.closing):
+            return rest[len(said) :]
+        if words:
+            rest = rest.lstrip()
+        if not rest.startswith(words):
+            return None
+        rest = rest[len(words) :]
+        spaces = len(rest) - len(rest.lstrip())
+        ends = (rest[k:] for k in range(spaces + 1) if rest.startswith(self.closing, k))
+        return next(ends, None)
+
+    def _find_context(self) -> list[dict[str, Any]]:
+        """The first of the fixed contexts that the template takes."""
+        for context in _CONTEXTS[:-1]:
+            try:
+                self.render(context, add_generation_prompt=False)
+            except RefusedDialogueError:
+                continue
+            return context
+        self.render(_CONTEXTS[-1], add_generation_prompt=False)
+        return _CONTEXTS[-1]
+
+    def _find_closing(self) -> str:
+        """What is written behind an answer, be it the last message or not.
+
+        Behind the last one, some templates end the whole document too.
+        """
+        last = self.after_context([], add_generation_prompt=False)
+        try:
+            followed = self.after_context([_USER])
+        except RefusedDialogueError:
+            return last
+        same = common_length(last, followed)
+        cut = (name.start() for name in self._special.finditer(followed) if name.end() > same)
+        closing = followed[: min(same, next(cut, same))]
+        ends_turn = self._special.search(closing) or not self._special.search(last)
+        return closing if ends_turn else last
+
+    def _find_break(self) -> str | None:
+        """Try short dialogues of all kinds, and describe the first that is rewritten."""
+        opened = self.render(self._context[:-1]).rstrip().endswith(_OPENED.rstrip())
+        for name, asked, content, new in _trials():
+            said = content.removeprefix(_OPENED) if opened else content
+            messages = [*asked, {"role": "assistant", "content": said}]
+            try:
+                whole, tail = self.follow(messages, said, new)
+                appended = self.after_context(new)
+            except RefusedDialogueError:
+                continue
+            if tail is None or tail.lstrip() != appended.lstrip():
+                shown = self.render(asked) + said + appended
+                return _difference(name, [*messages, *new], shown, whole)
+        return self._find_break_of_fields()
+
+    def _find_break_of_fields(self) -> str | None:
+        """The same for thoughts in a field of their own, if the template writes them."""
+        answer = {**_ASSISTANT, "reasoning_content": _THOUGHT}
+        for new in ([_USER], [_TOOL]):
+            messages = [_USER, answer, *new]
+            try:
+                shown = self.render(messages[:2], add_generation_prompt=False)
+                whole = self.render(messages)
+            except RefusedDialogueError:
+                continue
+            if _THOUGHT in shown and not whole.startswith(shown):
+                return _difference("an answer with reasoning_content", messages, shown, whole)
+        return None
+
+    def _refusal(
+        self,
+        context: list[Mapping[str, Any]],
+        messages: list[Mapping[str, Any]],
+        error: Exception,
+    ) -> RefusedDialogueError:
+        """The error for a dialogue that the template raises on, with the message that it is about."""
+        taken = len(messages)
+        while taken > 0 and not self._takes([*context, *messages[:taken]]):
+            taken -= 1
+        prompt = "the generation prompt behind " if taken == len(messages) else ""
+        number = min(taken, len(messages) - 1)
+        where = (
+            f"message {number} of {len(messages)} (role {messages[number].get('role')!r})"
+            if messages
+            else "an answer"
+        )
+        return RefusedDialogueError(
+            f"the tokenizer's chat template refuses {prompt}{where}: {type(error).__name__}: {error}. "
+            "Give messages in the roles and the order that it takes."
+        )
+
+    def _takes(self, messages: list[Mapping[str, Any]]) -> bool:
+        """Whether the template renders a dialogue without an error."""
+        try:
+            self._apply(messages, add_generation_prompt=False)
+        except Exception:
+            return False
+        return True
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """Render with the names of special tokens split."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                [self._split(dict(message)) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
+
+    def _split(self, value: Any) -> Any:
+        """A message, or a part of it, with a break in every special token's name."""
+        if isinstance(value, str):
+            return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
+        if isinstance(value, Mapping):
+            return {key: self._split(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._split(entry) for entry in value]
+        return value
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many entries two texts, or two lists of tokens, have in common at their beginnings."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Names of a tokenizer's special tokens, those included that only its vocabulary knows as such."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+
+def _trials() -> Iterator[tuple[str, list[dict[str, Any]], str, list[dict[str, Any]]]]:
+    """What kind of answer is tried, the dialogue before it, its text, and what follows it."""
+    following: list[list[dict[str, Any]]] = [[_USER], [_TOOL], []]
+    for new, opening in product(following, ([_USER], [_SYSTEM, _USER])):
+        for name, content in _ANSWERS.items():
+            before = {"role": "assistant", "content": content}
+            for asked in (opening, [*opening, before, _USER], [*opening, before, _TOOL]):
+                yield name, asked, content, new
+
+
+def _difference(name: str, messages: list[Any], shown: str, whole: str) -> str:
+    """A sentence that shows the two renderings of a dialogue where they part."""
+    parting = common_length(shown, whole)
+    part = slice(max(0, parting - _SHOWN_BEFORE), parting + _SHOWN_AFTER)
+    roles = ", ".join(message["role"] for message in messages)
+    return (
+        f"{name} makes it rewrite the dialogue ({roles}): the model has seen {shown[part]!r}, which is "
+        f"rendered as {whole[part]!r}"
+    )
