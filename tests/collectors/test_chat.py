@@ -807,7 +807,7 @@ def test_nothing_is_rewritten_under_append(dialogue):
     shape, opening, turns = dialogue
     talk = cached_talk(shape, opening)
     chat = talk.chat = copy.copy(talk.chat)
-    chat._on_break = "append"
+    chat.on_break = "append"
     for _, answer, _, cut, follow in turns:
         talk.turn(THOUGHT + answer, user(follow), cut=cut)
         last = None if cut else talk.stop

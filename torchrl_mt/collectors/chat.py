@@ -88,7 +88,7 @@ class ChatTokens:
         if on_break not in get_args(OnBreak):
             raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
         self._tokenizer = tokenizer
-        self._on_break = on_break
+        self.on_break = on_break
         self._has_warned = False
         self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special_tokens(tokenizer)}
         self._anchors = self._find_anchors()
@@ -176,7 +176,7 @@ class ChatTokens:
                 f"the roles {[message.get('role') for message in messages]}."
             )
         seen = [*prompt_ids, *answer_ids]
-        may_fork = not self.stable and self._on_break == "fork"
+        may_fork = not self.stable and self.on_break == "fork"
         if not may_fork:
             if not self.stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
@@ -189,7 +189,7 @@ class ChatTokens:
         whole, behind = self._template.follow(messages, self.text(answer_ids), new_messages)
         if behind is not None:
             return [*seen, *self._without_sampled(self._encode_behind(behind), last_token)]
-        if self._on_break == "append":
+        if self.on_break == "append":
             return [*seen, *self.extend(new_messages, last_token=last_token)]
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
         return self._encode(whole)
@@ -235,7 +235,7 @@ class ChatTokens:
             self._has_warned = True
             _logger.warning(
                 "the tokenizer's chat template is not prefix-stable: %s. With on_break=%r %s.",
-                *(self.breaks or "it rewrites this dialogue", self._on_break, consequence),
+                *(self.breaks or "it rewrites this dialogue", self.on_break, consequence),
             )
 
     def _find_anchors(self) -> list[tuple[str, list[int]]]:

@@ -60,14 +60,14 @@ class Episode:
     """Id of the group of episodes that share one item."""
     traj_id: int = -1
     """Id of the episode."""
-    rank: int = 0
-    """Its place in the group."""
-    is_eval: bool = False
-    """Whether it is played for evaluation."""
     turns: list[Turn] = field(default_factory=list)
     """In order."""
     stop_reason: StopReason | None = None
     """Why it ended; ``None`` while it runs."""
+    rank: int = 0
+    """Its place in the group."""
+    is_eval: bool = False
+    """Whether it is played for evaluation."""
     extra: TensorDictBase | None = None
     """Entries that a workflow returned, ``[T]``: a step a turn."""
 

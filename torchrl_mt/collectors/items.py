@@ -7,14 +7,13 @@ was given out and not done with, and then what follows: it neither repeats an it
 from __future__ import annotations
 
 import heapq
-import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torchrl_mt.collectors.item_sources import Source, make_source
 
-__all__ = ["Item", "Items", "cycle", "seeds"]
+__all__ = ["Item", "Items"]
 
 
 class Item(NamedTuple):
@@ -192,22 +191,3 @@ class Items(Iterator[Item]):
 def _describe(fingerprint: dict[str, Any]) -> str:
     """What data looks like, in words."""
     return ", ".join(f"{key} {value}" for key, value in fingerprint.items())
-
-
-def cycle(data: Iterable[Any] | None) -> Iterator[Any]:
-    """The items of ``data``, endlessly unless it is an iterator; refuses empty data at once."""
-    if data is None:
-        return seeds(0)
-    items = iter(data)
-    try:
-        first = next(items)
-    except StopIteration:
-        raise ValueError("data must hold at least one item, got none.") from None
-    if items is data:
-        return itertools.chain([first], items)
-    return itertools.chain([first], items, itertools.chain.from_iterable(itertools.repeat(data)))
-
-
-def seeds(start: int) -> Iterator[dict[str, int]]:
-    """What episodes are reset with when there is no data."""
-    return ({"seed": seed} for seed in itertools.count(start * 1_000_003))

@@ -22,7 +22,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from tqdm.auto import tqdm
 
-from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.chat import ChatTokens, OnBreak
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.items import Items
@@ -72,10 +72,10 @@ class MultiTurnCollector(BaseCollector):
         max_retries: how often an episode that was rejected is played again.
         max_consecutive_failures: raise the last cause once this many episodes in a row were rejected,
             without a group that came to its end; ``None`` means as many as a batch has.
-        max_staleness: how many weight versions later than it began an episode may be given out. Episodes
-            then go on while the policy is trained: an episode is begun only if
-            ``(max_staleness + version + 1) * episodes_per_batch`` exceeds those accepted and running,
-            where ``version`` counts the updates since the collector was made.
+        max_staleness: let episodes go on while the policy is trained, so many batches ahead: one is
+            begun only if ``(max_staleness + version + 1) * episodes_per_batch`` exceeds those accepted
+            and running, where ``version`` counts the updates since the collector was made. Batches hold
+            the episodes that came to their end first; a slow one may come later than that.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
             it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end.
@@ -130,7 +130,7 @@ class MultiTurnCollector(BaseCollector):
         seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
-        on_break: str = "fork",
+        on_break: OnBreak = "fork",
         progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         tokenizer: Any = None,
@@ -182,6 +182,7 @@ class MultiTurnCollector(BaseCollector):
         self._tally = Tally()
         self._eval_tally = Tally()
         self._first_version = self.engine.version
+        self._accepted_before = 0
         self._numbers, self._traj_ids = _Counter(), _Counter()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._tokenizer)
         self._progress = progress
@@ -226,13 +227,11 @@ class MultiTurnCollector(BaseCollector):
     def _room(self) -> int:
         """How many more episodes may be begun, as far as staleness and the end of the run go."""
         assert self.max_staleness is not None
-        stats = self._tally.stats()
-        begun = stats["accepted"] + self._scheduler.ready + self._scheduler.under_way
         version = self.engine.version - self._first_version
         allowed = (self.max_staleness + version + 1) * self.episodes_per_batch
         if self.total_episodes >= 0:
-            allowed = min(allowed, self.total_episodes)
-        return allowed - begun if self._running.is_set() else 0
+            allowed = min(allowed, self.total_episodes - self._accepted_before)
+        return allowed - self._scheduler.begun if self._running.is_set() else 0
 
     def _deliver(self, groups: list[Group]) -> TensorDictBase | None:
         """Write a batch where batches go; with it, its episodes are accepted."""
@@ -245,10 +244,7 @@ class MultiTurnCollector(BaseCollector):
             if self.replay_buffer is not None:
                 self.replay_buffer.extend(batch)
         except BaseException:
-            # Whatever cut the batch short, its episodes are not delivered.
-            self._tally.reject(episodes, _CANCELLED)
-            for group in groups:
-                self._items.put_back(group.ticket)
+            self._scheduler.take_back(groups)
             raise
         self._tally.accept(episodes, version=self.engine.version)
         for group in groups:
@@ -371,6 +367,7 @@ class MultiTurnCollector(BaseCollector):
             n, self._policy.max_retries, "keep", self._policy.max_consecutive_failures
         )
         asked = {**self.sampling, **sampling}
+        self._eval_tally.consecutive_failures = 0
         scheduler = Scheduler(
             lambda episode: self._failure_of(episode, asked),
             Items(data, cycle=False),
@@ -390,7 +387,7 @@ class MultiTurnCollector(BaseCollector):
             raise RuntimeError("no episode of the evaluation came to its end; see stats().")
         self._eval_tally.accept(episodes, version=self.engine.version)
         if self._dump is not None:
-            self._dump.write_all(episodes)
+            self._dump.write_all(episodes, is_eval=True)
         return episodes_to_tensordict(episodes)
 
     # TorchRL's collector protocol
@@ -478,6 +475,7 @@ class MultiTurnCollector(BaseCollector):
         self._items.load_state_dict(state_dict["items"])
         self._numbers.next, self._traj_ids.next = state_dict["numbers"], state_dict["traj_ids"]
         self._tally.load(state_dict["counts"])
+        self._accepted_before = self._tally.accepted
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -494,8 +492,6 @@ class MultiTurnCollector(BaseCollector):
         """
         ended = self._thread.close(timeout)
         self._tally.reject_running(_CANCELLED)
-        if self._dump is not None:
-            self._dump.close()
         if ended:
             return
         message = f"the collector's environments did not end within timeout={timeout} seconds."

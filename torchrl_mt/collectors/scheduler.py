@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,7 +95,9 @@ class Scheduler:
         self._groups: dict[asyncio.Task[None], Group] = {}
         self._ready: deque[Group] = deque()
         self._changed = asyncio.Event()
+        self._freed = asyncio.Event()
         self._items_left = True
+        self._given_out = 0
         self._error: BaseException | None = None
 
     @property
@@ -108,9 +111,16 @@ class Scheduler:
         return sum(len(group.episodes) for group in tuple(self._ready))
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing is left to be played or given out."""
-        return not (self._items_left or self._groups or self._ready)
+    def begun(self) -> int:
+        """Episodes that were given out, are to be, or may yet come to their end."""
+        return self._given_out + self.ready + self.under_way
+
+    def take_back(self, groups: list[Group]) -> None:
+        """Groups that were given out could not be delivered: their items are played again."""
+        for group in groups:
+            self._given_out -= len(group.episodes)
+            self._tally.reject(group.episodes, CANCELLED)
+            self.items.put_back(group.ticket)
 
     async def gather(self, size: int) -> list[Group]:
         """Groups of ``size`` episodes or a few more; fewer when the items end.
@@ -139,9 +149,12 @@ class Scheduler:
         try:
             while self._items_left:
                 self.admit(room)
-                await asyncio.wait([asyncio.ensure_future(self._changed.wait())], timeout=_POLL)
-        finally:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), _POLL)
+                self._freed.clear()
+        except BaseException:
             await self.cancel()
+            raise
 
     def admit(self, room: Callable[[], int]) -> None:
         """Begin as many groups as there is room for."""
@@ -169,6 +182,8 @@ class Scheduler:
         """Take ready groups, the first to come to their end first."""
         taken: list[Group] = []
         while self._ready and sum(len(group.episodes) for group in taken) < size:
+            # In this order, no other thread finds them nowhere.
+            self._given_out += len(self._ready[0].episodes)
             taken.append(self._ready.popleft())
         return taken
 
@@ -194,6 +209,7 @@ class Scheduler:
         else:
             self.items.done(group.ticket)
         self._changed.set()
+        self._freed.set()
 
     async def _play_group(self, group: Group) -> None:
         """Play the members of a group."""
@@ -230,7 +246,11 @@ class Scheduler:
         for attempt in itertools.count():
             async with self._slots:
                 episode = Episode(
-                    group.item, group.number, next(self._traj_ids), rank, is_eval=self._is_eval
+                    group.item,
+                    group.number,
+                    next(self._traj_ids),
+                    rank=rank,
+                    is_eval=self._is_eval,
                 )
                 begun.append(episode)
                 self._tally.start(episode)

@@ -9,6 +9,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -18,7 +19,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.engines import Engine
-from torchrl_mt.envs import TextEnv
+from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
 __all__ = ["Rejected", "Workflow", "enter_result", "resolve"]
 
@@ -85,6 +86,8 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> Calla
     if inspect.isclass(env):
         if issubclass(env, TextEnv):
             return lambda: env(**kwargs)
+        if issubclass(env, EnvBase):
+            return _MadeBy(partial(env, **kwargs))
         if not hasattr(env, "arun_episode"):
             raise _not_a_player(f"the class {env.__name__}")
         env, kwargs = env(**kwargs), {}
@@ -103,7 +106,7 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> Calla
             )
         return lambda: env
     if callable(env) and not isinstance(env, EnvBase):
-        return lambda: _player_of(env())
+        return _MadeBy(env)
     raise _not_a_player(type(env).__name__)
 
 
@@ -168,11 +171,24 @@ def _numbers(values: Sequence[Any]) -> list[float]:
     return [float(value) for value in values]
 
 
-def _player_of(made: Any) -> Player:
-    """What a factory made, as something that plays."""
-    if isinstance(made, TextEnv) or hasattr(made, "arun_episode"):
-        return made
-    raise _not_a_player(f"a callable that makes {type(made).__name__}")
+class _MadeBy:
+    """Players made by a factory; TorchRL's environments are adapted."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+        self._adapter: ChatEnvAdapter | None = None
+
+    def __call__(self) -> Player:
+        if self._adapter is None:
+            made = self._factory()
+            if isinstance(made, TextEnv) or hasattr(made, "arun_episode"):
+                return made
+            if not isinstance(made, EnvBase):
+                raise _not_a_player(f"a callable that makes {type(made).__name__}")
+            made.close()
+            # Its copies share what they draw of a data loader, so that groups share an item.
+            self._adapter = ChatEnvAdapter(self._factory)
+        return copy.deepcopy(self._adapter)
 
 
 def _not_a_player(got: str) -> TypeError:
