@@ -1,0 +1,630 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import CompletionsEngine, CompletionsError, Engine
+from torchrl_mt.engines.completions_api import MalformedAnswerError, completions_url, parse_answer
+from torchrl_mt.envs import GuessNumber
+
+from .completions_server import half, nothing, raw, running, sampled, silent, status
+
+httpx = pytest.importorskip("httpx")
+
+SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def server():
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def make(server, tokenizer):
+    engines = []
+
+    def make(base_url=None, **kwargs):
+        kwargs = {"backoff": 0.01, "timeout": 10.0, **kwargs}
+        engines.append(CompletionsEngine(base_url or server.url, "tiny", tokenizer, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make):
+    return make()
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(4, 26) for _ in range(rng.randint(1, 9))] for _ in range(count)]
+
+
+def ask(engine, prompt=(5, 6), **kwargs):
+    async def run():
+        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), SECONDS)
+
+    return asyncio.run(run())
+
+
+def ask_all(engine, requests, **kwargs):
+    async def run():
+        asked = (engine.generate(prompt, **kwargs) for prompt in requests)
+        return await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+
+    return asyncio.run(run())
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_is_an_engine(engine):
+    assert isinstance(engine, Engine)
+
+
+# Answers
+
+
+def test_answers_are_what_the_server_sampled(engine, server):
+    requests = prompts(100)
+    answers = ask_all(engine, requests, max_new_tokens=6)
+    for prompt, answer in zip(requests, answers, strict=True):
+        tokens, log_probs, reason = sampled(prompt, 6)
+        assert answer.token_ids == tokens
+        assert answer.log_probs == log_probs
+        assert answer.finish_reason == reason
+        assert answer.versions == [0] * len(tokens)
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+    assert sorted(body["prompt"] for body in server.seen) == sorted(requests)
+
+
+def test_a_request_says_what_it_must(make, server):
+    engine = make(api_key="secret", temperature=0.5, extra_body={"top_p": 0.9}, max_new_tokens=7)
+    ask(engine, [5, 6], seed=3)
+    assert server.seen == [
+        {
+            "model": "tiny",
+            "prompt": [5, 6],
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "top_p": 0.9,
+            "seed": 3,
+        }
+    ]
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    assert "secret" not in repr(engine)
+
+
+def test_many_requests_share_few_connections(make, server):
+    engine = make(max_connections=3)
+    assert len(ask_all(engine, prompts(60))) == 60
+    assert 1 <= server.most_open <= 3
+
+
+def choice_of(answer):
+    return answer["choices"][0]
+
+
+def only_names(answer):
+    del choice_of(answer)["token_ids"]
+
+
+def only_ids(answer):
+    choice_of(answer)["logprobs"]["tokens"] = ["guess"] * len(choice_of(answer)["token_ids"])
+
+
+@pytest.mark.parametrize("change", [only_names, only_ids])
+def test_token_ids_are_taken_from_either_field(engine, server, change):
+    server.change = lambda answer: change(answer) or answer
+    assert ask(engine).token_ids == sampled([5, 6], 256)[0]
+
+
+def test_a_stop_that_is_not_among_the_token_ids_is_not_made_up(engine, server):
+    def change(answer):
+        choice = choice_of(answer)
+        for values in (choice["token_ids"], *list(choice["logprobs"].values())[:2]):
+            del values[-1]
+        return answer
+
+    server.change = change
+    answer = ask(engine)
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids == sampled([5, 6], 256)[0][:-1]
+
+
+def set_in(path, value):
+    """A change of one field of an answer; ``None`` as value is JSON's null."""
+
+    def change(answer):
+        *parents, last = path
+        inner = choice_of(answer)
+        for name in parents:
+            inner = inner[name]
+        inner[last] = value(inner[last]) if callable(value) else value
+        return answer
+
+    return change
+
+
+BROKEN = [
+    (lambda answer: [], "must be a JSON object"),
+    (lambda answer: {}, "choices must hold one completion, got None"),
+    (lambda answer: {"choices": []}, "choices must hold one completion"),
+    (lambda answer: {"choices": answer["choices"] * 2}, "choices must hold one completion"),
+    (set_in(["finish_reason"], None), "finish_reason must be .* got None"),
+    (set_in(["finish_reason"], "abort"), "finish_reason must be .* got 'abort'"),
+    (set_in(["logprobs"], None), "logprobs must be an object"),
+    (set_in(["token_ids"], ["5"]), "token_ids must be a list of token ids"),
+    (set_in(["token_ids"], [True]), "token_ids must be a list of token ids"),
+    (
+        set_in(["token_ids"], lambda ids: [*ids[:-1], 25]),
+        "must be those of choices.0..logprobs.tokens",
+    ),
+    (set_in(["logprobs", "token_logprobs"], lambda v: v[:-1]), "token_logprobs must hold a number"),
+    (set_in(["logprobs", "token_logprobs"], None), "token_logprobs must hold a number .* got None"),
+    (
+        set_in(["logprobs", "token_logprobs"], lambda v: [None, *v[1:]]),
+        r"token_logprobs\[0\] .* None",
+    ),
+    (
+        set_in(["logprobs", "token_logprobs"], lambda v: [*v[:-1], 0.5]),
+        "a log-probability, got 0.5",
+    ),
+    (
+        set_in(["logprobs", "token_logprobs"], lambda v: [float("nan"), *v[1:]]),
+        "a log-probability, got nan",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN)
+def test_an_answer_that_is_none_names_the_field(engine, server, change, message):
+    server.change = change
+    with pytest.raises(CompletionsError, match=message) as caught:
+        ask(engine)
+    assert isinstance(caught.value, RuntimeError)
+    assert f"POST {server.url}/v1/completions failed after 1 attempt" in str(caught.value)
+    assert len(server.seen) == 1
+
+
+def test_text_alone_is_never_encoded_again(engine, server):
+    def change(answer):
+        only_ids(answer)
+        only_names(answer)
+        return answer
+
+    server.change = change
+    with pytest.raises(CompletionsError, match=r"answers with text alone.*return_token_ids"):
+        ask(engine)
+
+
+def test_an_answer_is_neither_empty_nor_too_long(engine, server):
+    empty = {"tokens": [], "token_logprobs": []}
+    for token_ids, logprobs, message in (
+        ([], empty, "at least one sampled token"),
+        ([5] * 4, {"token_logprobs": [-1.0] * 4}, "at most max_tokens=3 tokens, got 4"),
+    ):
+        choice = {"finish_reason": "stop", "token_ids": token_ids, "logprobs": logprobs}
+        server.change = lambda answer, choice=choice: {"choices": [choice]}
+        with pytest.raises(CompletionsError, match=message):
+            ask(engine, max_new_tokens=3)
+
+
+def test_parsing_never_makes_up_a_token():
+    """Whatever is taken from an answer at random, it is refused or taken as it was."""
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(500):
+        size = rng.randint(1, 4)
+        ids = [rng.randrange(9) for _ in range(size)]
+        scores = [-rng.random() for _ in range(size)]
+        logprobs = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": list(scores)}
+        choice = {"token_ids": list(ids), "finish_reason": "stop", "logprobs": logprobs}
+        part = rng.choice([choice, logprobs])
+        name = rng.choice(list(part))
+        if isinstance(part[name], list) and rng.random() < 0.7:
+            part[name][rng.randrange(len(part[name]))] = rng.choice(
+                [None, "x", -2, "token_id:", 77.5]
+            )
+        else:
+            part[name] = rng.choice([None, [], {}, 3])
+        try:
+            answer = parse_answer({"choices": [choice]}, max_new_tokens=4)
+        except MalformedAnswerError:
+            refused += 1
+        else:
+            assert answer.token_ids == ids
+            # A log-probability of -2 is one.
+            assert all(a in (b, -2.0) for a, b in zip(answer.log_probs, scores, strict=True))
+    assert 100 < refused < 500
+
+
+# Failures
+
+
+@pytest.mark.parametrize("fault", [status(500), status(503), status(429), half, nothing])
+def test_what_may_pass_is_tried_again(engine, server, fault):
+    server.faults = [fault, fault]
+    assert ask(engine).token_ids == sampled([5, 6], 256)[0]
+    assert len(server.seen) == 3
+    assert server.seen[0] == server.seen[2]
+
+
+def test_silence_is_tried_again(make, server):
+    engine = make(timeout=0.3)
+    server.faults = [silent]
+    assert ask(engine).token_ids == sampled([5, 6], 256)[0]
+    assert len(server.seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "kwargs", "message", "cause"),
+    [
+        (status(500, "out of memory"), {}, "status 500: out of memory", None),
+        (half, {}, "RemoteProtocolError: ", httpx.RemoteProtocolError),
+        (silent, {"timeout": 0.1}, "ReadTimeout: nothing for 0.1 seconds", httpx.ReadTimeout),
+    ],
+)
+def test_in_the_end_it_fails_and_says_why(make, server, fault, kwargs, message, cause):
+    engine = make(max_retries=2, **kwargs)
+    server.faults = [fault] * 3
+    with pytest.raises(CompletionsError, match=f"failed after 3 attempts: {message}") as caught:
+        ask(engine)
+    assert (caught.value.url, caught.value.attempts) == (f"{server.url}/v1/completions", 3)
+    assert cause is None or isinstance(caught.value.__cause__, cause)
+    assert len(server.seen) == 3
+
+
+def test_a_server_that_is_not_there_is_named(make):
+    with running() as gone:
+        url = gone.url
+    engine = make(url, max_retries=1)
+    with pytest.raises(CompletionsError, match="failed after 2 attempts: ConnectError") as caught:
+        ask(engine)
+    assert isinstance(caught.value.__cause__, httpx.ConnectError)
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 422])
+def test_a_refusal_is_not_tried_again(engine, server, code):
+    server.faults = [status(code, "the prompt is too long")]
+    message = f"failed after 1 attempt: status {code}: the prompt is too long"
+    with pytest.raises(CompletionsError, match=message):
+        ask(engine)
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("data", [b"<html>", b"", b'{"choices": [', b"\xff\xfe"])
+def test_garbage_is_no_answer(engine, server, data):
+    server.faults = [raw(data)]
+    with pytest.raises(CompletionsError, match="the answer is no JSON"):
+        ask(engine)
+
+
+def test_a_server_is_left_alone_for_as_long_as_it_asks(engine, server):
+    server.faults = [status(429, Retry_After="0.4"), status(503, Retry_After="nonsense")]
+    ask(engine)
+    assert server.times[1] - server.times[0] >= 0.4
+    server.faults = [status(503, Retry_After=formatdate(time.time() + 2, usegmt=True))]
+    before = time.monotonic()
+    ask(engine)
+    assert time.monotonic() - before >= 0.9  # dates have whole seconds
+
+
+def test_a_server_that_asks_for_too_long_is_given_up(engine, server):
+    server.faults = [status(429, "come back", Retry_After="3600")]
+    with pytest.raises(
+        CompletionsError, match=r"come back \(the server asks to wait 3600 seconds\)"
+    ):
+        ask(engine)
+
+
+def test_pauses_grow(make, server):
+    engine = make(backoff=0.1, max_retries=3)
+    server.faults = [status(500)] * 3
+    ask(engine)
+    pauses = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
+    for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True):
+        assert pause >= least
+
+
+def test_one_failure_is_nobody_elses(make, server):
+    engine = make(max_retries=0)
+    server.faults = [status(500)] * 7
+
+    async def run():
+        asked = (engine.generate(prompt) for prompt in prompts(40))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert sum(isinstance(result, CompletionsError) for result in results) == 7
+
+
+# Connections and loops
+
+
+def test_a_cancelled_request_hangs_up(engine, server):
+    server.faults = [silent]
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5]))
+        while not server.seen:
+            await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert server.disconnected.wait(SECONDS)
+    assert ask(engine).token_ids
+
+
+def test_closing_fails_what_is_under_way_and_hangs_up(engine, server):
+    server.faults = [silent] * 3
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate([5])) for _ in range(3)]
+        while len(server.seen) < 3:
+            await asyncio.sleep(0.002)
+        await asyncio.to_thread(engine.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for result in asyncio.run(run()):
+        assert isinstance(result, RuntimeError)
+        assert "closed" in str(result)
+    wait_until(lambda: server.open == 0)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(engine)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.update_weights()
+
+
+def test_an_engine_may_be_closed_in_its_own_loop(engine, server):
+    server.faults = [silent]
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5]))
+        while not server.seen:
+            await asyncio.sleep(0.002)
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await task
+
+    asyncio.run(run())
+    wait_until(lambda: server.open == 0)
+
+
+def sockets() -> int:
+    """How many sockets this process holds."""
+    fds = Path("/proc/self/fd")
+    if not fds.exists():
+        pytest.skip("needs /proc")
+    found = 0
+    for fd in os.listdir(fds):
+        try:
+            found += os.readlink(fds / fd).startswith("socket:")
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
+    gc.collect()
+    before = sockets()
+    engine = make()
+    for _ in range(3):
+        ask_all(engine, prompts(20))
+    wait_until(lambda: server.open == 0)
+    assert sockets() == before  # a loop has ended, the engine lives on
+    engine.close()
+    del engine
+    gc.collect()
+    assert sockets() == before
+
+
+def test_many_event_loops_may_share_an_engine(engine):
+    requests, answers = prompts(30), {}
+
+    def work(index: int) -> None:
+        answers[index] = ask_all(engine, requests)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    expected = [sampled(prompt, 256)[0] for prompt in requests]
+    for index in range(4):
+        assert [answer.token_ids for answer in answers[index]] == expected
+
+
+# Weights
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_updates_are_handed_on_and_counted(make, asynchronous):
+    got = []
+
+    async def later(source):
+        await asyncio.sleep(0.01)
+        got.append(source)
+
+    engine = make(on_update=later if asynchronous else got.append)
+    assert engine.update_weights("checkpoint-1") == engine.version == 1
+    assert got == ["checkpoint-1"]
+    assert set(ask(engine).versions) == {1}
+
+    async def run():  # where a loop is running already
+        return engine.update_weights("checkpoint-2")
+
+    assert asyncio.run(run()) == 2
+
+
+def test_an_update_that_fails_is_not_counted(make):
+    def fail(source):
+        raise OSError("disk full")
+
+    engine = make(on_update=fail)
+    with pytest.raises(OSError, match="disk full"):
+        engine.update_weights()
+    assert engine.version == 0
+
+
+def test_without_a_way_to_update_it_says_what_to_do(engine):
+    with pytest.raises(NotImplementedError, match="pass on_update="):
+        engine.update_weights()
+
+
+def test_an_answer_never_claims_newer_weights_than_it_began_with(make, server):
+    engine = make(on_update=lambda source: None)
+    reached = threading.Event()
+
+    def slow(handler):
+        reached.set()
+        wait_until(lambda: engine.version == 1)
+        handler.send(500, {})
+
+    def during(answer):
+        if engine.version == 1:
+            engine.update_weights()
+        return answer
+
+    server.faults, server.change = [slow], during
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5, 6]))
+        await asyncio.to_thread(reached.wait, SECONDS)
+        engine.update_weights()
+        return await task
+
+    # The second attempt began at version 1, and during it the weights changed again.
+    assert set(asyncio.run(run()).versions) == {1}
+    assert engine.version == 2
+
+
+@pytest.mark.parametrize(("said", "expected"), [(7, 7), ("7", 7), ("default", None), (None, None)])
+def test_a_server_that_says_its_version_is_believed(make, server, said, expected):
+    engine = make(version_key="metadata.weight_version")
+    server.change = lambda answer: {**answer, "metadata": {"weight_version": said}}
+    if expected is None:
+        with pytest.raises(
+            CompletionsError, match=r"metadata.weight_version \(version_key\) must be"
+        ):
+            ask(engine)
+    else:
+        assert set(ask(engine).versions) == {expected}
+
+
+def test_a_server_may_say_the_version_of_every_token():
+    choice = {"token_ids": [7, 2], "logprobs": {"token_logprobs": [-0.5, -0.1]}}
+    choice |= {"finish_reason": "stop", "versions": [3, 4]}
+    answer = parse_answer({"choices": [choice]}, max_new_tokens=8, version_key="versions")
+    assert answer.versions == [3, 4]
+    choice["versions"] = [3]
+    with pytest.raises(MalformedAnswerError, match="one for each of 2 tokens"):
+        parse_answer({"choices": [choice]}, max_new_tokens=8, version_key="versions")
+
+
+# Refusals and the rest
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs", "error", "message"),
+    [
+        ([], {}, ValueError, "at least one token"),
+        ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+        ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
+        ([5] * 30, {"max_new_tokens": 3}, ValueError, "exceed max_total_tokens=32"),
+        ([5], {"stream": True}, ValueError, r"sets itself, got \['stream'\]"),
+    ],
+)
+def test_bad_requests_are_refused(make, server, prompt, kwargs, error, message):
+    engine = make(max_total_tokens=32)
+    with pytest.raises(error, match=message):
+        asyncio.run(engine.generate(prompt, **kwargs))
+    assert not server.seen
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"timeout": 0}, "timeout must be positive, got 0"),
+        ({"max_retries": -1}, "max_retries must not be negative, got -1"),
+        ({"max_connections": 0}, "max_connections must be positive"),
+        ({"extra_body": {"n": 2}}, r"extra_body must leave out .* got \['n'\]"),
+        ({"base_url": "localhost:8000"}, "base_url must begin with http"),
+    ],
+)
+def test_bad_engines_are_refused(make, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "base", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/completions"]
+)
+def test_addresses_are_completed(base):
+    assert completions_url(base) == "http://h:1/v1/completions"
+
+
+def test_httpx_is_needed_only_when_it_is_used():
+    script = """
+        import sys
+        sys.modules["httpx"] = None
+        from torchrl_mt.engines import CompletionsEngine
+        try:
+            CompletionsEngine("http://localhost", "tiny", None)
+        except ImportError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, timeout=2 * SECONDS, capture_output=True, text=True)
+    assert "pip install 'torchrl-mt[server]'" in done.stdout, done.stderr
+
+
+def test_it_plays_whole_games(engine, server):
+    server.faults = [status(500), half, status(429)]
+    collector = MultiTurnCollector(
+        GuessNumber(16, turns=3),
+        engine,
+        episodes_per_batch=24,
+        limits=Limits(max_turns=3, max_response_tokens=40),
+    )
+    with collector:
+        batch = next(iter(collector))
+    assert len(set(batch["collector", "traj_ids"].tolist())) == 24
+    for turn in batch.unbind(0):
+        tokens, log_probs, _ = sampled(turn["tokens", "prompt"].tolist(), 40)
+        assert turn["tokens", "response"].tolist() == tokens
+        torch.testing.assert_close(turn["log_probs", "response"], torch.tensor(log_probs))
+    wait_until(lambda: server.open == 0)

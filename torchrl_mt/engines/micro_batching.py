@@ -1,0 +1,210 @@
+"""Requests of many coroutines and event loops, answered batch by batch in one background thread.
+
+No request is lost: each is answered, fails, or is taken back by being cancelled. Between two batches
+the thread can be held, so that what the answers rest on may change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["MicroBatcher"]
+
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket(Generic[_Q, _A]):
+    """A request and the future that waits for its answer."""
+
+    request: _Q
+    answer: asyncio.Future[_A]
+    loop: asyncio.AbstractEventLoop
+    arrived: float
+
+
+class MicroBatcher(Generic[_Q, _A]):
+    """Gather requests into batches.
+
+    A batch is what waits when the thread becomes free, oldest first. If answering a batch raises,
+    its own requests fail and the next batch is answered as if nothing had been.
+
+    Args:
+        answer: called in the thread with the requests of a batch; returns their answers in order.
+        fits: whether requests may share a batch; a request alone always may.
+        max_batch_size: most requests of a batch.
+        max_wait: seconds that the oldest request waits at most for a batch to fill up.
+        name: name of the thread, which the first request starts.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[list[_Q]], Sequence[_A]],
+        fits: Callable[[list[_Q]], bool],
+        *,
+        max_batch_size: int,
+        max_wait: float,
+        name: str,
+    ) -> None:
+        self._answer = answer
+        self._fits = fits
+        self._max_batch_size = max_batch_size
+        self._max_wait = max_wait
+        self._name = name
+        self._waiting: dict[_Ticket[_Q, _A], None] = {}
+        self._changed = threading.Condition()
+        self._pausing = threading.Lock()
+        self._held = self._busy = self._closed = False
+        self._thread: threading.Thread | None = None
+
+    async def ask(self, request: _Q) -> _A:
+        """Wait for the answer to a request; cancelling takes it back.
+
+        Raises:
+            RuntimeError: if the batch failed (its cause is what was raised) or the batcher is closed.
+        """
+        loop = asyncio.get_running_loop()
+        ticket: _Ticket[_Q, _A] = _Ticket(request, loop.create_future(), loop, time.monotonic())
+        with self._changed:
+            if self._closed:
+                raise _closed()
+            self._waiting[ticket] = None
+            if self._thread is None:
+                # A daemon, so that a script which dies without closing does not hang on it.
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        try:
+            return await ticket.answer
+        except asyncio.CancelledError:
+            with self._changed:
+                self._waiting.pop(ticket, None)
+            raise
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the batch that is being answered, and let no other begin meanwhile.
+
+        Raises:
+            RuntimeError: if called by what answers a batch, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("weights cannot be updated by the policy while it answers a batch.")
+        with self._pausing:
+            with self._changed:
+                self._held = True
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._busy)
+                yield
+            finally:
+                with self._changed:
+                    self._held = False
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """Fail every request that has no answer yet and end the thread."""
+        with self._changed:
+            self._closed = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        _settle((ticket, _closed()) for ticket in waiting)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        """Answer batches until closed."""
+        while self._answer_next():
+            pass
+
+    def _answer_next(self) -> bool:
+        """Wait for a batch and answer it; false once closed."""
+        batch = self._next_batch()
+        if not batch:
+            return False
+        outcomes: list[_A | BaseException]
+        try:
+            outcomes = list(self._answer([ticket.request for ticket in batch]))
+        except BaseException as error:
+            outcomes = [_failed(error) for _ in batch]
+        if self._closed:
+            outcomes = [_closed() for _ in batch]
+        _settle(zip(batch, outcomes, strict=True))
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+        return True
+
+    def _next_batch(self) -> list[_Ticket[_Q, _A]]:
+        """Wait until there is something to answer; nothing once closed."""
+        with self._changed:
+            while not self._closed:
+                patience = self._patience()
+                if patience == 0:
+                    self._busy = True
+                    return self._take()
+                self._changed.wait(patience)
+        return []
+
+    def _patience(self) -> float | None:
+        """Seconds to wait before a batch is taken; ``None``: until something changes."""
+        if self._held or not self._waiting:
+            return None
+        if len(self._waiting) >= self._max_batch_size:
+            return 0
+        oldest = next(iter(self._waiting))
+        return max(0.0, oldest.arrived + self._max_wait - time.monotonic())
+
+    def _take(self) -> list[_Ticket[_Q, _A]]:
+        """Take the oldest requests that fit together off the queue."""
+        batch: list[_Ticket[_Q, _A]] = []
+        for ticket in self._waiting:
+            together = [*(taken.request for taken in batch), ticket.request]
+            if batch and (len(batch) == self._max_batch_size or not self._fits(together)):
+                break
+            batch.append(ticket)
+        for ticket in batch:
+            del self._waiting[ticket]
+        return batch
+
+
+def _settle(outcomes: Iterable[tuple[_Ticket, object]]) -> None:
+    """Hand answers and failures to the loops that wait for them, one wake-up per loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, object]]] = {}
+    for ticket, outcome in outcomes:
+        by_loop.setdefault(ticket.loop, []).append((ticket.answer, outcome))
+    for loop, settled in by_loop.items():
+        with suppress(RuntimeError):  # a closed loop waits for nothing
+            loop.call_soon_threadsafe(_resolve, settled)
+
+
+def _resolve(settled: Iterable[tuple[asyncio.Future, object]]) -> None:
+    """Settle futures on the loop that they belong to."""
+    for future, outcome in settled:
+        if future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def _closed() -> RuntimeError:
+    """What requests to a closed engine fail with."""
+    return RuntimeError("the engine is closed: make a new one.")
+
+
+def _failed(cause: BaseException) -> RuntimeError:
+    """What the requests of a failed batch fail with: an error of its own for each."""
+    error = RuntimeError(f"generation failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,343 @@
+"""An engine on any TorchRL policy for language models, requests gathered into micro-batches.
+
+No log-probability leaves it that a plain forward pass of the model has shown to be wrong: such are
+recomputed, or refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.log_prob_check import LogProbCheck
+from torchrl_mt.engines.micro_batching import MicroBatcher
+from torchrl_mt.engines.policy_sampler import (
+    PolicySampler,
+    generate_kwargs_of,
+    require_own_distribution,
+)
+from torchrl_mt.engines.transformers_engine import _integers, _view
+from torchrl_mt.engines.weights import hand_on, load_weights, weights_for
+
+__all__ = ["PolicyEngine"]
+
+_MAX_NEW_TOKENS = 256
+
+
+class PolicyEngine:
+    """Sample with a TorchRL policy, such as ``TransformersWrapper``, many conversations at once.
+
+    Requests that wait when the policy becomes free are one micro-batch, sampled in a background thread;
+    a batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
+    used. A policy must not be trained *while* tokens are sampled.
+
+    When first used, and again after every update, what the policy reports as log-probabilities is
+    compared with a plain forward pass of its model. If some are wrong (TorchRL 0.14's
+    ``TransformersWrapper`` reports 0.0 for the first token of every answer, and log-probabilities at
+    temperature 1 whatever the temperature), all are recomputed from then on, and the log says so
+    once. If most are wrong, or there is no model to compare with, requests fail.
+
+    A ``TransformersWrapper`` may have any input mode. Its sampling is from the model's own distribution:
+    ``do_sample=True`` without ``top_k`` or ``top_p`` and without the model's generation config (except
+    for its stop tokens), unless its ``generate_kwargs`` say otherwise. Other policies are called with
+    ``("tokens", "prompt")`` and ``("masks", "all_attention_mask")``, padded on the left, and return
+    ``("tokens", "response")`` and ``("log_probs", "response")``: per row without padding, or padded on
+    the right if every row that ends early ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper``
+    are given rows without padding.
+
+    Args:
+        policy: an ``LLMWrapperBase`` or any module (or callable) from TensorDict to TensorDict.
+        tokenizer: its end-of-sequence token stops an answer; the policy's own if ``None``.
+        model: the causal language model to check the policy with and to load new weights into;
+            ``policy.model`` if ``None``.
+        max_new_tokens: longest answer, unless a request says otherwise; if ``None``, what the policy's
+            ``generate_kwargs`` say, or 256. Policies other than ``TransformersWrapper`` also keep to
+            their own limit: what is beyond the request's is cut off.
+        temperature: what the policy divides the logits by; if ``None``, what its ``generate_kwargs``
+            say, or 1. Log-probabilities are those of the divided logits.
+        max_batch_size: most requests of a micro-batch.
+        max_wait: seconds that a request waits at most for its micro-batch to fill up.
+        check: compare the log-probabilities. Without it they are handed on as they are: do not train
+            on them.
+        tolerance: largest mean absolute difference in nats that passes for rounding (five times that
+            for a single token); 0.05, or 0.1 for a model in half precision, if ``None``.
+        max_forward_tokens: most tokens in one forward pass that recomputes, padding included.
+        on_update: called with the source of an update while nothing is sampled, instead of loading
+            weights into the model: for policies whose weights lie elsewhere; may be a coroutine
+            function.
+
+    Raises:
+        TypeError: if ``policy`` is no policy.
+        ValueError: if ``policy`` does not generate one answer per prompt from its model's own
+            distribution, no stop token is known, or a number is out of range.
+
+    Examples:
+        >>> policy = TransformersWrapper(  # doctest: +SKIP
+        ...     model, tokenizer=tokenizer, input_mode="tokens", return_log_probs=True
+        ... )
+        >>> engine = PolicyEngine(policy, max_new_tokens=64)  # doctest: +SKIP
+        >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        model: nn.Module | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        max_batch_size: int = 64,
+        max_wait: float = 0.0,
+        check: bool = True,
+        tolerance: float | None = None,
+        max_forward_tokens: int = 8192,
+        on_update: Callable[[Any], Any] | None = None,
+    ) -> None:
+        said = generate_kwargs_of(policy)
+        if temperature is None:
+            # Greedy answers have the model's own log-probabilities.
+            temperature = float(said.get("temperature") or 1.0)
+        if max_new_tokens is None:
+            max_new_tokens = int(said.get("max_new_tokens") or _MAX_NEW_TOKENS)
+        for name, value in {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "max_batch_size": max_batch_size,
+            "max_forward_tokens": max_forward_tokens,
+            "tolerance": 1 if tolerance is None else tolerance,
+        }.items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+        if not max_wait >= 0:
+            raise ValueError(f"max_wait must not be negative, got {max_wait}.")
+        if check:
+            require_own_distribution(policy)
+        self.tokenizer = getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
+        self.max_new_tokens = max_new_tokens
+        if model is None and isinstance(getattr(policy, "model", None), nn.Module):
+            model = policy.model  # type: ignore[attr-defined]
+        # Parameters are shared, mode and configuration are not: the model may be trained in between.
+        view = None if model is None else _view(model).eval()  # type: ignore[arg-type]
+        self._model = view
+        self.max_total_tokens = _positions(view)
+        """Most tokens of prompt and answer together that the model can place; ``None``: not known."""
+        self._vocab_size = _vocab_size(view)
+        stop_ids = _stop_ids(self.tokenizer, model, said)
+        self._on_update = on_update
+        self._closing = threading.Event()
+        self._answerer = _Answerer(
+            PolicySampler(policy, view, self.tokenizer, stop_ids, self._closing),
+            stop_ids,
+            LogProbCheck(view, temperature, check, tolerance, max_forward_tokens),
+        )
+        self._batcher: MicroBatcher[_Request, Completion] = MicroBatcher(
+            self._answerer.answer,
+            _Fits(self.max_total_tokens),
+            max_batch_size=max_batch_size,
+            max_wait=max_wait,
+            name="torchrl_mt-policy",
+        )
+        # Runs when the engine is collected and at interpreter exit, whichever comes first.
+        self._closer = weakref.finalize(self, _close, self._closing, self._batcher)
+
+    @property
+    def version(self) -> int:
+        """How many times the weights were updated."""
+        return self._answerer.version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+    ) -> Completion:
+        """Sample an answer to a prompt.
+
+        Args:
+            prompt_ids: the tokens that the model sees, at least one.
+            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
+            **sampling: none is supported for single requests; set them on the policy.
+
+        Returns:
+            The sampled tokens with their log-probabilities, and the version that sampled all of them.
+
+        Raises:
+            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
+                :attr:`max_total_tokens`, or if ``max_new_tokens`` is below 1.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is given.
+            RuntimeError: if the engine is closed, the policy raised (which is the cause), or its
+                log-probabilities are refused.
+        """
+        if sampling:
+            raise TypeError(
+                f"PolicyEngine.generate takes no {sorted(sampling)}: sampling arguments are set on "
+                "the policy."
+            )
+        prompt = _integers(prompt_ids)
+        total = self.max_total_tokens
+        limit = max_new_tokens
+        if limit is None:
+            room = self.max_new_tokens if total is None else max(1, total - len(prompt))
+            limit = min(self.max_new_tokens, room)
+        if not prompt:
+            raise ValueError("prompt_ids must hold at least one token, got none.")
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or (self._vocab_size is not None and highest >= self._vocab_size):
+            raise ValueError(
+                f"prompt_ids must be token ids in 0..{(self._vocab_size or 0) - 1}, got "
+                f"{lowest if lowest < 0 else highest}: do model and tokenizer belong together?"
+            )
+        if limit < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
+        if total is not None and len(prompt) + limit > total:
+            raise ValueError(
+                f"prompt_ids of {len(prompt)} tokens and max_new_tokens={limit} exceed the {total} "
+                "tokens that the model's positions allow."
+            )
+        return await self._batcher.ask(_Request(prompt, limit))
+
+    def update_weights(
+        self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
+    ) -> int:
+        """Take new weights, in place, between two micro-batches.
+
+        Args:
+            source: the model (or TorchRL wrapper) whose weights to take, or a state dict, or parameters
+                in a TensorDict; with ``on_update``, whatever that takes. ``None``: the policy has its
+                new weights already.
+
+        Returns:
+            The new version.
+
+        Raises:
+            ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
+            NotImplementedError: if the policy has no model to load weights into, and no ``on_update``.
+            RuntimeError: if the engine is closed.
+        """
+        if not self._closer.alive:
+            raise RuntimeError("the engine is closed: make a new one.")
+        weights: Mapping[str, torch.Tensor] | None = None
+        if source is not None and self._on_update is None:
+            if self._model is None:
+                raise NotImplementedError(
+                    "the policy has no model (policy.model is no nn.Module) to load weights into: pass "
+                    "on_update=, a function that hands the source to the policy, or update the policy "
+                    "yourself and call update_weights(None)."
+                )
+            weights = weights_for(self._model, source)
+        with self._batcher.paused():
+            if self._on_update is not None:
+                hand_on(self._on_update, source)
+            if weights is not None:
+                assert self._model is not None
+                load_weights(self._model, weights)
+            return self._answerer.updated()
+
+    def close(self) -> None:
+        """Stop sampling: requests without an answer fail, and the thread ends."""
+        self._closer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What one call asks for."""
+
+    prompt: list[int]
+    limit: int
+
+
+class _Fits:
+    """Whether requests may share a batch, in which every answer may become as long as the longest."""
+
+    def __init__(self, max_total_tokens: int | None) -> None:
+        self._max_total_tokens = max_total_tokens
+
+    def __call__(self, requests: list[_Request]) -> bool:
+        if self._max_total_tokens is None:
+            return True
+        longest = max(len(request.prompt) for request in requests)
+        return longest + max(request.limit for request in requests) <= self._max_total_tokens
+
+
+class _Answerer:
+    """What the thread does with a batch; it knows nothing of the engine, which may be collected."""
+
+    def __init__(
+        self,
+        sampler: PolicySampler,
+        stop_ids: frozenset[int],
+        log_probs: LogProbCheck,
+    ) -> None:
+        self.version = 0
+        self._sampler = sampler
+        self._stop_ids = stop_ids
+        self._log_probs = log_probs
+
+    def answer(self, requests: list[_Request]) -> list[Completion]:
+        """Sample an answer to every request."""
+        prompts = [request.prompt for request in requests]
+        drawn = self._sampler(prompts, [request.limit for request in requests])
+        log_probs = self._log_probs(
+            prompts,
+            [answer.token_ids for answer in drawn],
+            [answer.reported for answer in drawn],
+        )
+        return [
+            Completion(
+                answer.token_ids,
+                scores,
+                [self.version] * len(answer.token_ids),
+                "stop" if answer.token_ids[-1] in self._stop_ids else "length",
+            )
+            for answer, scores in zip(drawn, log_probs, strict=True)
+        ]
+
+    def updated(self) -> int:
+        """Count an update; what the policy reports is checked again. Call it between two batches."""
+        self._log_probs.recheck()
+        self.version += 1
+        return self.version
+
+
+def _close(closing: threading.Event, batcher: MicroBatcher) -> None:
+    """End the sampling thread, early if it is sampling."""
+    closing.set()
+    batcher.close()
+
+
+def _stop_ids(
+    tokenizer: Any, model: nn.Module | None, generate_kwargs: Mapping[str, Any]
+) -> frozenset[int]:
+    """Every token that ends an answer: by tokenizer, model and policy."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    known: list[Any] = [getattr(tokenizer, "eos_token_id", None)]
+    for ids in (configured, generate_kwargs.get("eos_token_id")):
+        known += ids if isinstance(ids, list) else [ids]
+    stop_ids = frozenset(token for token in known if token is not None and token >= 0)
+    if not stop_ids:
+        raise ValueError(
+            "tokenizer must have an end-of-turn token (eos_token), got none, and neither policy nor "
+            "model have an eos_token_id."
+        )
+    return stop_ids
+
+
+def _positions(model: Any) -> int | None:
+    """How many tokens a model can place, if it says."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def _vocab_size(model: Any) -> int | None:
+    """How many tokens a model knows, if it says."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(embeddings, "weight", None)
+    return None if weight is None else int(weight.shape[0])

@@ -1,0 +1,322 @@
+"""TorchRL policies as samplers of batches: prompts in, each answer out exactly as it was sampled.
+
+Padding is put on and taken off here. No sampled token is lost to it, also where the padding token is
+one that is sampled, and a policy that answers another prompt than it was given is found out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+from torchrl.modules.llm import LLMWrapperBase, SGLangWrapper, TransformersWrapper, vLLMWrapper
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
+
+__all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "do_sample": (None, True),
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1),
+    "min_p": (None, 0),
+    "num_beams": (None, 1),
+    "repetition_penalty": (None, 1),
+    "encoder_repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "diversity_penalty": (None, 0),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "force_words_ids": (None, []),
+}
+"""Of what bends the distribution that is sampled from, the values that do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One answer, as sampled."""
+
+    token_ids: list[int]
+    """Up to and including the first stop token, or up to the limit."""
+    reported: list[float] | None
+    """The log-probability of each as the policy reports it, if it does."""
+
+
+class PolicySampler:
+    """Sample a batch of answers with a TorchRL policy.
+
+    A ``TransformersWrapper`` is rebuilt around ``model`` for tokens in and out and padded output (its
+    unpadded output leaves out every sampled token that equals the padding token), and samples from the
+    model's own distribution unless its ``generate_kwargs`` say otherwise. Any other policy is used as it
+    is, in evaluation mode, and its answers are cut to the limit.
+
+    Args:
+        policy: what samples.
+        model: for a ``TransformersWrapper``, the model to sample with.
+        tokenizer: gives the padding token.
+        stop_ids: the tokens that end an answer.
+        closing: sampling ends early once this is set, where the policy allows it.
+
+    Raises:
+        TypeError: if ``policy`` is no policy.
+        ValueError: if ``policy`` does not generate one answer per prompt, from tokens.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        model: nn.Module | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_ids: frozenset[int],
+        closing: threading.Event,
+    ) -> None:
+        _require_policy(policy)
+        self._stop_ids = stop_ids
+        pad = getattr(tokenizer, "pad_token_id", None)
+        self._pad_id: int = min(stop_ids) if pad is None else pad
+        self._takes_limit = isinstance(policy, TransformersWrapper)
+        # These read prompts row by row and would take padding for a part of the prompt.
+        self._ragged = isinstance(policy, (vLLMWrapper, SGLangWrapper))
+        if isinstance(policy, TransformersWrapper):
+            assert model is not None
+            policy = _rebuilt(policy, model, tokenizer, stop_ids, self._pad_id, closing)
+        elif self._ragged and (policy.input_mode != "tokens" or policy.pad_output):
+            policy = policy.get_new_version(
+                input_mode="tokens",
+                input_key=("tokens", "prompt"),
+                pad_output=False,
+                return_log_probs=True,
+            )
+        _require_tokens(policy)
+        self._policy: Callable[[TensorDictBase], TensorDictBase] = policy
+        self._tokens = getattr(policy, "tokens_key", "tokens")
+        self._log_probs = getattr(policy, "log_probs_key", "log_probs")
+
+    def __call__(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[Drawn]:
+        """Sample an answer to every prompt.
+
+        Args:
+            prompts: at least one token each.
+            limits: the longest answer to each.
+
+        Raises:
+            RuntimeError: if what the policy returns is not one answer to each of the prompts.
+        """
+        if self._takes_limit:
+            # The policy is our own: nobody else reads these.
+            generate_kwargs: dict[str, Any] = self._policy.generate_kwargs  # type: ignore[attr-defined]
+            generate_kwargs["max_new_tokens"] = max(limits)
+        batch = self._batch(prompts)
+        with torch.no_grad(), _evaluating(self._policy):
+            out = self._policy(batch)
+        if not isinstance(out, TensorDictBase) or out.batch_size[:1] != batch.batch_size:
+            raise RuntimeError(
+                f"the policy must return a TensorDict with {len(prompts)} answers, got "
+                f"{type(out).__name__} {tuple(getattr(out, 'batch_size', ()))}."
+            )
+        return [
+            self._read(row, prompt, limit)
+            for row, prompt, limit in zip(out.unbind(0), prompts, limits, strict=True)
+        ]
+
+    def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
+        """Prompts as the policy wants them."""
+        device = _device(self._policy)
+        if self._ragged:
+            return lazy_stack(
+                [
+                    TensorDict({"tokens": {"prompt": torch.tensor(prompt, device=device)}})
+                    for prompt in map(list, prompts)
+                ]
+            )
+        width = max(map(len, prompts))
+        # The mask is given with the tokens: a prompt may hold the padding token itself.
+        tokens = torch.full((len(prompts), width), self._pad_id)
+        attended = torch.zeros((len(prompts), width), dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :] = torch.tensor(list(prompt))
+            attended[i, width - len(prompt) :] = True
+        return TensorDict(
+            {"tokens": {"prompt": tokens}, "masks": {"all_attention_mask": attended}},
+            batch_size=[len(prompts)],
+        ).to(device)
+
+    def _read(self, row: TensorDictBase, prompt: Sequence[int], limit: int) -> Drawn:
+        """One answer without padding and without what lies behind its end."""
+        response = _numbers(row, (self._tokens, "response"))
+        if response is None:
+            raise RuntimeError(
+                f"the policy must return {(self._tokens, 'response')}, got {sorted(row.keys())}."
+            )
+        echoed = _numbers(row, (self._tokens, "prompt"))
+        if echoed is not None and echoed[-len(prompt) :] != list(prompt):
+            raise RuntimeError(
+                f"the policy answered another prompt than it was given: {len(prompt)} tokens "
+                f"{list(prompt)[:8]}... became {len(echoed)} tokens {echoed[:8]}...; does it drop "
+                "padding tokens from prompts? Give its tokenizer a pad_token that no prompt holds."
+            )
+        reported = _numbers(row, (self._log_probs, "response"))
+        if reported is not None and len(reported) != len(response):
+            raise RuntimeError(
+                "the policy must report one log-probability per sampled token, got "
+                f"{len(reported)} for {len(response)} tokens."
+            )
+        end = next((i for i, token in enumerate(response, 1) if token in self._stop_ids), None)
+        size = min(limit, len(response) if end is None else end)
+        if size == 0:
+            raise RuntimeError("the policy returned an answer without a token.")
+        return Drawn(response[:size], None if reported is None else reported[:size])
+
+
+def generate_kwargs_of(policy: Any) -> Mapping[str, Any]:
+    """How a policy was told to sample, by transformers' names; empty if it does not say."""
+    kwargs = getattr(policy, "generate_kwargs", None)
+    if isinstance(kwargs, Mapping):
+        return kwargs
+    params = getattr(policy, "sampling_params", None)  # vLLM's
+    names = {
+        "max_tokens": "max_new_tokens",
+        "n": "num_return_sequences",
+        "temperature": "temperature",
+    }
+    names |= {name: name for name in _NEUTRAL}
+    return {names[name]: getattr(params, name) for name in names if hasattr(params, name)}
+
+
+def require_own_distribution(policy: Any) -> None:
+    """Refuse a policy that says it does not sample from its model's own distribution.
+
+    Raises:
+        ValueError: if it truncates or penalises, or does not sample at all.
+    """
+    kwargs = generate_kwargs_of(policy)
+    bent = {
+        name: kwargs[name]
+        for name, neutral in _NEUTRAL.items()
+        if name in kwargs and kwargs[name] not in neutral
+    }
+    if kwargs.get("temperature") == 0:
+        bent["temperature"] = 0
+    if bent:
+        raise ValueError(
+            f"policy must sample from its model's own distribution, got generate_kwargs {bent}: "
+            "log-probabilities would not be those of what was sampled. Leave these out, or pass "
+            "check=False if nothing is trained on the answers."
+        )
+
+
+def _require_policy(policy: Any) -> None:
+    """Refuse what is no policy, or one that does not give an answer to each prompt."""
+    if isinstance(policy, type) or not callable(policy):
+        raise TypeError(
+            "policy must be a TorchRL LLM policy (an LLMWrapperBase, or a module from TensorDict to "
+            f"TensorDict), got {policy if isinstance(policy, type) else type(policy).__name__}."
+        )
+    if hasattr(policy, "config") and hasattr(policy, "generate") and isinstance(policy, nn.Module):
+        raise TypeError(
+            f"policy must take and return TensorDicts, got the model {type(policy).__name__}: wrap it "
+            "as TransformersWrapper(model, tokenizer=tokenizer, input_mode='tokens'), or use "
+            "TransformersEngine."
+        )
+    if getattr(policy, "generate", True) is False:
+        raise ValueError("policy must generate, got a policy with generate=False.")
+    samples = generate_kwargs_of(policy).get("num_return_sequences") or 1
+    samples = max(samples, getattr(policy, "num_samples", None) or 1)
+    if samples > 1:
+        raise ValueError(
+            f"policy must give one answer per prompt, got num_samples={samples}: ask for a group of "
+            "episodes instead (group_size of the collector)."
+        )
+
+
+def _require_tokens(policy: Any) -> None:
+    """Refuse a wrapper that does not take tokens, or that waits for requests by itself."""
+    mode = getattr(policy, "input_mode", "tokens")
+    if mode != "tokens":
+        raise ValueError(f'policy must have input_mode="tokens", got {mode!r}.')
+    if isinstance(policy, LLMWrapperBase) and getattr(policy, "_min_batch_size", None) is not None:
+        raise ValueError(
+            "policy must not batch by itself, got min_batch_size="
+            f"{policy._min_batch_size}: the engine makes the batches."
+        )
+
+
+def _rebuilt(
+    policy: TransformersWrapper,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_ids: frozenset[int],
+    pad_id: int,
+    closing: threading.Event,
+) -> TransformersWrapper:
+    """The same policy for tokens in and out, with nothing left to the model's generation config."""
+    setattr(model, "generation_config", GenerationConfig())  # noqa: B010 - the model is our own view
+    own = policy.get_new_version(
+        model=model,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        input_key=("tokens", "prompt"),
+        pad_output=True,
+        return_log_probs=True,
+        inplace=False,
+        num_samples=None,
+    )
+    given = dict(own.generate_kwargs)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    if given.get("do_sample") is False or given.get("temperature") == 0:
+        sampling = {"do_sample": False}
+        given = {name: given[name] for name in given.keys() - {"temperature", "top_k", "top_p"}}
+    ends = StoppingCriteriaList([_Closing(closing)])
+    own.generate_kwargs = {
+        **sampling,
+        **given,
+        "eos_token_id": sorted(stop_ids),
+        "pad_token_id": pad_id,
+        "stopping_criteria": ends,
+    }
+    return own
+
+
+class _Closing:
+    """Ends generation once the engine is being closed."""
+
+    def __init__(self, closing: threading.Event) -> None:
+        self._closing = closing
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each row has come to its end."""
+        return input_ids.new_full(input_ids.shape[:1], self._closing.is_set(), dtype=torch.bool)
+
+
+@contextmanager
+def _evaluating(policy: Any) -> Iterator[None]:
+    """Evaluation mode; every submodule's own mode comes back afterwards."""
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    modes = [(module, module.training) for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _device(policy: Any) -> torch.device:
+    """Where a policy's parameters are."""
+    parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _numbers(row: TensorDictBase, key: tuple[Any, str]) -> list[Any] | None:
+    """A row's tensor as a flat list; ``None`` if there is none."""
+    if key[0] is None:
+        return None
+    value = row.get(key, None)
+    return None if value is None else value.reshape(-1).tolist()
