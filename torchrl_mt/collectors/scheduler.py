@@ -163,6 +163,7 @@ class Scheduler:
                 ticket, item = next(self.items)
             except StopIteration:
                 self._items_left = False
+                self._changed.set()
                 return
             group = Group(ticket, item, next(self._numbers))
             task = asyncio.create_task(self._play_group(group))
