@@ -384,7 +384,15 @@ def test_two_event_loops_may_share_an_engine(engine):
         ({"input_ids": [5]}, {}, TypeError, "take .'input_ids'."),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
-        ([5], {"top_k": 3}, TypeError, "top_k"),
+        ([5], {"min_p": 0.1}, TypeError, r"takes no \['min_p'\]: of a request one may set .*top_k"),
+        ([5], {"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
+        ([5], {"top_k": -1}, ValueError, "top_k must not be negative"),
+        ([5], {"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0.0"),
+        ([5], {"temperature": -1}, ValueError, "temperature must be finite and not negative"),
+        ([5], {"temperature": float("nan")}, ValueError, "temperature must be finite"),
+        ([5], {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
+        ([5], {"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
+        ([5], {"stop_token_ids": ["<end>"]}, TypeError, "stop_token_ids must be a flat sequence"),
     ],
 )
 def test_bad_requests_are_refused(engine, prompt, kwargs, error, message):

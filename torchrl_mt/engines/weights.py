@@ -1,0 +1,91 @@
+"""New weights for a model: checked as a whole before the first is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+__all__ = ["copy_weights", "fitting_weights"]
+
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
+
+
+def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of ``source`` by their names in ``model``'s state dict.
+
+    Args:
+        source: a model, a state dict, or parameters in a TensorDict, of any dtype and on any device.
+        model: the model that is to take them.
+
+    Returns:
+        The tensors, with a name for every weight; a tied weight may be listed once.
+
+    Raises:
+        TypeError: if ``source`` is none of these.
+        ValueError: if names or shapes do not fit.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sorted(fitting_weights(model.state_dict(), model))
+        ['bias', 'weight']
+    """
+    own = model.state_dict()
+    if isinstance(source, nn.Module):
+        weights = dict(source.state_dict())
+    elif isinstance(source, TensorDictBase):
+        computed = dict(model.named_buffers()).keys() - own.keys()
+        weights = dict(source.flatten_keys(".").exclude(*computed).items())
+    elif isinstance(source, Mapping):
+        weights = dict(source)
+    else:
+        raise TypeError(
+            "source must be a model, a state dict or a TensorDict of parameters, got "
+            f"{type(source).__name__}."
+        )
+    # A tied weight has two names; parameters are often listed under one of them.
+    given = {own[name].data_ptr() for name in weights if name in own}
+    missing = sorted(
+        name for name in own if name not in weights and own[name].data_ptr() not in given
+    )
+    unknown = sorted(weights.keys() - own.keys())
+    if missing or unknown:
+        raise ValueError(
+            "source must have the weights of the engine's model, got "
+            f"{len(missing)} missing {missing[:3]} and {len(unknown)} unknown {unknown[:3]}"
+            f"{_prefix_advice(weights, own)}."
+        )
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            raise ValueError(
+                f"source[{name!r}] must have shape {tuple(own[name].shape)}, "
+                f"got {tuple(value.shape)}."
+            )
+    return weights
+
+
+def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:
+    """What to do if names differ by what they begin with."""
+    given, own = list(given), list(own)
+    # The longest name is the least likely to end like another by chance.
+    for name in sorted(given, key=len, reverse=True)[:1]:
+        for other in own:
+            if other.endswith("." + name):
+                return f": its names lack {other.removesuffix(name)!r} in front"
+            if name.endswith("." + other):
+                return f": its names have {name.removesuffix(other)!r} in front, which must go"
+    return ""
+
+
+@torch.no_grad()
+def copy_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Copy weights that fit into the model's own tensors, converting dtype and device."""
+    own = model.state_dict()
+    for name, value in weights.items():
+        own[name].copy_(value, non_blocking=True)
+    if own and next(iter(own.values())).device.type == "cuda":
+        # Generation runs on a stream of its own.
+        torch.cuda.synchronize(next(iter(own.values())).device)
