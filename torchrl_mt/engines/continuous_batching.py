@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -29,22 +28,10 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from torchrl_mt.engines.prefix_sharing import GroupScheduler, PrefixCache, Tally
 from torchrl_mt.engines.sampling import Processors, Runner, Sampling
-from torchrl_mt.engines.scheduling import GroupScheduler
 
 __all__ = ["Manager"]
-
-
-@dataclass
-class Tally:
-    """Tokens counted since the start."""
-
-    generated_tokens: int = 0
-    """Sampled, also for requests that were taken back."""
-    prefill_tokens: int = 0
-    """Tokens of prompts that went through the model, again after an update included."""
-    shared_tokens: int = 0
-    """Tokens of prompts that were found in the cache."""
 
 
 class Router(OutputRouter):
@@ -139,7 +126,7 @@ class Manager(ContinuousBatchingManager):
         return super()._generation_loop_body(batch_processor, bootstrapping)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """Build the host's batch processor with our draw, and count the prefixes that it finds."""
+        """Build the host's batch processor with our draw and our cache."""
         processor = super()._create_batch_processor()
         processor.model_runner = Runner(
             logit_processor=processor.logit_processor,
@@ -149,14 +136,7 @@ class Manager(ContinuousBatchingManager):
             do_sample=True,
             return_logprobs=True,
         )
-        search, tally = processor.cache.search_prefix_match, self.tally
-
-        def counted(request_id: str, prompt_ids: list[int]) -> int:
-            found = search(request_id, prompt_ids)
-            tally.shared_tokens += found
-            return found
-
-        vars(processor.cache)["search_prefix_match"] = counted
+        PrefixCache.adopt(processor.cache, self.tally)
         return processor
 
     def _generation_step(self) -> None:

@@ -296,7 +296,7 @@ class TransformersEngine:
         held, kept = self._manager.cache_usage()
         under_way, running = len(self._in_flight), self._manager.num_running()
         return {
-            "running": min(running, under_way),
+            "running": running,
             "waiting": max(0, under_way - running),
             **vars(self._manager.tally),
             "cache_tokens": held,
