@@ -54,7 +54,7 @@ def draw(logits: torch.Tensor, requests, **kwargs) -> tuple[torch.Tensor, torch.
             has_new_token=True,
             state=SimpleNamespace(
                 position_offset=position,
-                logit_processor_kwargs=processors.arguments(law, seed),
+                logit_processor_kwargs={"seed": seed, **law.record()},
             ),
         )
         for law, seed, position in requests

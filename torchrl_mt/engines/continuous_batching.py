@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from torchrl_mt.engines.prefix_sharing import GroupScheduler, PrefixCache, Tally
-from torchrl_mt.engines.sampling import Processors, Runner, Sampling
+from torchrl_mt.engines.sampling import Processors, Runner
 
 __all__ = ["Manager"]
 
@@ -165,7 +165,7 @@ class Manager(ContinuousBatchingManager):
         prompt_ids: list[int],
         max_new_tokens: int,
         stop_ids: Iterable[int],
-        sampling: Sampling,
+        sampling: Mapping[str, Any],
         seed: int,
         answer: asyncio.Future[GenerationOutput],
         loop: asyncio.AbstractEventLoop,
@@ -191,7 +191,8 @@ class Manager(ContinuousBatchingManager):
                     request_id=request_id,
                     max_new_tokens=max_new_tokens,
                     eos_token_id=list(stop_ids),
-                    **self.processors.arguments(sampling, seed),
+                    seed=seed,
+                    **sampling,
                 )
         if accepted is None:
             self.withdraw(request_id)

@@ -105,11 +105,6 @@ class Sampling:
             self.top_p if top_p is None else top_p,
         )
 
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens can never be drawn though the model gives them a probability."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
     def record(self) -> dict[str, Any]:
         """The arguments that make a difference to plain sampling at temperature 1."""
         if self.temperature == 0:
@@ -131,15 +126,6 @@ _ALL = 2**31 - 1
 class _Temperature(ContinuousBatchingTemperatureLogitsWarper):
     """Divide the logits; at temperature 0 leave the likeliest token only."""
 
-    needed = True
-
-    def prepare_tensor_args(
-        self, requests_with_new_token: list[FutureRequestState]
-    ) -> torch.Tensor:
-        tensor = super().prepare_tensor_args(requests_with_new_token)
-        self.needed = bool((tensor.view(torch.float32) != 1).any())
-        return tensor
-
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         temperatures = tensor_arg[: scores.size(0)].view(torch.float32)[:, None]
         # The highest logit is 0 before the division: however low the temperature, none overflows.
@@ -152,15 +138,6 @@ class _Temperature(ContinuousBatchingTemperatureLogitsWarper):
 class _TopK(ContinuousBatchingTopKLogitsWarper):
     """Leave the likeliest tokens, however many are asked for."""
 
-    needed = True
-
-    def prepare_tensor_args(
-        self, requests_with_new_token: list[FutureRequestState]
-    ) -> torch.Tensor:
-        tensor = super().prepare_tensor_args(requests_with_new_token)
-        self.needed = bool((tensor < _ALL).any())
-        return tensor
-
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         return super().__call__(scores, tensor_arg.clamp(max=scores.size(-1)))
 
@@ -168,22 +145,12 @@ class _TopK(ContinuousBatchingTopKLogitsWarper):
 class _TopP(ContinuousBatchingTopPLogitsWarper):
     """Leave the likeliest tokens of a total probability."""
 
-    needed = True
-
-    def prepare_tensor_args(
-        self, requests_with_new_token: list[FutureRequestState]
-    ) -> torch.Tensor:
-        tensor = super().prepare_tensor_args(requests_with_new_token)
-        self.needed = bool((tensor.view(torch.float32) < 1).any())
-        return tensor
-
 
 class _Uniform(ContinuousBatchingLogitsProcessor):
     """Hand each token's random number to the draw; the logits stay as they are."""
 
     supported_kwargs: dict[str, type] = {"seed": int}  # noqa: RUF012 - as the host declares it
     ignored_kwargs: tuple[str, ...] = ()
-    needed = True
 
     def __init__(self) -> None:
         self.bits = torch.zeros(0, dtype=torch.int32)
@@ -224,23 +191,34 @@ class Processors(ContinuousBatchingLogitsProcessorList):
         self.tensors_required = len(self.logits_processor)
         self.truncation = truncation
         self.fixed = fixed
+        self._needed = set(range(self.tensors_required))
 
-    def arguments(self, sampling: Sampling, seed: int) -> dict[str, Any]:
-        """What the host keeps of a request, in the types that its processors check."""
-        arguments: dict[str, Any] = {"temperature": float(sampling.temperature), "seed": seed}
-        if self.truncation:
-            arguments["top_k"] = min(sampling.top_k or _ALL, _ALL)
-            arguments["top_p"] = float(sampling.top_p)
-        return arguments
+    def prepare_tensor_args(
+        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        """Lay out the arguments of the processors that this step needs."""
+        futures = [future for future in requests_in_batch if future.has_new_token]
+        # A request has an argument only where it differs from plain sampling. The draw takes place even
+        # if no token comes of it.
+        given = {name for future in futures for name in future.state.logit_processor_kwargs} | {
+            "seed"
+        }
+        for row, processor in enumerate(cast(Sequence[Any], self.logits_processor)):
+            if self.fixed or not given.isdisjoint(processor.supported_kwargs):
+                arguments = processor.prepare_tensor_args(futures)
+                arg_storage[row, : len(futures)] = arguments.to(arg_storage.device)
+                self._needed.add(row)
+            else:
+                self._needed.discard(row)
+        return arg_storage
 
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, logits_processor_args: torch.Tensor
     ) -> torch.Tensor:
         """Apply what this step needs to the logits."""
         processors = cast(Sequence[Any], self.logits_processor)
-        for processor, argument in zip(processors, logits_processor_args, strict=False):
-            if self.fixed or processor.needed:
-                scores = processor(scores, argument)
+        for row in sorted(self._needed):
+            scores = processors[row](scores, logits_processor_args[row])
         return scores
 
 

@@ -91,7 +91,7 @@ class TransformersEngine:
         max_new_tokens: int = 256,
         max_batch_tokens: int = 1024,
         cache_tokens: int = 65_536,
-        page_size: int = 32,
+        page_size: int = 16,
         prefix_sharing: bool = True,
         share_weights: bool = True,
     ) -> None:
@@ -198,8 +198,7 @@ class TransformersEngine:
         if limit is None:
             limit = min(self.max_new_tokens, max(1, self.max_total_tokens - len(prompt)))
         self._check_request(prompt, limit, sampling)
-        law = self._sampling.changed(temperature, top_k, top_p)
-        record = self._record(law)
+        record = self._record(self._sampling.changed(temperature, top_k, top_p))
         if seed is not None:
             seed = _seed(seed)
         stop_ids = (
@@ -216,7 +215,7 @@ class TransformersEngine:
             await asyncio.sleep(0.001)  # weights are being updated: other episodes go on
         try:
             version = self._version
-            self._manager.submit(request_id, prompt, limit, stop_ids, law, seed, answer, loop)
+            self._manager.submit(request_id, prompt, limit, stop_ids, record, seed, answer, loop)
             updates = self._in_flight[request_id] = []
         finally:
             self._lock.release()
