@@ -17,57 +17,14 @@ from torchrl_mt.engines import Completion, Engine, TransformersEngine
 from torchrl_mt.engines.continuous_batching import Router
 from torchrl_mt.testing import tiny_chat_model
 
-
-@pytest.fixture
-def engine(model, tokenizer):
-    engine = TransformersEngine(model, tokenizer, page_size=8, max_new_tokens=8)
-    yield engine
-    engine.close()
-
-
-def prompts(count: int, length: int = 12) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(4, 26, (count, length), generator=generator).tolist()
-
-
-def generate_all(engine, requests, **kwargs):
-    async def run():
-        return await asyncio.gather(*(engine.generate(prompt, **kwargs) for prompt in requests))
-
-    return asyncio.run(run())
-
-
-def plain_log_probs(model, prompt, answer) -> torch.Tensor:
-    """The slow and obvious reference: one plain forward pass over prompt and answer."""
-    ids = torch.tensor([[*prompt, *answer.token_ids]])
-    was_training = model.training
-    with torch.no_grad():
-        logits = model.eval()(ids).logits.log_softmax(-1)[0]
-    model.train(was_training)
-    positions = range(len(prompt) - 1, ids.shape[1] - 1)
-    return torch.stack([logits[i, ids[0, i + 1]] for i in positions])
-
-
-def changed_copy(model):
-    """The model with other weights."""
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return changed
-
-
-def endless(model, tokenizer, **kwargs):
-    """An engine whose answers end at their limit only."""
-    engine = TransformersEngine(model, tokenizer, page_size=8, **kwargs)
-    engine._stop_ids = frozenset()
-    return engine
-
-
-def assert_sampled_by(model, prompt, answer) -> None:
-    """The log-probabilities of an answer are those that the model gives it."""
-    expected = plain_log_probs(model, prompt, answer)
-    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+from .helpers import (
+    assert_sampled_by,
+    changed_copy,
+    endless,
+    generate_all,
+    plain_log_probs,
+    prompts,
+)
 
 
 def test_is_an_engine(engine):
@@ -384,7 +341,15 @@ def test_two_event_loops_may_share_an_engine(engine):
         ({"input_ids": [5]}, {}, TypeError, "take .'input_ids'."),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
-        ([5], {"top_k": 3}, TypeError, "top_k"),
+        ([5], {"min_p": 0.1}, TypeError, r"takes no \['min_p'\]: of a request one may set .*top_k"),
+        ([5], {"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
+        ([5], {"top_k": -1}, ValueError, "top_k must not be negative"),
+        ([5], {"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0.0"),
+        ([5], {"temperature": -1}, ValueError, "temperature must be finite and not negative"),
+        ([5], {"temperature": float("nan")}, ValueError, "temperature must be finite"),
+        ([5], {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
+        ([5], {"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
+        ([5], {"stop_token_ids": ["<end>"]}, TypeError, "stop_token_ids must be a flat sequence"),
     ],
 )
 def test_bad_requests_are_refused(engine, prompt, kwargs, error, message):

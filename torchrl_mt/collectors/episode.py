@@ -176,7 +176,7 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "text": _objects(turn.messages for turn in turns),
             "info": _objects(turn.info for turn in turns),
-            "sampling": _objects(dict(getattr(answer, "sampling", {})) for answer in completions),
+            "sampling": _objects(dict(answer.sampling) for answer in completions),
             "finish_reason": _objects(answer.finish_reason for answer in completions),
             "stop_reason": _objects(stop_reason),
             "data": _objects(episode.data for episode in episodes for _ in episode.turns),

@@ -1,14 +1,15 @@
 """transformers' continuous batching, made fit to share a process with training.
 
-Over the host's manager: a daemon thread, answers routed to the event loop that asked, and cache that
-can be dropped between two steps.
+Over the host's manager: a daemon thread, answers routed to the event loop that asked, sampling of each
+request's own, cache that can be dropped between two steps, and counts of what was computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
@@ -19,11 +20,16 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
     OutputRouter,
 )
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
     GenerationOutput,
     RequestState,
     RequestStatus,
 )
+
+from torchrl_mt.engines.prefix_sharing import GroupScheduler, PrefixCache, Tally
+from torchrl_mt.engines.sampling import Processors, Runner
 
 __all__ = ["Manager"]
 
@@ -75,8 +81,21 @@ class Manager(ContinuousBatchingManager):
         model: PreTrainedModel,
         generation_config: GenerationConfig,
         batching: ContinuousBatchingConfig,
+        *,
+        truncation: bool,
     ) -> None:
+        batching.scheduler_type = GroupScheduler.name
         super().__init__(cast(Any, model), generation_config, batching)
+        # The host would seed the global generator of the process, and sample with it.
+        vars(self.distributed_helper)["set_tp_seed"] = lambda seed, device: None
+        config = self.continuous_batching_config
+        compiled = config.varlen_compile_config or config.decode_compile_config
+        fixed = any(config.cuda_graph_booleans) or compiled is not None
+        # Truncation sorts the vocabulary; a captured graph would do so whether or not it is asked for.
+        self.processors = Processors(truncation=truncation or not fixed, fixed=fixed)
+        self.logit_processor = self.processors
+        self.tally = Tally()
+        self._withdrawn: deque[str] = deque()
         self.output_router: Router = Router()
         # Held while a request is queued and while the thread takes leave, so that none falls between.
         self._gate = threading.Lock()
@@ -98,7 +117,38 @@ class Manager(ContinuousBatchingManager):
             # The host lifts this block, set when the cache was full, only when a request finishes;
             # if all were cancelled or queued again instead, nothing would ever be scheduled.
             scheduler.block_new_requests = False
+        while self._withdrawn:
+            request_id = self._withdrawn.popleft()
+            if request_id in scheduler.active_requests:
+                # A batch that is still in flight must not look for the cache of this request.
+                scheduler.active_requests[request_id]._status = RequestStatus.FINISHED
+            scheduler.set_request_cancellation(request_id)
         return super()._generation_loop_body(batch_processor, bootstrapping)
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """Build the host's batch processor with our draw and our cache."""
+        processor = super()._create_batch_processor()
+        processor.model_runner = Runner(
+            logit_processor=processor.logit_processor,
+            cb_config=processor.cb_config,
+            inputs_and_outputs=processor.inputs_and_outputs,
+            cache=processor.cache,
+            do_sample=True,
+            return_logprobs=True,
+        )
+        PrefixCache.adopt(processor.cache, self.tally)
+        return processor
+
+    def _generation_step(self) -> None:
+        """Compute one batch, and count its tokens."""
+        assert self.batch_processor is not None
+        for future in _batch(self.batch_processor, in_flight=False):
+            state = future.state
+            begin = state.position_offset - future.query_length
+            in_prompt = min(state.position_offset, len(state.initial_tokens)) - begin
+            self.tally.prefill_tokens += max(0, in_prompt)
+            self.tally.generated_tokens += future.has_new_token
+        super()._generation_step()
 
     def _start_thread(self) -> None:
         """Start the generation thread unless it was started."""
@@ -115,6 +165,8 @@ class Manager(ContinuousBatchingManager):
         prompt_ids: list[int],
         max_new_tokens: int,
         stop_ids: Iterable[int],
+        sampling: Mapping[str, Any],
+        seed: int,
         answer: asyncio.Future[GenerationOutput],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -139,6 +191,8 @@ class Manager(ContinuousBatchingManager):
                     request_id=request_id,
                     max_new_tokens=max_new_tokens,
                     eos_token_id=list(stop_ids),
+                    seed=seed,
+                    **sampling,
                 )
         if accepted is None:
             self.withdraw(request_id)
@@ -150,7 +204,8 @@ class Manager(ContinuousBatchingManager):
         """Take a request back; what it sampled is thrown away."""
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request_id, None)
-        self.cancel_request(request_id)
+        self._withdrawn.append(request_id)
+        self._wake_up_loop.set()
 
     def paused(self) -> AbstractContextManager[None]:
         """The context in which the weights may be changed."""
@@ -169,15 +224,40 @@ class Manager(ContinuousBatchingManager):
             scheduler.add_waiting_request(again)
         cache.evict_cached_blocks()
 
-    def num_sampled(self) -> dict[str, int]:
-        """How many tokens each request without an answer has sampled; call it paused."""
+    def num_sampled(self, *, in_flight: bool) -> dict[str, int]:
+        """How many tokens each request without an answer has sampled; call it paused.
+
+        Args:
+            in_flight: count the tokens of the batch that is computed but not read yet. They are lost if
+                the cache is dropped.
+        """
         # A request may be on its way from the queue to the scheduler: it has sampled nothing yet.
         sampled = dict.fromkeys(self.output_router.result_handlers, 0)
         if self.batch_processor is not None:
             scheduler = self.batch_processor.scheduler
             for requests in (scheduler.active_requests, scheduler.waiting_requests):
                 sampled |= {name: _num_sampled(request) for name, request in requests.items()}
+            for future in _batch(self.batch_processor, in_flight=True) if in_flight else ():
+                request_id = future.state.request_id
+                alive = future.state.status < RequestStatus.FINISHED and request_id in sampled
+                if future.has_new_token and alive:
+                    sampled[request_id] += 1
         return sampled
+
+    def cache_usage(self) -> tuple[int, int]:
+        """How many tokens' places in the cache requests hold, and how many are kept for later ones."""
+        if self.batch_processor is None:
+            return 0, 0
+        held, kept = [0], [0]
+        for allocator in self.batch_processor.cache.cache_allocators.values():
+            blocks = {block for table in list(allocator.block_table.values()) for block in table}
+            held.append(len(blocks) * allocator.tokens_per_page)
+            kept.append(len(allocator.ledger.cached_blocks) * allocator.tokens_per_page)
+        return max(held), max(kept)
+
+    def num_running(self) -> int:
+        """How many requests have a place in the batches."""
+        return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
 
     def shut_down(self) -> None:
         """Stop the generation thread and fail what is under way; none is started any more."""
@@ -185,6 +265,15 @@ class Manager(ContinuousBatchingManager):
             self._ended = True
         if self.is_running():
             self.stop(hard_stop=True)
+
+
+def _batch(processor: ContinuousBatchProcessor, *, in_flight: bool) -> list[FutureRequestState]:
+    """The batch that was prepared last, or the one whose tokens have not been read yet."""
+    ios = processor.inputs_and_outputs
+    if isinstance(ios, ContinuousBatchingAsyncIOs):
+        pair = 1 - ios.current_pair if in_flight else ios.current_pair
+        return ios.io_pairs[pair].host_io.requests_in_batch
+    return [] if in_flight else ios.requests_in_batch
 
 
 def _num_sampled(request: RequestState) -> int:

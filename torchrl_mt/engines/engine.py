@@ -6,8 +6,8 @@ entry per sampled token, exactly as sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 __all__ = ["Completion", "Engine"]
@@ -22,6 +22,8 @@ class Completion:
         log_probs: the log-probability of each, under the distribution that it was sampled from.
         versions: the weight version that sampled each.
         finish_reason: ``"stop"`` if the model ended its answer by itself, ``"length"`` if it was cut.
+        sampling: the arguments that shaped the distribution where they differ from plain sampling at
+            temperature 1, such as ``temperature``, ``top_k`` and ``top_p``.
 
     Raises:
         ValueError: if the lists differ in length.
@@ -35,6 +37,7 @@ class Completion:
     log_probs: Sequence[float]
     versions: Sequence[int]
     finish_reason: Literal["stop", "length"]
+    sampling: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.log_probs) == len(self.versions):

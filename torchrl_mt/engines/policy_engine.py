@@ -26,7 +26,7 @@ from torchrl_mt.engines.policy_sampler import (
     require_own_distribution,
 )
 from torchrl_mt.engines.transformers_engine import _integers, _view
-from torchrl_mt.engines.weights import hand_on, load_weights, weights_for
+from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine"]
 
@@ -231,13 +231,13 @@ class PolicyEngine:
                     "on_update=, a function that hands the source to the policy, or update the policy "
                     "yourself and call update_weights(None)."
                 )
-            weights = weights_for(self._model, source)
+            weights = fitting_weights(source, self._model)
         with self._batcher.paused():
             if self._on_update is not None:
                 hand_on(self._on_update, source)
             if weights is not None:
                 assert self._model is not None
-                load_weights(self._model, weights)
+                copy_weights(weights, self._model)
             return self._answerer.updated()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """An engine on transformers' continuous batching: paged cache, prefix sharing, many requests at once.
 
 Two promises: every sampled token carries the version of the weights that sampled it, and no token
-sampled after an update rests on cache computed under older weights.
+sampled after an update rests on cache computed under older weights unless that is asked for.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -24,8 +26,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from torchrl_mt.engines.continuous_batching import Manager
 from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.sampling import Sampling, random_word
+from torchrl_mt.engines.weights import copy_weights, fitting_weights
 
 __all__ = ["TransformersEngine"]
+
+_logger = logging.getLogger("torchrl_mt")
 
 _COMPLETE = 2**31 - 1
 """More tokens than any answer has."""
@@ -47,7 +53,15 @@ class TransformersEngine:
             sampling is from the model's own distribution unless ``temperature`` says otherwise.
         tokenizer: the model's tokenizer; its end-of-sequence token stops an answer.
         temperature: divides the logits; log-probabilities are those of the divided ones, so give
-            the same to ``ExperienceMaker`` and ``MultiTurnLoss``.
+            the same to ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token is taken,
+            with log-probability 0.
+        top_k: draw from the ``top_k`` likeliest tokens only; 0 or ``None`` is all.
+        top_p: draw from the likeliest tokens that together have this probability only; 1 or ``None``
+            is all. Where the host captures CUDA graphs, single requests may be truncated only if the
+            engine was given ``top_k`` or ``top_p``, be it 0 or 1.
+        seed: the same requests in the same order get the same answers (up to rounding: it depends on
+            what else is in the batch). If ``None``, drawn once from torch's global generator. Sampling
+            itself neither reads nor moves that generator.
         max_new_tokens: longest answer, unless a request says otherwise.
         max_batch_tokens: most tokens in one forward pass.
         cache_tokens: most tokens in the cache, over all conversations.
@@ -57,7 +71,8 @@ class TransformersEngine:
 
     Raises:
         TypeError: if ``model`` is not a transformers model.
-        ValueError: if no stop token is known, or a size is not positive.
+        ValueError: if no stop token is known, a size is not positive, or a sampling argument is out of
+            range.
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
@@ -70,10 +85,13 @@ class TransformersEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
         max_new_tokens: int = 256,
         max_batch_tokens: int = 1024,
         cache_tokens: int = 65_536,
-        page_size: int = 32,
+        page_size: int = 16,
         prefix_sharing: bool = True,
         share_weights: bool = True,
     ) -> None:
@@ -82,7 +100,6 @@ class TransformersEngine:
                 f"model must be a transformers PreTrainedModel, got {type(model).__name__}."
             )
         for name, value in {
-            "temperature": temperature,
             "max_new_tokens": max_new_tokens,
             "max_batch_tokens": max_batch_tokens,
             "cache_tokens": cache_tokens,
@@ -90,6 +107,9 @@ class TransformersEngine:
         }.items():
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}.")
+        self._sampling = Sampling().changed(temperature, top_k, top_p)
+        self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
+        self._warned = False
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -101,15 +121,12 @@ class TransformersEngine:
         self._source = None if share_weights else weakref.ref(model)
         self._model = _view(model) if share_weights else copy.deepcopy(model)
         self._version = 0
-        self._request_ids = map(str, itertools.count())
+        self._num_requests = itertools.count()
         # For each request under way, how many tokens it had sampled at every update since it began.
         self._in_flight: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         generation = GenerationConfig(
             do_sample=True,
-            temperature=float(temperature),
-            top_k=0,
-            top_p=1.0,
             max_new_tokens=max_new_tokens,
             eos_token_id=sorted(self._stop_ids),
             pad_token_id=tokenizer.pad_token_id,
@@ -121,7 +138,8 @@ class TransformersEngine:
             return_logprobs=True,
             allow_block_sharing=prefix_sharing,
         )
-        self._manager = Manager(self._model, generation, batching)
+        truncation = top_k is not None or top_p is not None
+        self._manager = Manager(self._model, generation, batching, truncation=truncation)
         # Runs when the engine is collected and at interpreter exit, whichever comes first: a script
         # that dies before close() must not hang on the generation thread.
         self._closer = weakref.finalize(self, Manager.shut_down, self._manager)
@@ -131,23 +149,48 @@ class TransformersEngine:
         """How many times the weights were updated."""
         return self._version
 
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end an answer unless a request says otherwise."""
+        return self._stop_ids
+
     async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token_ids: Iterable[int] | None = None,
+        seed: int | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Sample an answer to a prompt.
 
         Args:
             prompt_ids: the tokens that the model sees, at least one.
             max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
-            **sampling: none is supported for single requests; set them on the engine.
+            temperature: instead of the engine's; 0 takes the likeliest token each time, whose
+                log-probability is then 0.
+            top_k: instead of the engine's; 0 is off.
+            top_p: instead of the engine's; 1 is off.
+            stop_token_ids: tokens that end this answer, instead of :attr:`stop_token_ids`; if there is
+                none, only its length does.
+            seed: the same prompt, arguments and seed give the same answer. If ``None``, the next of the
+                engine's.
+            **sampling: no other argument is supported.
 
         Returns:
-            The sampled tokens with their log-probabilities and weight versions.
+            The sampled tokens, the stop token included, with their weight versions, and their
+            log-probabilities after temperature and truncation.
 
         Raises:
             ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
-                :attr:`max_total_tokens`, or if ``max_new_tokens`` is below 1.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is given.
+                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument is
+                out of range.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is unknown or cannot be
+                set for single requests.
             RuntimeError: if the engine is closed or generation failed.
         """
         prompt = _integers(prompt_ids)
@@ -155,14 +198,24 @@ class TransformersEngine:
         if limit is None:
             limit = min(self.max_new_tokens, max(1, self.max_total_tokens - len(prompt)))
         self._check_request(prompt, limit, sampling)
+        record = self._record(self._sampling.changed(temperature, top_k, top_p))
+        if seed is not None:
+            seed = _seed(seed)
+        stop_ids = (
+            self._stop_ids
+            if stop_token_ids is None
+            else frozenset(_integers(stop_token_ids, "stop_token_ids"))
+        )
+        number = next(self._num_requests)
+        seed = random_word(self._seed, number) if seed is None else seed
+        request_id = str(number)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[GenerationOutput] = loop.create_future()
-        request_id = next(self._request_ids)
         while not self._lock.acquire(blocking=False):
             await asyncio.sleep(0.001)  # weights are being updated: other episodes go on
         try:
             version = self._version
-            self._manager.submit(request_id, prompt, limit, self._stop_ids, answer, loop)
+            self._manager.submit(request_id, prompt, limit, stop_ids, record, seed, answer, loop)
             updates = self._in_flight[request_id] = []
         finally:
             self._lock.release()
@@ -174,31 +227,39 @@ class TransformersEngine:
         finally:
             del self._in_flight[request_id]
         if output.error is not None:
+            self._check_open()
             raise RuntimeError(f"generation failed: {output.error}")
         token_ids = output.generated_tokens
         versions = [version] * len(token_ids)
         for num_sampled in updates:
             version += 1
             versions[num_sampled:] = [version] * (len(token_ids) - num_sampled)
-        stopped = bool(token_ids) and token_ids[-1] in self._stop_ids
-        return Completion(token_ids, output.logprobs, versions, "stop" if stopped else "length")
+        reason: Any = "stop" if token_ids and token_ids[-1] in stop_ids else "length"
+        return Completion(token_ids, output.logprobs, versions, reason, sampling=record)
 
     def update_weights(
-        self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
+        self,
+        source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> int:
         """Take new weights, in place, between two steps of generation.
 
         Answers under way are continued with the new weights, from cache that is computed anew.
 
         Args:
-            source: the model whose weights to take, or a state dict, or parameters in a TensorDict.
-                ``None`` is the model that the engine was made from; weights that are shared with it
-                are in place already.
+            source: the model whose weights to take, or a state dict, or parameters in a TensorDict, of
+                any dtype and on any device. ``None`` is the model that the engine was made from;
+                weights that are shared with it are in place already.
+            keep_cache: continue from the cache as it is, and keep it for later prompts. That is
+                faster, but what is sampled afterwards is then, in part, conditioned by older weights:
+                its log-probabilities are those of neither version.
 
         Returns:
             The new version.
 
         Raises:
+            TypeError: if ``source`` is none of these.
             ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
             RuntimeError: if the engine is closed.
         """
@@ -206,15 +267,10 @@ class TransformersEngine:
         weights = self._weights_of(source)
         with self._lock, self._manager.paused():
             if weights is not None:
-                with torch.no_grad():
-                    own = self._model.state_dict()
-                    for name, value in weights.items():
-                        own[name].copy_(value, non_blocking=True)
-                if self._model.device.type == "cuda":
-                    # Generation runs on a stream of its own.
-                    torch.cuda.synchronize(self._model.device)
-            sampled = self._manager.num_sampled()
-            self._manager.forget_cache()
+                copy_weights(weights, self._model)
+            sampled = self._manager.num_sampled(in_flight=keep_cache)
+            if not keep_cache:
+                self._manager.forget_cache()
             for request_id, updates in list(self._in_flight.items()):
                 # A request that has its answer is complete: none of it is newer.
                 updates.append(sampled.get(request_id, _COMPLETE))
@@ -225,17 +281,58 @@ class TransformersEngine:
         """Stop generating: answers under way fail, and the cache is released."""
         self._closer()
 
+    def stats(self) -> dict[str, int]:
+        """What the engine has done and is doing.
+
+        Returns:
+            A flat dictionary of integers. Requests: ``"running"`` in the batches, ``"waiting"`` for room
+            in them. Tokens since the engine was made: ``"generated_tokens"``, sampled (also for requests
+            that were cancelled); ``"prefill_tokens"``, of prompts, that went through the model (again
+            after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead.
+            Places of tokens in the cache: ``"cache_tokens"``, held by requests; ``"kept_tokens"``, kept
+            for prompts that begin alike and given up when room is needed.
+        """
+        held, kept = self._manager.cache_usage()
+        under_way, running = len(self._in_flight), self._manager.num_running()
+        return {
+            "running": running,
+            "waiting": max(0, under_way - running),
+            **vars(self._manager.tally),
+            "cache_tokens": held,
+            "kept_tokens": kept,
+        }
+
+    def _record(self, law: Sampling) -> dict[str, Any]:
+        """What a completion says about its distribution; warns of the first that is truncated."""
+        # More than all tokens are all tokens.
+        record = law.record() if law.top_k < self._vocab_size else law.changed(top_k=0).record()
+        if record.keys() & {"top_k", "top_p"}:
+            if not self._manager.processors.truncation:
+                raise TypeError(
+                    "top_k and top_p are engine-wide where generation is captured in CUDA graphs: give "
+                    "TransformersEngine a top_k or top_p (0 or 1 will do), then requests may differ."
+                )
+            if not self._warned:
+                self._warned = True
+                _logger.warning(
+                    "Sampling with %s is truncated: its log-probabilities are renormalised over the "
+                    "tokens that were left, so importance ratios against the full distribution of "
+                    "the model are biased. Completion.sampling records it.",
+                    record,
+                )
+        return record
+
     def _check_request(
-        self, prompt_ids: Sequence[int], limit: int, sampling: Mapping[str, Any]
+        self, prompt_ids: list[int], limit: int, sampling: Mapping[str, Any]
     ) -> None:
         """Refuse what the generation thread could not digest."""
         if sampling:
             raise TypeError(
-                f"TransformersEngine.generate takes no {sorted(sampling)}: sampling arguments are "
-                "set when the engine is made."
+                f"TransformersEngine.generate takes no {sorted(sampling)}: of a request one may set "
+                "max_new_tokens, temperature, top_k, top_p, stop_token_ids and seed."
             )
         self._check_open()
-        if len(prompt_ids) == 0:
+        if not prompt_ids:
             raise ValueError("prompt_ids must hold at least one token, got none.")
         lowest, highest = min(prompt_ids), max(prompt_ids)
         if lowest < 0 or highest >= self._vocab_size:
@@ -268,44 +365,30 @@ class TransformersEngine:
                 raise ValueError(
                     "source is needed: the model that the engine was made from is gone."
                 )
-        if isinstance(source, nn.Module):
-            weights: Mapping[str, torch.Tensor] = source.state_dict()
-        elif isinstance(source, TensorDictBase):
-            computed = dict(self._model.named_buffers()).keys() - self._model.state_dict().keys()
-            weights = dict(source.flatten_keys(".").exclude(*computed).items())
-        else:
-            weights = source
+        weights = fitting_weights(source, self._model)
         own = self._model.state_dict()
-        # A tied weight has two names; parameters are often listed under one of them.
-        given = {own[name].data_ptr() for name in weights if name in own}
-        missing = sorted(
-            name for name in own if name not in weights and own[name].data_ptr() not in given
-        )
-        unknown = sorted(weights.keys() - own.keys())
-        if missing or unknown:
-            raise ValueError(
-                "source must have the weights of the engine's model, got "
-                f"{len(missing)} missing {missing[:3]} and {len(unknown)} unknown {unknown[:3]}."
-            )
-        for name, value in weights.items():
-            if value.shape != own[name].shape:
-                raise ValueError(
-                    f"source[{name!r}] must have shape {tuple(own[name].shape)}, "
-                    f"got {tuple(value.shape)}."
-                )
         in_place = all(value.data_ptr() == own[name].data_ptr() for name, value in weights.items())
         return None if in_place else weights
 
 
-def _integers(prompt_ids: Sequence[int]) -> list[int]:
+def _integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
     """Token ids as plain integers, whatever sequence they come in."""
     try:
-        return [index(token) for token in prompt_ids]
-    except TypeError:
+        # An array refuses what is no integer, and is faster than a loop.
+        return array("q", tokens).tolist()
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(
-            "prompt_ids must be a flat sequence of token ids, got "
-            f"{type(prompt_ids).__name__}: of a tokenizer's output take ['input_ids']."
+            f"{name} must be a flat sequence of token ids, got {type(tokens).__name__}"
+            + (": of a tokenizer's output take ['input_ids']." if name == "prompt_ids" else ".")
         ) from None
+
+
+def _seed(seed: int) -> int:
+    """A seed as a plain integer."""
+    try:
+        return index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an integer, got {seed!r}.") from None
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:

@@ -4,54 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.modules.llm import LLMWrapperBase
 
-__all__ = ["hand_on", "load_weights", "weights_for"]
+__all__ = ["copy_weights", "fitting_weights", "hand_on"]
+
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 
 
-def weights_for(
-    module: nn.Module, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
-    """Find in ``source`` the weights of ``module``.
+def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of ``source`` by their names in ``model``'s state dict.
 
     Args:
-        module: what the weights are for.
-        source: a module of the same kind, a TorchRL wrapper around one, a state dict, or parameters in
-            a TensorDict. A tied weight may be given under any of its names.
+        source: a model or a TorchRL wrapper around one, a state dict, or parameters in a TensorDict, of
+            any dtype and on any device.
+        model: the model that is to take them.
 
     Returns:
-        Tensors by name, as in ``module.state_dict()``.
+        The tensors, with a name for every weight; a tied weight may be listed once.
 
     Raises:
         TypeError: if ``source`` is none of these.
         ValueError: if names or shapes do not fit.
 
     Examples:
-        >>> sorted(weights_for(nn.Linear(2, 3), nn.Linear(2, 3)))
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sorted(fitting_weights(model.state_dict(), model))
         ['bias', 'weight']
     """
-    own = module.state_dict()
+    own = model.state_dict()
     if isinstance(source, LLMWrapperBase):
         source = source.model
     if isinstance(source, nn.Module):
-        weights: Mapping[str, torch.Tensor] = source.state_dict()
+        weights = dict(source.state_dict())
     elif isinstance(source, TensorDictBase):
-        computed = dict(module.named_buffers()).keys() - own.keys()
+        computed = dict(model.named_buffers()).keys() - own.keys()
         weights = dict(source.flatten_keys(".").exclude(*computed).items())
     elif isinstance(source, Mapping):
-        weights = source
+        weights = dict(source)
     else:
         raise TypeError(
-            "source must be a module, a state dict or parameters in a TensorDict, got "
+            "source must be a model, a state dict or a TensorDict of parameters, got "
             f"{type(source).__name__}."
         )
+    # A tied weight has two names; parameters are often listed under one of them.
     given = {own[name].data_ptr() for name in weights if name in own}
     missing = sorted(
         name for name in own if name not in weights and own[name].data_ptr() not in given
@@ -60,7 +62,8 @@ def weights_for(
     if missing or unknown:
         raise ValueError(
             "source must have the weights of the engine's model, got "
-            f"{len(missing)} missing {missing[:3]} and {len(unknown)} unknown {unknown[:3]}."
+            f"{len(missing)} missing {missing[:3]} and {len(unknown)} unknown {unknown[:3]}"
+            f"{_prefix_advice(weights, own)}."
         )
     for name, value in weights.items():
         if value.shape != own[name].shape:
@@ -71,20 +74,29 @@ def weights_for(
     return weights
 
 
-def load_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy weights in place; those that are in place already are left alone.
+def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:
+    """What to do if names differ by what they begin with."""
+    given, own = list(given), list(own)
+    # The longest name is the least likely to end like another by chance.
+    for name in sorted(given, key=len, reverse=True)[:1]:
+        for other in own:
+            if other.endswith("." + name):
+                return f": its names lack {other.removesuffix(name)!r} in front"
+            if name.endswith("." + other):
+                return f": its names have {name.removesuffix(other)!r} in front, which must go"
+    return ""
 
-    Args:
-        module: what the weights are for.
-        weights: what :func:`weights_for` returned for it.
-    """
-    own = module.state_dict()
-    with torch.no_grad():
-        for name, value in weights.items():
-            if value.data_ptr() != own[name].data_ptr():
-                own[name].copy_(value)
-    for device in {value.device for value in own.values() if value.device.type == "cuda"}:
-        torch.cuda.synchronize(device)  # sampling may run on another stream
+
+@torch.no_grad()
+def copy_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Copy weights that fit into the model's own tensors, converting dtype and device."""
+    own = model.state_dict()
+    for name, value in weights.items():
+        if value.data_ptr() != own[name].data_ptr():
+            own[name].copy_(value, non_blocking=True)
+    if own and next(iter(own.values())).device.type == "cuda":
+        # Generation runs on a stream of its own.
+        torch.cuda.synchronize(next(iter(own.values())).device)
 
 
 def hand_on(on_update: Callable[[Any], Any], source: Any) -> None:

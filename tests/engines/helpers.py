@@ -1,0 +1,75 @@
+"""What the engine's tests share: prompts, slow references, and models that differ."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+
+import torch
+
+from torchrl_mt.engines import TransformersEngine
+
+
+def prompts(count: int, length: int = 12) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(4, 26, (count, length), generator=generator).tolist()
+
+
+def generate_all(engine, requests, **kwargs):
+    async def run():
+        return await asyncio.gather(*(engine.generate(prompt, **kwargs) for prompt in requests))
+
+    return asyncio.run(run())
+
+
+def plain_log_probs(model, prompt, answer) -> torch.Tensor:
+    """The slow and obvious reference: one plain forward pass over prompt and answer."""
+    log_probs = plain_logits(model, prompt, answer).log_softmax(-1)
+    return log_probs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+
+def plain_logits(model, prompt, answer) -> torch.Tensor:
+    """The logits that each token of an answer was drawn from."""
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    was_training = model.training
+    with torch.no_grad():
+        logits = model.eval()(ids).logits[0]
+    model.train(was_training)
+    return logits[len(prompt) - 1 : -1].float()
+
+
+async def until(condition) -> None:
+    """Wait for a condition while the event loop goes on."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.0005)
+
+
+def idle(engine) -> bool:
+    """Whether nothing is under way and no request holds a place in the cache."""
+    stats = engine.stats()
+    return not (stats["running"] or stats["waiting"] or stats["cache_tokens"])
+
+
+def changed_copy(model):
+    """The model with other weights."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return changed
+
+
+def endless(model, tokenizer, **kwargs):
+    """An engine whose answers end at their limit only."""
+    engine = TransformersEngine(model, tokenizer, page_size=8, **kwargs)
+    engine._stop_ids = frozenset()
+    return engine
+
+
+def assert_sampled_by(model, prompt, answer) -> None:
+    """The log-probabilities of an answer are those that the model gives it."""
+    expected = plain_log_probs(model, prompt, answer)
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)

@@ -1,0 +1,248 @@
+"""Each request's own distribution and random numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines.sampling import Processors, Runner, Sampling, random_word
+
+from .helpers import assert_sampled_by, generate_all, plain_logits, prompts
+
+laws = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1e-30, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 5, 1000]),
+    top_p=st.sampled_from([1e-6, 0.3, 0.9, 1.0]),
+)
+
+
+def reference(logits: torch.Tensor, law: Sampling) -> torch.Tensor:
+    """The log-probabilities of a law by the host's processors for whole batches, one by one."""
+    if law.temperature == 0:
+        return torch.full_like(logits, -math.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
+    scores = logits.double()
+    for wanted, processor in (
+        (law.temperature != 1, lambda: TemperatureLogitsWarper(float(law.temperature))),
+        (law.top_k > 0, lambda: TopKLogitsWarper(law.top_k)),
+        (law.top_p < 1, lambda: TopPLogitsWarper(law.top_p)),
+    ):
+        if wanted:
+            scores = processor()(None, scores)
+    return scores.log_softmax(-1).float()
+
+
+def draw(logits: torch.Tensor, requests, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and log-probabilities that the engine's processors and draw give to ``[N, V]`` logits."""
+    processors = Processors(truncation=True, **kwargs)
+    storage = torch.zeros(processors.tensors_required, len(logits), dtype=torch.int32)
+    futures = [
+        SimpleNamespace(
+            has_new_token=True,
+            state=SimpleNamespace(
+                position_offset=position,
+                logit_processor_kwargs={"seed": seed, **law.record()},
+            ),
+        )
+        for law, seed, position in requests
+    ]
+    processors.prepare_tensor_args(futures, storage)
+    scores = processors(torch.zeros(len(logits)), logits, storage)
+    output = torch.zeros(2, len(logits) + 1, dtype=torch.int32)
+    Runner._sample(SimpleNamespace(logit_processor=processors), scores[None], output)
+    return output[0, :-1].long(), output[1, :-1].view(torch.float32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(laws, st.integers(), st.integers(0, 9999)), min_size=1, max_size=6))
+def test_each_rows_log_prob_is_that_of_its_own_law(requests):
+    generator = torch.Generator().manual_seed(len(requests))
+    logits = 3 * torch.randn(len(requests), 11, generator=generator)
+    for fixed in (False, True):
+        tokens, log_probs = draw(logits, requests, fixed=fixed)
+        for row, (law, _, _) in enumerate(requests):
+            expected = reference(logits[row : row + 1], law)[0, tokens[row]]
+            assert expected.isfinite()
+            torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(0.7, 6), Sampling(1.5, 0, 0.8)])
+def test_tokens_are_drawn_as_often_as_their_law_says(law):
+    logits = 1.5 * torch.randn(1, 13, generator=torch.Generator().manual_seed(3))
+    count = 40_000
+    requests = [(law, seed, position) for seed in range(40) for position in range(count // 40)]
+    tokens, _ = draw(logits.expand(count, -1), requests, fixed=False)
+    seen = torch.bincount(tokens, minlength=13)
+    expected = reference(logits, law)[0].exp() * count
+    assert not seen[expected == 0].any()
+    kept = expected > 0
+    chi_squared = ((seen - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi_squared < 40  # of at most 12 degrees of freedom: one in 10,000 seeds fails
+
+
+def test_random_words_are_those_of_the_paper_and_differ():
+    assert [random_word(1234567, i) for i in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+    words = {random_word(seed, index) for seed in range(-20, 80) for index in range(100)}
+    assert len(words) == 10_000
+
+
+def test_no_temperature_is_too_low():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [88.0, -1e30, 5.0]])
+    requests = [(Sampling(1e-45), 1, 1), (Sampling(1e-300), 1, 1)]
+    tokens, log_probs = draw(logits, requests, fixed=False)
+    assert tokens.tolist() == [1, 0]
+    assert log_probs.tolist() == [0, 0]
+
+
+def test_requests_of_one_batch_have_their_own_laws(engine, model):
+    cases = [
+        {},
+        {"temperature": 0.4},
+        {"temperature": 2.0, "top_k": 4},
+        {"top_p": 0.5},
+        {"temperature": 0.8, "top_k": 9, "top_p": 0.7},
+        {"temperature": 0},
+        {"temperature": 0, "top_k": 3},
+        {"top_k": 26, "top_p": 1.0},
+    ] * 4
+    requests = prompts(len(cases))
+
+    async def run():
+        return await asyncio.gather(
+            *(engine.generate(p, **case) for p, case in zip(requests, cases, strict=True))
+        )
+
+    for prompt, case, answer in zip(requests, cases, asyncio.run(run()), strict=True):
+        expected = reference(plain_logits(model, prompt, answer), Sampling().changed(**case))
+        expected = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+        record = {k: v for k, v in case.items() if (k, v) not in {("top_k", 26), ("top_p", 1.0)}}
+        assert answer.sampling == ({"temperature": 0.0} if case.get("temperature") == 0 else record)
+
+
+def test_temperature_0_takes_the_likeliest_token(engine, model):
+    requests = prompts(8)
+    for prompt, answer in zip(requests, generate_all(engine, requests, temperature=0), strict=True):
+        likeliest = plain_logits(model, prompt, answer).argmax(-1)
+        assert likeliest.tolist() == list(answer.token_ids)
+        assert set(answer.log_probs) == {0.0}
+
+
+def test_the_engines_law_is_its_requests_unless_they_say_otherwise(model, tokenizer):
+    engine = TransformersEngine(model, tokenizer, temperature=0.5, top_k=2, top_p=0.9)
+    (answer,) = generate_all(engine, prompts(1))
+    assert answer.sampling == {"temperature": 0.5, "top_k": 2, "top_p": 0.9}
+    (answer,) = generate_all(engine, prompts(1), temperature=1, top_k=0, top_p=1.0)
+    assert answer.sampling == {}
+    assert_sampled_by(model, prompts(1)[0], answer)
+    engine.close()
+    for argument in ({"top_p": 2.0}, {"top_k": -1}, {"temperature": math.inf}):
+        with pytest.raises(ValueError, match=next(iter(argument))):
+            TransformersEngine(model, tokenizer, **argument)
+
+
+def test_truncation_is_warned_of_once(engine, caplog):
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        generate_all(engine, prompts(1), temperature=0.5)
+        generate_all(engine, prompts(1), temperature=0, top_p=0.5)
+        assert not caplog.records
+        generate_all(engine, prompts(3), top_p=0.5)
+        generate_all(engine, prompts(1), top_k=3)
+    (record,) = caplog.records
+    assert "{'top_p': 0.5} is truncated" in record.getMessage()
+
+
+def test_captured_graphs_truncate_only_if_the_engine_was_told(engine):
+    engine._manager.processors.truncation = False  # as where CUDA graphs are captured
+    with pytest.raises(TypeError, match="top_k and top_p are engine-wide"):
+        generate_all(engine, prompts(1), top_k=3)
+    generate_all(engine, prompts(1), temperature=0.5)
+
+
+def test_a_seed_gives_the_same_answers_again(model, tokenizer):
+    def run(seed):
+        engine = TransformersEngine(model, tokenizer, seed=seed, max_new_tokens=6)
+        answers = [generate_all(engine, [p])[0].token_ids for p in prompts(3) * 2]
+        engine.close()
+        return answers
+
+    first = run(3)
+    assert first == run(3)
+    assert first != run(4)
+    assert first[:3] != first[3:]  # each request has random numbers of its own
+
+
+def test_a_requests_seed_is_all_that_its_answer_depends_on(engine, model, tokenizer):
+    (alone,) = generate_all(engine, prompts(1), seed=11)
+    generate_all(engine, prompts(7))
+    crowd = prompts(5)
+
+    async def run():
+        return await asyncio.gather(
+            *(engine.generate(p) for p in crowd * 3), engine.generate(crowd[0], seed=11)
+        )
+
+    other = TransformersEngine(model, tokenizer, page_size=16, max_new_tokens=8)
+    (elsewhere,) = generate_all(other, prompts(1), seed=11)
+    other.close()
+    assert alone.token_ids == asyncio.run(run())[-1].token_ids == elsewhere.token_ids
+
+
+def test_the_global_generator_is_neither_read_nor_moved(model, tokenizer):
+    def run(torch_seed):
+        engine = TransformersEngine(model, tokenizer, seed=5)
+        torch.manual_seed(torch_seed)
+        before = torch.get_rng_state()
+        answers = generate_all(engine, prompts(8))
+        engine.close()
+        assert torch.equal(torch.get_rng_state(), before)
+        return [answer.token_ids for answer in answers]
+
+    assert run(0) == run(1)
+
+
+def test_without_a_seed_torchs_own_decides(model, tokenizer):
+    def run():
+        torch.manual_seed(9)
+        engines = [TransformersEngine(model, tokenizer) for _ in range(2)]
+        answers = [answer.token_ids for e in engines for answer in generate_all(e, prompts(8))]
+        for engine in engines:
+            engine.close()
+        return answers
+
+    first = run()
+    assert first == run()
+    assert first[:8] != first[8:]
+
+
+def test_a_request_may_have_its_own_stop_tokens(engine):
+    assert engine.stop_token_ids == {1}
+    stops = [4, 5, 6, 7, 8, 9, 10]
+    answers = generate_all(engine, prompts(48), max_new_tokens=6, stop_token_ids=stops)
+    for answer in answers:
+        assert not set(answer.token_ids[:-1]) & set(stops)
+        stopped = answer.token_ids[-1] in stops
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(answer.token_ids) == 6
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+    assert any(1 in answer.token_ids[:-1] for answer in answers)  # the engine's own does not count
+    for answer in generate_all(engine, prompts(16), stop_token_ids=[]):
+        assert len(answer.token_ids) == 8
+        assert answer.finish_reason == "length"

@@ -1,0 +1,154 @@
+"""What the engine counts, and that it computes no page of a prompt twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchrl_mt.engines import TransformersEngine
+
+from .helpers import assert_sampled_by, endless, generate_all, idle, prompts, until
+
+PAGE = 8
+
+
+def whole_pages(num_tokens: int) -> int:
+    """Tokens that a later prompt may find; the last of a prompt is always computed."""
+    return (num_tokens - 1) // PAGE * PAGE
+
+
+def test_a_turn_computes_only_what_is_new(tokenizer, model):
+    engine = endless(model, tokenizer)
+    prompt = prompts(1, length=50)[0]
+    prefilled = found = generated = 0
+    for environment in ([7] * 5, [9] * 20, [4], []):
+        (answer,) = generate_all(engine, [prompt], max_new_tokens=13)
+        stats = engine.stats()
+        prefilled += len(prompt) - (stats["shared_tokens"] - found)
+        # The last token of the answer was sampled, but never went through the model.
+        assert stats["prefill_tokens"] == prefilled
+        found, generated = stats["shared_tokens"], generated + 13
+        assert stats["generated_tokens"] == generated
+        known = len(prompt) + 13 - 1
+        prompt = [*prompt, *answer.token_ids, *environment]
+        before = stats
+        (again,) = generate_all(engine, [prompt], max_new_tokens=1)
+        stats = engine.stats()
+        shared = min(known // PAGE * PAGE, whole_pages(len(prompt)))
+        assert stats["shared_tokens"] - before["shared_tokens"] == shared
+        assert stats["prefill_tokens"] - before["prefill_tokens"] == len(prompt) - shared
+        assert_sampled_by(model, prompt, again)
+        prefilled, found, generated = stats["prefill_tokens"], stats["shared_tokens"], generated + 1
+    assert idle(engine)
+    assert stats["kept_tokens"] > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("budget", [1024, 32])
+def test_a_group_computes_its_prompt_once(tokenizer, model, budget):
+    engine = endless(model, tokenizer, max_batch_tokens=budget)
+    prompt = prompts(1, length=100)[0]
+    answers = generate_all(engine, [prompt] * 16, max_new_tokens=3)
+    stats = engine.stats()
+    assert stats["prefill_tokens"] == 100 + 15 * (100 - whole_pages(100))
+    assert stats["shared_tokens"] == 15 * whole_pages(100)
+    for answer in answers:
+        assert_sampled_by(model, prompt, answer)
+    assert len({tuple(answer.token_ids) for answer in answers}) > 1
+    engine.close()
+
+
+def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
+    engine = endless(model, tokenizer, max_batch_tokens=16)
+    prompt = prompts(1, length=400)[0]
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(prompt, max_new_tokens=2)) for _ in range(4)]
+        await until(lambda: engine.stats()["prefill_tokens"] > 50)
+        assert engine.stats()["running"] == 1
+        assert engine.stats()["waiting"] == 3
+        tasks[0].cancel()
+        return await asyncio.wait_for(asyncio.gather(*tasks[1:]), timeout=60)
+
+    for answer in asyncio.run(run()):
+        assert_sampled_by(model, prompt, answer)
+    # What the first had computed is not lost.
+    assert engine.stats()["prefill_tokens"] < 2 * 400
+    engine.close()
+
+
+def test_an_update_has_prompts_computed_again(engine):
+    requests = prompts(3, length=40)
+    generate_all(engine, requests, max_new_tokens=1)
+    engine.update_weights()
+    assert engine.stats()["kept_tokens"] == 0
+    generate_all(engine, requests, max_new_tokens=1)
+    assert engine.stats()["prefill_tokens"] == 2 * 3 * 40
+    assert engine.stats()["shared_tokens"] == 0
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_trees_of_prompts_are_computed_as_trees(tokenizer, model, data):
+    """Prompts that begin alike, all at once: each node of their tree of whole pages is computed once."""
+    pages = [[4 + i] * PAGE for i in range(3)]
+    paths = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=12))
+    requests = [[token for i in path for token in pages[i]] + [20] for path in paths]
+    engine = TransformersEngine(model, tokenizer, page_size=PAGE, cache_tokens=4096)
+    answers = generate_all(engine, requests, max_new_tokens=2)
+    nodes = {tuple(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+    assert engine.stats()["prefill_tokens"] == len(nodes) * PAGE + len(requests)
+    engine.close()
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert_sampled_by(model, prompt, answer)
+
+
+def test_without_prefix_sharing_every_prompt_is_computed(tokenizer, model):
+    engine = endless(model, tokenizer, prefix_sharing=False)
+    generate_all(engine, prompts(1, length=40) * 3, max_new_tokens=2)
+    stats = engine.stats()
+    assert stats["prefill_tokens"] == 3 * 40
+    assert stats["shared_tokens"] == stats["kept_tokens"] == 0
+    engine.close()
+
+
+def test_an_idle_engine_counts_nothing(engine):
+    assert set(engine.stats().values()) == {0}
+
+
+def test_what_was_used_longest_ago_leaves_first(tokenizer, model):
+    engine = endless(model, tokenizer, cache_tokens=512)
+    old, hot, *others = prompts(9, length=81)
+    generate_all(engine, [old], max_new_tokens=1)
+    for prompt in others:
+        for request in (hot, prompt):
+            generate_all(engine, [request], max_new_tokens=1)
+    stats = engine.stats()
+    assert stats["shared_tokens"] == 6 * 80  # the hot prompt stayed through it all
+    generate_all(engine, [others[-1]], max_new_tokens=1)
+    assert engine.stats()["shared_tokens"] == 7 * 80
+    generate_all(engine, [old], max_new_tokens=1)
+    assert engine.stats()["shared_tokens"] == 7 * 80
+    engine.close()
+
+
+def test_of_a_prompt_its_end_leaves_first(tokenizer, model):
+    engine = endless(model, tokenizer, cache_tokens=256)
+    long, short = prompts(1, length=161)[0], prompts(2, length=121)[1]
+    for request in (long, short, long):
+        generate_all(engine, [request], max_new_tokens=1)
+    assert 0 < engine.stats()["shared_tokens"] < 160
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_the_pages_of_an_answers_last_step_are_kept(tokenizer, model, length):
+    engine = endless(model, tokenizer)
+    prompt = prompts(1, length=8 * PAGE - length + 1)[0]  # the last step completes page 8
+    (answer,) = generate_all(engine, [prompt], max_new_tokens=length)
+    generate_all(engine, [[*prompt, *answer.token_ids]], max_new_tokens=1)
+    assert engine.stats()["shared_tokens"] == 8 * PAGE
+    engine.close()

@@ -1,0 +1,156 @@
+"""No page of the cache is computed again while it could have been kept or waited for.
+
+The host finds a prefix only once it is complete, so a group of requests with one prompt that arrives
+together would compute it once each; it forgets the pages that an answer's last step completes; and when
+room is needed it drops every prefix at once. Here the first of a group computes and the others wait,
+every complete page is kept, and those that were used longest ago leave first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    CacheAllocator,
+    compute_block_hash,
+)
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+
+__all__ = ["GroupScheduler", "PrefixCache", "Tally"]
+
+
+@dataclass
+class Tally:
+    """Tokens counted since the start."""
+
+    generated_tokens: int = 0
+    """Sampled, also for requests that were taken back."""
+    prefill_tokens: int = 0
+    """Tokens of prompts that went through the model, again after an update included."""
+    shared_tokens: int = 0
+    """Tokens of prompts that were found in the cache."""
+
+
+class PrefixCache(PagedAttentionCache):
+    """The host's cache, which gives up unused pages one by one, the longest unused first."""
+
+    tally: Tally
+
+    @classmethod
+    def adopt(cls, cache: PagedAttentionCache, tally: Tally) -> None:
+        """Make a cache one of these: the host makes its own and takes no other class."""
+        cast(Any, cache).__class__ = cls
+        cast(PrefixCache, cache).tally = tally
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Find a prefix, and count it."""
+        found = super().search_prefix_match(request_id, prompt_ids)
+        self.tally.shared_tokens += found
+        return found
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        """Register the pages that a step completed, also if it was the request's last."""
+        if state.status != RequestStatus.FINISHED or not self.use_prefix_sharing:
+            return super().mark_complete_blocks(state, complete_blocks)
+        tokens = state.initial_tokens + state.generated_tokens
+        for name, num_blocks in complete_blocks.items():
+            allocator = self.cache_allocators[name]
+            if state.request_id in allocator.block_table:
+                allocator.mark_complete_blocks(state.request_id, tokens, num_blocks)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Release a request's pages, the last first: a page is of no use without those before it."""
+        for allocator in self.cache_allocators.values():
+            if request_id in allocator.block_table:
+                allocator.block_table[request_id].reverse()
+        super().free_blocks(request_id, no_cache)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        """What is free or kept only in case it is needed again, in bytes or as a share of all."""
+        kept = sum(
+            len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
+            for allocator in self.cache_allocators.values()
+        )
+        share = kept / (self.num_sectors * self.bytes_per_sector) if relative else kept
+        return super().compute_free_capacity(relative) + share
+
+    def can_store_request_tokens(
+        self, state: RequestState, request_len: int, dry_run: bool = False
+    ) -> bool:
+        """Find room for a request's next tokens, at the cost of pages that nobody uses."""
+        while not super().can_store_request_tokens(state, request_len, dry_run):
+            if dry_run or not self._evict_oldest():
+                return False
+        return True
+
+    def _evict_oldest(self) -> bool:
+        """Give up the pages that were used longest ago, a few at a time."""
+        evicted_any = False
+        for allocator in self.cache_allocators.values():
+            ledger = allocator.ledger
+            oldest = list(islice(ledger.cached_blocks, max(1, self.num_blocks // 64)))
+            for block in oldest:
+                del ledger.cached_blocks[block]
+                del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+            self.pool.free_blocks(allocator.index, oldest)
+            evicted_any |= bool(oldest)
+        self.pool.try_to_free_sectors()
+        return evicted_any
+
+
+class GroupScheduler(FIFOScheduler):
+    """First come, first served, but who needs a page that another is computing waits for it."""
+
+    name = "torchrl_mt"
+    cache: PagedAttentionCache
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        """Waiting requests in order, without those whose next page is being computed."""
+        candidates = super()._get_waiting_candidates()
+        if not self.cache.use_prefix_sharing or not candidates:
+            return candidates
+        # Of a model with several kinds of layers, one kind's pages tell as much as all of them.
+        allocator = next(iter(self.cache.cache_allocators.values()))
+        # Between two steps, whoever has no token yet may still be computing its prompt.
+        under_way = {
+            page
+            for state in self.active_requests.values()
+            if not state.generated_tokens
+            for page, _ in (_next_page(state, allocator),)
+        }
+        chosen, budget = [], self.cache.max_batch_tokens
+        for state in candidates:
+            page, missing = _next_page(state, allocator)
+            if page is not None and page in under_way:
+                continue
+            under_way.add(page)
+            chosen.append(state)
+            budget -= missing
+            if budget <= 0:  # a step takes no more, so the rest need not be looked at
+                break
+        return chosen
+
+
+def _next_page(state: RequestState, allocator: CacheAllocator) -> tuple[int | None, int]:
+    """The hash of a prompt's first page that is not in the cache, and how many tokens are missing."""
+    size = allocator.tokens_per_page
+    tokens = state.initial_tokens
+    # As many as the host would look up: at least one token is always computed.
+    num_pages = (len(tokens) - 1) // size
+    hashes: list[int] = vars(state).setdefault("_page_hashes", [])
+    known = allocator.ledger.hash_to_block
+    for i in range(num_pages):
+        if i == len(hashes):
+            parent = hashes[-1] if hashes else None
+            hashes.append(compute_block_hash(parent, tokens[i * size : (i + 1) * size]))
+        if hashes[i] not in known:
+            return hashes[i], len(tokens) - i * size
+    return None, len(tokens) - num_pages * size
+
+
+# The host's own way to choose a scheduler is by name.
+SCHEDULER_MAPPING[GroupScheduler.name] = GroupScheduler
