@@ -428,6 +428,18 @@ class EpisodeStorage(LazyStackStorage):
             left = self.table.oldest > first  # Not all of them are stored still.
             return self._changed(len(self) if left else steps.length)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def check(self, episode: Steps) -> None:
+        """Raise what :meth:`append_all` would of one whole episode; nothing is changed.
+
+        Raises:
+            ValueError: if it is empty, exceeds a budget or does not fit the schema.
+        """
+        with self.lock:
+            length = torch.tensor([episode.length], device="cpu")
+            self._store.admit(episode.on(self.device), length)
+
     def _changed(self, new: int) -> Tensor:
         """Note that the stored steps are others now; give the indices of the ``new`` last ones."""
         self._revision += 1
