@@ -473,3 +473,11 @@ def test_the_form_of_the_indices_is_that_of_the_buffer_that_writes():
 def test_a_list_of_steps_is_refused_with_what_to_do():
     with pytest.raises(TypeError, match=r"got list: .*torch.stack.*lazy_stack"):
         buffer().extend(list(rows([0, 1])[0].unbind(0)))
+
+
+def test_nested_tensors_in_rows_are_refused():
+    batch = rows([0, 1], [0, 1])
+    ragged = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    batch._tensordict["y"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"'y' is a nested tensor.*lazy_stack"):
+        buffer().extend(batch)

@@ -165,8 +165,8 @@ class EpisodeWriter(Writer):
             self._open, self._told_by = still_open, told_by
             self._write_count += episodes.length
             if self._sets_indices():
-                return _aligned(segments, came, lengths, order, shape, len(storage))
-            return stored
+                stored = _aligned(segments, came, lengths, order, shape, len(storage))
+            return storage.mark_written(stored)
 
     def add(self, data: Any) -> int | Tensor | None:
         """Take one step, or one step of each of ``B`` environments.
@@ -179,8 +179,11 @@ class EpisodeWriter(Writer):
         """
         _check_data(data)
         if data.ndim:
-            index = self.extend(lazy_stack([data], data.ndim))
-            return index.squeeze(-1) if index.shape == (*data.batch_size, 1) else index
+            with self._storage.lock:
+                index = self.extend(lazy_stack([data], data.ndim))
+                if index.shape != (*data.batch_size, 1):
+                    return index
+                return self._storage.mark_written(index.squeeze(-1))
         index = self.extend(lazy_stack([data]))
         last = int(index[-1]) if index.numel() else -1
         return None if last < 0 else last
@@ -339,10 +342,11 @@ class EpisodeWriter(Writer):
         """Refuse an open episode that can never be stored, before it can make others wait."""
         budget = self._storage.max_size
         if length > budget and self.transform is None:
+            drop = f", or drop what came of it: writer.discard({key})" if key in self._open else ""
             raise ValueError(
                 f"the open episode {key} would have {length} steps with this batch, more than "
-                f"max_steps={budget}: give EpisodeStorage a larger budget, end the episode earlier, "
-                f"or drop what came of it with writer.discard({key})"
+                f"max_steps={budget}: give EpisodeStorage a larger budget, end the episode "
+                f"earlier{drop}"
             )
 
     def _stored(self, episodes: Steps, lengths: Tensor, ids: list[int]) -> Tensor:
@@ -469,6 +473,12 @@ def _flatten(data: Any) -> Steps:
         return unpack(data)
     if has_lazy_stack(data):
         return Steps.concat([_flatten(row) for row in data.unbind(0)])
+    for key, value in data.items(True, True):
+        if isinstance(value, Tensor) and value.is_nested:
+            raise ValueError(
+                f"{key!r} is a nested tensor, which does not go in a [B, T] batch: give a lazy stack "
+                f"of steps (tensordict.lazy_stack), or [N] steps"
+            )
     return unpack(data.reshape(-1))
 
 
