@@ -268,7 +268,10 @@ class ClipSampler(Sampler):
                 for flag in (storage.read_selected(selection, key) for key in keys[1:])
             )
             truncated[ends] = True
-            done[ends] = True
+            if done.shape == truncated.shape and done.dtype == truncated.dtype == torch.bool:
+                done |= truncated
+            else:
+                done[ends] = True
             info |= zip(keys, (truncated, terminated, done), strict=True)
         if self.init_key is not None:
             stored = storage.read_selected(selection, self.init_key)

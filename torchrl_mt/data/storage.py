@@ -47,7 +47,7 @@ class Selection:
 
     plan: ReadPlan
     """Where the steps are read: ring rows."""
-    given: Tensor | int
+    given: bytes | int
     """The index as it was given out: one changed since is read anew. On a device, where comparing
     would mean to wait, how often torch had seen it change in place."""
     read: dict[Path, Column] = field(default_factory=dict)
@@ -307,7 +307,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             if isinstance(index, Tensor) and index in self._selections:
                 selection = self._selections.pop(index)
-                if _is_as(selection.given, index):
+                if selection.given == _state_of(index):
                     data = self._pack(selection.plan, selection.read)
                     return data if index.ndim == 1 else data.reshape(index.shape)
             steps, shape = resolve_index(index, self.table.num_steps)
@@ -572,18 +572,11 @@ class EpisodeStorage(LazyStackStorage):
         )
 
 
-def _state_of(index: Tensor) -> Tensor | int:
+def _state_of(index: Tensor) -> bytes | int:
     """What tells whether an index tensor is changed later on."""
     if index.device.type == "cpu":
-        return index.clone()
+        return index.numpy().tobytes()
     return 0 if index.is_inference() else index._version
-
-
-def _is_as(given: Tensor | int, index: Tensor) -> bool:
-    """Whether an index tensor is as it was given out."""
-    if isinstance(given, Tensor):
-        return torch.equal(given, index)
-    return given == _state_of(index)
 
 
 def _path(key: NestedKey) -> Path:
