@@ -50,8 +50,9 @@ def test_values_lie_in_files_and_those_go_with_the_storage(make, tmp_path):
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
     child = os.fork()
     if not child:
-        Memory(torch.device("cpu"), tmp_path).empty((5,), torch.int64).fill_(1)
-        os.kill(os.getpid(), signal.SIGKILL)
+        memory = Memory(torch.device("cpu"), tmp_path)
+        data = memory.empty((5,), torch.int64).fill_(1)
+        os.kill(os.getpid(), signal.SIGKILL if int(data.sum()) == 5 else signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert os.listdir(tmp_path) == []
