@@ -488,3 +488,71 @@ def test_bad_arguments_are_refused(make):
         rb.sample(8)
     with pytest.raises(TypeError, match="EpisodeStorage, got LazyTensorStorage"):
         ClipSampler(slice_len=2).sample(LazyTensorStorage(10), 4)
+
+
+ENDS = torch.arange(6) == 5
+NEVER = torch.zeros(6, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"terminated": NEVER, "truncated": ENDS},
+        {"done": ENDS[:, None], "truncated": ENDS},
+        {"done": ENDS, "truncated": ENDS[:, None].to(torch.uint8)},
+        {"done": ENDS.float(), "terminated": NEVER.int()[:, None]},
+        {"done": ENDS[:, None, None].repeat(1, 2, 1), "truncated": NEVER[:, None]},
+    ],
+)
+def test_flags_keep_the_shape_and_dtype_that_they_are_stored_with(cls, stride, flags):
+    rb = buffer(cls, slice_len=2, stride=stride)
+    rb.extend(TensorDict({"next": flags}, [6]))
+    sample, info = rb.sample(8, return_info=True)
+    given = info if cls is ReplayBuffer else sample
+    like = next(flags[n] for n in ("truncated", "terminated", "done") if n in flags)
+    for name in ("done", "terminated", "truncated"):
+        flag, stored = given["next", name], flags.get(name, like)
+        assert (flag.dtype, flag.shape[1:]) == (stored.dtype, stored.shape[1:])
+        if name in flags:
+            assert torch.equal(sample["next", name], flag)
+        if name != "terminated":
+            assert flag[1::2].bool().all()
+    assert not given["next", "truncated"][::2].any()
+    if "terminated" in flags and "truncated" in flags:
+        both = sample["next", "terminated"] | sample["next", "truncated"]
+        assert both.shape == (8, *like.shape[1:])
+
+
+@pytest.mark.parametrize("layout", ["flat", "clips"])
+def test_a_change_of_the_sample_does_not_change_its_info(make, layout):
+    rb = buffer(slice_len=2, layout=layout)
+    rb.extend(make.vectors([6, 5]))
+    sample, info = rb.sample(8, return_info=True)
+    before = {key: flag.clone() for key, flag in info.items()}
+    for key in MARKS:
+        sample[key].logical_not_()
+    for key, flag in info.items():
+        assert torch.equal(flag, before[key]), key
+
+
+def test_an_index_that_was_changed_behind_torchs_back_is_read_as_it_is_now(make):
+    rb = buffer(slice_len=2)
+    rb.extend(make.vectors([40]))
+    wanted = make.steps(rb[3:7])
+
+    def by_numpy(index):
+        index.numpy()[:] = range(3, 7)
+
+    def by_data(index):
+        index.data.copy_(torch.arange(3, 7))
+
+    for change in (by_numpy, by_data):
+        index, _ = rb.sampler.sample(rb.storage, 4)
+        change(index)
+        assert make.steps(rb.storage.get(index)) == wanted
+    with torch.inference_mode():
+        index, _ = rb.sampler.sample(rb.storage, 4)
+        index.copy_(torch.arange(3, 7))
+        assert make.steps(rb.storage.get(index)) == wanted

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -221,3 +222,12 @@ def test_bad_calls_are_refused(make):
         rb.sample(0)
     with pytest.raises(TypeError, match="EpisodeStorage, got LazyTensorStorage"):
         EpisodeSampler().sample(LazyTensorStorage(10), 4)
+
+
+def test_a_group_that_cannot_be_hashed_is_refused():
+    rb = buffer(group_key="who")
+    data = TensorDict({"next": {"done": torch.tensor([False, True])}}, [2])
+    data.set_non_tensor("who", {"name": "Ann"})
+    rb.extend(data)
+    with pytest.raises(ValueError, match=r"group_key 'who' must hold values .* by hash"):
+        rb.sample(1)

@@ -95,3 +95,10 @@ def test_prefetched_samples(make, monkeypatch):
         sample = rb.sample()
         assert torch.equal(sample["observation"], seen[sample["index"]])
     assert threading.active_count() < 20
+
+
+@given(sizes=st.lists(st.integers(1, 100_000), min_size=2, max_size=20))
+def test_little_more_than_what_was_asked_for_travels_with_a_tensor(sizes):
+    pool = Leases()
+    for size in sizes:
+        assert pool.empty(size, torch.uint8).untyped_storage().nbytes() <= 1.125 * size

@@ -1,6 +1,7 @@
 import gc
 import os
 import pickle
+import signal
 
 import pytest
 import torch
@@ -10,41 +11,51 @@ from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data.memory import Memory
 
 
-def files(folder):
-    return [path for path in folder.rglob("*") if path.is_file()]
+def mapped(folder):
+    """The memory of this process that is files in the folder: ranges of addresses."""
+    with open("/proc/self/maps") as maps:
+        lines = [line for line in maps if str(folder) in line]
+    assert all(line.rstrip().endswith("(deleted)") for line in lines)
+    edges = [line.split()[0].split("-") for line in lines]
+    return [range(int(first, 16), int(last, 16)) for first, last in edges]
 
 
 @pytest.mark.parametrize("kind", ["vectors", "turns"])
 def test_mapped_steps_are_those_held_in_memory(make, kind, tmp_path):
-    plain, mapped = EpisodeStorage(12), EpisodeStorage(12, scratch_dir=tmp_path / "new")
+    plain, on_disk = EpisodeStorage(12), EpisodeStorage(12, scratch_dir=tmp_path / "new")
     lengths = [3, 4, 2, 12, 1, 5, 9, 11, 2, 2]
     for i, data in enumerate(make.split(getattr(make, kind)(lengths))):
-        for storage in (plain, mapped):
+        for storage in (plain, on_disk):
             storage.append(data)
-        assert make.steps(mapped[:]) == make.steps(plain[:]), i
-    assert files(tmp_path)
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= mapped.nbytes
+        assert make.steps(on_disk[:]) == make.steps(plain[:]), i
+    assert os.listdir(tmp_path / "new") == []
 
 
-def test_values_lie_in_the_files(make, tmp_path):
+def test_values_lie_in_files_and_those_go_with_the_storage(make, tmp_path):
     storage = EpisodeStorage(8, scratch_dir=tmp_path)
-    data = make.vectors([8])
-    data["action"][:] = 0x01020304
-    storage.append(data)
-    wanted = bytes([4, 3, 2, 1]) * 8
-    assert any(wanted in path.read_bytes() for path in files(tmp_path))
-
-
-def test_files_go_with_the_storage(make, tmp_path):
-    storage = EpisodeStorage(8, scratch_dir=tmp_path)
-    for data in make.split(make.turns([2, 3, 4])):
+    for data in make.split(make.vectors([2, 3, 4])):
         storage.append(data)
+    columns = [column for column in storage._store.columns.values() if column.nbytes]
+    for column in columns:
+        assert any(column.data.data_ptr() in each for each in mapped(tmp_path))
+    assert sum(map(len, mapped(tmp_path))) >= storage.nbytes > 0
     sample = storage[:]
     steps = make.steps(sample)
-    del storage
+    del storage, column, columns
     gc.collect()
-    assert os.listdir(tmp_path) == []
+    assert mapped(tmp_path) == []
     assert make.steps(sample) == steps
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
+    child = os.fork()
+    if not child:
+        memory = Memory(torch.device("cpu"), tmp_path)
+        data = memory.empty((5,), torch.int64).fill_(1)
+        os.kill(os.getpid(), signal.SIGKILL if int(data.sum()) == 5 else signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert os.listdir(tmp_path) == []
 
 
 def test_storages_share_a_folder(make, tmp_path):
@@ -63,19 +74,18 @@ def test_a_copy_has_files_of_its_own(make, tmp_path):
     copy = pickle.loads(pickle.dumps(storage))
     copy.append(make.vectors([5], seed=1))
     assert make.steps(storage[:]) == steps
-    assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_forked_process_leaves_the_files(tmp_path):
+def test_a_forked_process_that_ends_changes_nothing(tmp_path):
     memory = Memory(torch.device("cpu"), tmp_path)
-    data = memory.empty((5,), torch.int64)
+    data = memory.empty((5,), torch.int64).fill_(7)
     child = os.fork()
     if not child:
         del data, memory
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
-    assert len(files(tmp_path)) == 1
+    assert data.tolist() == [7] * 5
 
 
 def test_a_full_disk_is_an_error_that_changes_nothing(make, tmp_path, monkeypatch):
@@ -114,3 +124,9 @@ def test_a_full_disk_is_an_error_that_changes_nothing(make, tmp_path, monkeypatc
 def test_files_are_for_the_cpu(tmp_path):
     with pytest.raises(ValueError, match=r"scratch_dir .* use device='cpu', got 'meta'"):
         EpisodeStorage(8, device="meta", scratch_dir=tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        EpisodeStorage(8, scratch_dir=tmp_path / "file")

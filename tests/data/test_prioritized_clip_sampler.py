@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -923,3 +924,47 @@ def test_it_is_the_sampler_that_torchrl_looks_for():
         "PrioritizedClipSampler(slice_len=2, num_slices=None, stride=1, strict_length=True, "
         "layout='clips', alpha=0.5, beta=0.9, eps=1e-08, reduction='max')"
     )
+
+
+@pytest.mark.parametrize("other", ["flush", "buffer", "load"])
+def test_a_written_index_means_its_steps_whatever_others_write_before_it_is_noted(other):
+    def steps(episode, done):
+        ids = torch.full((len(done),), episode)
+        ends = torch.tensor(done, dtype=torch.bool)
+        return TensorDict({"episode": ids, "next": {"done": ends}}, [len(done)])
+
+    class Interrupted(PrioritizedClipSampler):
+        between = None
+
+        def extend(self, index):
+            if self.between is not None:
+                thread = threading.Thread(target=self.between)
+                thread.start()
+                thread.join()
+            super().extend(index)
+
+    storage, sampler = EpisodeStorage(8), Interrupted(slice_len=1, alpha=1.0, eps=0.0)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter(), sampler=sampler)
+    second = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    for episode in (1, 2):
+        rb.extend(steps(episode, [0, 0, 1]))
+    rb.extend(steps(9, [0, 0, 0]))
+    rb.sample(1)
+    state = storage.state_dict()
+    sampler.between = {
+        "flush": rb.writer.flush,
+        "buffer": lambda: second.extend(steps(8, [0, 0, 1])),
+        "load": lambda: storage.load_state_dict(state),
+    }[other]
+    index = rb.extend(steps(3, [0, 1]))
+    sampler.between = None
+    if other == "load":
+        with pytest.raises(IndexError):
+            rb.update_priority(index, torch.zeros(2))
+        return
+    rb.update_priority(index, torch.zeros(2))
+    with storage.lock:
+        sampler._priorities.follow(storage)
+        ring = sampler._priorities.ring
+        priority = ring.priority[ring.slots(torch.arange(ring.first, ring.end))]
+    assert (priority == 0).tolist() == (storage[:]["episode"] == 3).tolist()

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 import threading
 
 import pytest
@@ -595,3 +596,42 @@ def test_torchrls_own_tools_read_the_storage(make):
     clips = rb.sample().view(4, 2)
     assert (clips["step"].diff() == 1).all()
     assert [len(t.data) for t in rb.query(trajectory_key="episode")] == [4, 3, 2]
+
+
+def test_only_single_episodes_are_appended():
+    storage = EpisodeStorage(10)
+    for shape in ([2, 3], []):
+        with pytest.raises(ValueError, match=rf"batch size of \[T\], got {re.escape(str(shape))}"):
+            storage.append(TensorDict({"x": torch.zeros(*shape, 1)}, shape))
+    with pytest.raises(TypeError, match="must be a TensorDict"):
+        storage.append(None)
+    assert len(storage) == 0
+    assert storage.schema is None
+
+
+def test_the_next_of_a_next_has_rows_of_its_own(make):
+    x = torch.arange(4.0)
+    last = {"x": x[2:], "done": torch.tensor([False, True])}
+    data = TensorDict({"x": x[:2], "next": {"x": x[1:3], "next": last}}, [2])
+    for order in (("x", "next"), ("next", "x")):
+        storage = EpisodeStorage(10)
+        storage.append(data.select(*order))
+        assert storage.shared_keys == [("next", "x")]
+        assert make.steps(storage[:]) == make.steps(data)
+
+
+def test_a_loaded_state_shares_only_where_the_storage_may(make):
+    sharing, plain = EpisodeStorage(20), EpisodeStorage(20, share_next=False)
+    sharing.append(make.vectors([5]))
+    plain.load_state_dict(sharing.state_dict())
+    assert ("next", "observation") in sharing.shared_keys
+    assert plain.shared_keys == []
+    for storage in (sharing, plain):
+        storage.append(make.vectors([3], seed=1))
+    assert make.steps(plain[:]) == make.steps(sharing[:])
+    assert plain.shared_keys == []
+
+
+def test_the_budget_has_another_name_than_elsewhere():
+    with pytest.raises(TypeError, match="no argument max_size: give max_steps"):
+        EpisodeStorage(max_size=10)

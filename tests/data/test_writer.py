@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -357,3 +359,125 @@ def test_padding_of_split_trajectories_is_left_out(make, cls):
     assert kept["collector", "mask"].all()
     del kept["collector", "mask"]
     assert make.steps(kept) == make.steps(data)
+
+
+def rows(*done):
+    """One row of steps per environment; nothing but the done flags tells episodes apart."""
+    done = torch.tensor(done, dtype=torch.bool)[..., None]
+    x = torch.arange(done.numel()).view(done.shape[:2])
+    return TensorDict({"x": x, "next": {"done": done}}, done.shape[:2])
+
+
+def test_an_open_episode_that_can_never_be_stored_is_refused_before_it_blocks_others():
+    rb = buffer(max_steps=5)
+    rb.extend(rows([0, 0, 0, 0], [0, 1, 0, 1]))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"open episode 0 would have 6 steps .* max_steps=5.*discard\(0\)"
+        ):
+            rb.extend(rows([0, 0], [0, 1]))
+        assert len(rb.writer.open_episodes[0]) == 4
+        assert rb.storage.lengths.tolist() == [2, 2]
+    with pytest.raises(KeyError, match=r"no episode 7 is open; the open ones are \[0\]"):
+        rb.writer.discard(7)
+    rb.writer.discard(0)
+    rb.extend(rows([0, 0], [0, 1]))
+    assert rb.writer.flush().tolist() == [2, 3]
+    assert rb.storage.lengths.tolist() == [2, 2]
+    assert rb.writer.open_episodes == {}
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_a_flush_that_is_refused_names_the_episode_and_it_can_be_discarded(many):
+    class Twice:
+        takes_many_episodes = many
+
+        def __call__(self, data):
+            ends = (data["next", "done"].nonzero().squeeze(1) + 1).tolist()
+            parts = [data[b:e] for b, e in zip([0, *ends], ends, strict=False)]
+            for part in parts:
+                part["next", "done"][-1] = len(part) < 4
+            longer = [torch.cat([p, p.clone()]) if len(p) > 3 else p for p in parts]
+            for part in longer:
+                part["next", "done"][-1] = True
+            return torch.cat(longer)
+
+    rb = buffer(max_steps=5, transform=Twice())
+    done = torch.zeros(8, dtype=torch.bool)
+    ids = torch.tensor([1, 1, 2, 2, 2, 2, 3, 3])
+    rb.extend(TensorDict({"episode": ids, "next": {"done": done}}, [8]))
+    with pytest.raises(ValueError, match=r"episode 2 .*8 steps .*max_steps=5.*discard\(2\)"):
+        rb.writer.flush()
+    assert len(rb) == 0
+    assert list(rb.writer.open_episodes) == [1, 2, 3]
+    rb.writer.discard(2)
+    rb.writer.flush()
+    assert rb[:]["episode"].tolist() == [1, 1, 3, 3]
+
+
+def test_a_transform_may_yet_make_a_long_open_episode_short():
+    rb = buffer(max_steps=3, transform=lambda episode: episode[-1:])
+    rb.extend(rows([0] * 9))
+    rb.extend(rows([0, 1]))
+    assert rb.storage.lengths.tolist() == [1]
+
+
+def test_an_error_of_the_transform_tells_the_episode():
+    def fail(episode):
+        raise RuntimeError("no reward model")
+
+    rb = buffer(transform=fail)
+    with pytest.raises(RuntimeError, match="no reward model") as caught:
+        rb.extend(TensorDict({"episode": torch.tensor([7]), "next": {"done": torch.ones(1)}}, [1]))
+    assert "episode 7" in "".join(getattr(caught.value, "__notes__", ["episode 7"]))
+
+
+def test_emptying_waits_for_the_batch_that_is_being_written():
+    begun, emptied = threading.Event(), threading.Event()
+
+    def slow(episode):
+        begun.set()
+        emptied.wait(0.3)
+        return episode
+
+    rb = buffer(transform=slow)
+    rb.extend(rows([0, 0, 0], [0, 0, 0]))
+    writing = threading.Thread(target=lambda: rb.extend(rows([0, 0], [0, 1])))
+    writing.start()
+    begun.wait()
+    rb.empty()
+    emptied.set()
+    writing.join()
+    assert len(rb) == 0
+    assert rb.writer.open_episodes == {}
+
+
+def test_a_writer_without_a_storage_yet_has_a_state():
+    writer = EpisodeWriter()
+    writer.load_state_dict(writer.state_dict())
+    writer._empty()
+    assert writer.open_episodes == {}
+
+
+def test_the_form_of_the_indices_is_that_of_the_buffer_that_writes():
+    storage = EpisodeStorage(100)
+    plain = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    marked = TensorDictReplayBuffer(storage=storage, writer=EpisodeWriter())
+    assert plain.extend(rows([0, 1, 0])).tolist() == [0, 1]
+    assert marked.extend(rows([0, 1, 0])).tolist() == [[2, 3, -1]]
+    marked.set_writer(EpisodeWriter())
+    assert marked.extend(rows([0, 1, 0])).tolist() == [[4, 5, -1]]
+    assert plain.extend(rows([1, 1, 0])).tolist() == [6, 7, 8]
+
+
+def test_a_list_of_steps_is_refused_with_what_to_do():
+    with pytest.raises(TypeError, match=r"got list: .*torch.stack.*lazy_stack"):
+        buffer().extend(list(rows([0, 1])[0].unbind(0)))
+
+
+def test_nested_tensors_in_rows_are_refused():
+    batch = rows([0, 1], [0, 1])
+    ragged = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    batch._tensordict["y"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"'y' is a nested tensor.*lazy_stack"):
+        buffer().extend(batch)

@@ -196,3 +196,96 @@ def test_returns_are_data():
     returns = discounted_returns(reward, torch.tensor([False, False, True]), 1.0)
     assert returns.tolist() == [3.0, 2.0, 1.0]
     assert not returns.requires_grad
+
+
+AGENTS = {"in_key": ("next", "agents", "reward"), "out_key": ("next", "agents", "return")}
+
+
+def agents(lengths, ends, root=True, seed=0):
+    """Episodes of two agents, the first of which is done ``ends`` steps before the last."""
+    n = sum(lengths)
+    data = episodes(*lengths, seed=seed)
+    reward = torch.randn(n, 2, 1, generator=torch.Generator().manual_seed(seed))
+    last = data["next", "done"].reshape(n)
+    own = last[:, None, None].repeat(1, 2, 1)
+    for before in range(ends + 1):
+        own[: n - before, 0, 0] |= last[before:]
+    for start, stop in zip([0, *torch.tensor(lengths).cumsum(0)], lengths, strict=False):
+        assert own[start : start + stop, 0, 0].any()
+    data["next", "agents"] = TensorDict({"reward": reward, "done": own}, [n])
+    return data if root else data.exclude(("next", "done"))
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_agents_end_on_their_own_and_episodes_for_all_of_them(root):
+    data = agents([5, 4, 6], 2, root)
+    transform = DiscountedReturn(0.9, **AGENTS)
+    out = transform(data.clone())["next", "agents", "return"]
+    for agent in range(2):
+        slow = slow_returns(
+            data["next", "agents", "reward"][:, agent],
+            data["next", "agents", "done"][:, agent],
+            0.9,
+        )
+        torch.testing.assert_close(out[:, agent].double(), slow, rtol=1e-5, atol=1e-6)
+    kept = DiscountedReturn(0.9, outcome_only=True, **AGENTS)(data.clone())
+    assert torch.equal(
+        kept["next", "agents", "return"], data["next", "agents", "reward"][[4, 8, 14]]
+    )
+    with pytest.raises(ValueError, match="breaks off"):
+        transform(data[:3])
+
+
+def test_an_episode_that_ends_for_all_ends_for_agents_that_are_not_done():
+    data = agents([3, 2], 0)
+    data["next", "agents", "done"].zero_()
+    out = DiscountedReturn(1.0, **AGENTS)(data.clone())["next", "agents", "return"]
+    reward = data["next", "agents", "reward"]
+    torch.testing.assert_close(out[0], reward[:3].sum(0))
+    torch.testing.assert_close(out[3], reward[3:].sum(0))
+
+
+def test_agents_ended_by_different_flags_end_the_episode():
+    data = agents([3, 2], 0, root=False)
+    done = data.pop(("next", "agents", "done"))
+    data["next", "agents", "terminated"] = done & torch.tensor([True, False])[:, None]
+    data["next", "agents", "truncated"] = done & torch.tensor([False, True])[:, None]
+    assert len(DiscountedReturn(1.0, outcome_only=True, **AGENTS)(data)) == 2
+
+
+def test_flags_of_another_shape_are_refused():
+    data = agents([3, 2], 0)
+    data["next", "agents", "done"] = torch.zeros(5, 3, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"'done'\) must .* got \(3, 1\) per step, .* of \(2, 1\)"):
+        DiscountedReturn(1.0, **AGENTS)(data)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+@pytest.mark.parametrize("width", [1, 3])
+def test_sums_that_stay_finite_step_by_step_are_finite(gamma, width):
+    generator = torch.Generator().manual_seed(width)
+    for _ in range(50):
+        n = int(torch.randint(1, 40, (), generator=generator))
+        reward = 3e38 * (torch.randint(3, (n, width), generator=generator) - 1).float()
+        end = torch.rand(n, width, generator=generator) < 0.2
+        expected = torch.zeros_like(reward)
+        following = torch.zeros(width)
+        for t in reversed(range(n)):
+            following = reward[t] + torch.where(end[t], torch.zeros(width), gamma * following)
+            expected[t] = following
+        got = discounted_returns(reward, end, gamma)
+        torch.testing.assert_close(got, expected, equal_nan=True)
+        assert torch.equal(got.isfinite(), expected.isfinite())
+
+
+def test_no_rewards_have_no_returns():
+    for shape in ((0,), (0, 1), (3, 0)):
+        end = torch.zeros(shape[0], dtype=torch.bool)
+        assert discounted_returns(torch.zeros(shape), end, 0.9).shape == shape
+
+
+@pytest.mark.parametrize("outcome_only", [True, False])
+def test_no_episodes_have_no_returns(outcome_only):
+    data = episodes(2)[:0]
+    out = DiscountedReturn(0.9, outcome_only=outcome_only)(data)
+    assert out["next", "return"].shape == (0, 1)

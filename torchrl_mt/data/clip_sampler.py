@@ -31,8 +31,10 @@ class ClipSampler(Sampler):
     ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
     the other; or one clip per row, with ``layout="clips"``. The last step of each clip is marked
     truncated and done, the first one as ``is_init`` if the data has that entry: in the sample as
-    far as these entries are stored, and in its ``info``, all of which a ``TensorDictReplayBuffer``
-    writes in the sample. The cost of choosing clips does not grow with the number of stored steps.
+    far as these entries are stored, in the shape and dtype that they are stored with, and in its
+    ``info``, which has ``done``, ``terminated`` and ``truncated`` in any case, and all of which a
+    ``TensorDictReplayBuffer`` writes in the sample. The cost of choosing clips does not grow with
+    the number of stored steps.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
@@ -240,8 +242,10 @@ class ClipSampler(Sampler):
     ) -> dict[Any, Any]:
         """The sample's ``info``; what of it is stored is given out so marked, too.
 
-        ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags
-        OR-ed with the ends and starts of clips; ``terminated`` is as stored.
+        ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags,
+        set at the ends and starts of clips, too; ``terminated`` is as stored. Each has the shape and
+        dtype that it is stored with; one that is not is like the first of truncated, terminated and
+        done that is.
         """
         info: dict[Any, Any] = {}
         if isinstance(spans, int):
@@ -251,24 +255,32 @@ class ClipSampler(Sampler):
             after = spans.cumsum(0)
             starts, ends = (to_device(edge, index.device) for edge in (after - spans, after - 1))
         if self.truncated_key is not None:
-            done_key = _replace_last(self.truncated_key, "done")
-            terminated_key = _replace_last(self.truncated_key, "terminated")
-            done = storage.read_selected(selection, done_key)
-            terminated = storage.read_selected(selection, terminated_key)
-            shape = done.shape if isinstance(done, Tensor) else (index.numel(), 1)
-            truncated = torch.zeros(shape, dtype=torch.bool, device=index.device)
+            names = ("truncated", "terminated", "done")
+            keys = [self.truncated_key, *(_replace_last(self.truncated_key, n) for n in names[1:])]
+            entries = (storage.entry(key) for key in keys)
+            shape, dtype = next(
+                ((e.shape, e.dtype) for e in entries if e is not None and e.kind == "dense"),
+                ((1,), torch.bool),
+            )
+            truncated = torch.zeros((index.numel(), *shape), dtype=dtype, device=index.device)
+            terminated, done = (
+                flag if isinstance(flag, Tensor) else torch.zeros_like(truncated)
+                for flag in (storage.read_selected(selection, key) for key in keys[1:])
+            )
             truncated[ends] = True
-            if not isinstance(terminated, Tensor):
-                terminated = torch.zeros_like(truncated)
-            info[self.truncated_key] = truncated
-            info[done_key] = done | truncated if isinstance(done, Tensor) else truncated.clone()
-            info[terminated_key] = terminated
+            if done.shape == truncated.shape and done.dtype == truncated.dtype == torch.bool:
+                done |= truncated
+            else:
+                done[ends] = True
+            info |= zip(keys, (truncated, terminated, done), strict=True)
         if self.init_key is not None:
             stored = storage.read_selected(selection, self.init_key)
             if isinstance(stored, Tensor):
                 stored[starts] = True
                 info[self.init_key] = stored
         selection.mark(info)
+        # Copies: a change of the sample must not change what its info says.
+        info = {key: flag.clone() for key, flag in info.items()}
         if index.ndim > 1:
             info = {key: flag.unflatten(0, index.shape) for key, flag in info.items()}
         return info

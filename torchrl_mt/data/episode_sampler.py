@@ -41,7 +41,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
     Args:
         replacement: if True, each draw is independent. If False, each stored episode is given out
             once per epoch in random order; the last batch of an epoch may hold fewer, and
-            iterating over the buffer ends with the epoch.
+            iterating over the buffer ends with the epoch. It counts as given out once it is chosen:
+            should reading it fail (out of memory, say), it does not come again in that epoch.
         group_key: entry that tells the group of an episode (one value per episode); groups are then
             drawn whole: all episodes of the group that are stored (without replacement: and not
             given out yet).

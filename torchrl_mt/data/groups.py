@@ -37,13 +37,19 @@ class Groups:
             key: the entry that they come from.
 
         Raises:
-            ValueError: if an episode has more than one value.
+            ValueError: if an episode has more than one value, or one that cannot be hashed.
         """
         if isinstance(column, Tensor) and column[:1].numel() == 1:
             return Groups(torch.unique(column.reshape(-1).cpu(), return_inverse=True)[1])
         if isinstance(column, Objects):
             numbers: dict[Any, int] = {}
-            of = [numbers.setdefault(item, len(numbers)) for item in column.items]
+            try:
+                of = [numbers.setdefault(item, len(numbers)) for item in column.items]
+            except TypeError as error:
+                raise ValueError(
+                    f"group_key {key!r} must hold values that can be told apart by hash, such as "
+                    f"integers or strings: {error}"
+                ) from error
             return Groups(torch.tensor(of, device="cpu"))
         got = "varying shapes" if isinstance(column, Rows) else f"shape {tuple(column.shape[1:])}"
         raise ValueError(f"group_key {key!r} must hold one value per step, got {got}")

@@ -16,6 +16,9 @@ __all__ = ["Leases"]
 
 _LEAST = 1 << 20
 """Bytes from which on memory is worth keeping."""
+_PARTS = 8
+"""A block is at most one of so many parts larger than what was asked for: all of it travels where a
+tensor is saved or sent."""
 _SPARE = 4
 """Blocks kept for the next samples, at most."""
 
@@ -64,7 +67,8 @@ class Leases:
         """A spare block of about this size, or a new one."""
         # Threads may give back and take at any time: each step on the dict is atomic.
         for key, block in reversed(list(self._spare.items())):
-            if nbytes <= block.nbytes <= 2 * nbytes and self._spare.pop(key, None) is not None:
+            fits = nbytes <= block.nbytes and _PARTS * block.nbytes <= (_PARTS + 1) * nbytes
+            if fits and self._spare.pop(key, None) is not None:
                 return block
         return np.empty(nbytes, dtype=np.uint8)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
-import shutil
 import tempfile
-import weakref
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,7 +22,8 @@ class Memory:
     Args:
         device: where they are.
         scratch_dir: the folder for files that hold them; None for the device's memory. The files
-            are scratch: they go when the tensors do, or with the process.
+            have no name: the disk space comes back with the tensors, or with the process, however
+            it ends.
 
     Raises:
         ValueError: if files are asked for on another device than the CPU.
@@ -34,7 +33,6 @@ class Memory:
         self.device = device
         self._leases = Leases()
         self.scratch_dir = scratch_dir
-        self._folder: Path | None = None
         if scratch_dir is None:
             return
         if device.type != "cpu":
@@ -42,10 +40,9 @@ class Memory:
                 f"scratch_dir holds files that are mapped into the CPU's memory: use device='cpu', "
                 f"got {str(device)!r}"
             )
-        Path(scratch_dir).mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="episodes-", dir=scratch_dir))
-        self._names = count()
-        weakref.finalize(self, _remove, self._folder, os.getpid())
+        self.scratch_dir = Path(scratch_dir).absolute()
+        self.scratch_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.scratch_dir).close()  # A folder without access fails now.
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
         """A tensor whose values are yet to be written.
@@ -54,16 +51,11 @@ class Memory:
             OSError: if the disk has no room for it.
         """
         size = math.prod(shape)
-        if self._folder is None or not size:
+        if self.scratch_dir is None or not size:
             return torch.empty(shape, dtype=dtype, device=self.device)
         dtype = dtype or torch.get_default_dtype()
-        path = self._folder / f"{next(self._names)}.memmap"
-        nbytes = size * dtype.itemsize
-        _reserve(path, nbytes)
-        data = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        data = data.view(dtype).view(shape)
-        weakref.finalize(data, _remove, path, os.getpid())
-        return data
+        data = torch.frombuffer(_mapped(self.scratch_dir, size * dtype.itemsize), dtype=torch.uint8)
+        return data.view(dtype).view(shape)
 
     def for_sample(self, size: int, dtype: torch.dtype) -> Tensor | None:
         """A vector to read a sample into; None where fresh memory does as well."""
@@ -79,24 +71,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def _reserve(path: Path, nbytes: int) -> None:
-    """Make a file of so many bytes: a full disk is an error now, not a crash when it is written."""
-    with open(path, "wb") as file:
+def _mapped(folder: str | Path, nbytes: int) -> mmap.mmap:
+    """A file of so many bytes in a folder, without a name, mapped into memory."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        # A full disk is an error now, not a crash when the memory is written.
         if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            except OSError:
-                path.unlink()
-                raise
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         else:
             file.truncate(nbytes)
-
-
-def _remove(path: Path, owner: int) -> None:
-    """Delete a file or folder, unless this is a fork of the process that made it."""
-    if os.getpid() != owner:
-        return
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        return mmap.mmap(file.fileno(), nbytes)

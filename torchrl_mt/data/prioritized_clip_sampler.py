@@ -200,8 +200,9 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if storage is None or not index.numel() or not index.is_contiguous():
             return
         with storage.lock:
-            if self._priorities.follows(storage):
-                first = storage.first_number
+            # Not the number of now: others may have written since the index was given out.
+            first = storage.first_when_written(index)
+            if first is not None and self._priorities.follows(storage):
                 numbers = index.flatten().cpu() + first
                 self._draws.record(index, Draw(numbers, 1, 1, first), recent=False)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, name_of
 
-__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "bits", "same_bits"]
+__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "bits"]
 
 PROMPT: Path = ("tokens", "prompt")
 RESPONSE: Path = ("tokens", "response")
@@ -100,10 +100,18 @@ class Schema:
         """
         entries = {path: _entry(path, column) for path, column in steps.columns.items()}
         if share_next:
-            for path, entry in entries.items():
-                if _source(path) in entries and _agrees(steps, lengths, path):
-                    entries[path] = replace(entry, shared=True)
+            # Shorter paths first: an entry without rows of its own has none to share.
+            for path in sorted(entries, key=len):
+                source = entries.get(_source(path))
+                if source is not None and not source.shared and _agrees(steps, lengths, path):
+                    entries[path] = replace(entries[path], shared=True)
         return Schema(entries, steps.root_class)
+
+    def unshared(self) -> Schema:
+        """The schema in which every entry has rows of its own."""
+        return replace(
+            self, entries={path: replace(e, shared=False) for path, e in self.entries.items()}
+        )
 
     def merge(self, other: Schema) -> Schema:
         """The schema of the steps of both: this one, unless an entry has to change its kind.
@@ -161,16 +169,6 @@ class Schema:
         if all(entry is self.entries[path] for path, entry in entries.items()):
             return self
         return replace(self, entries=entries)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits (NaN equals itself).
-
-    Examples:
-        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-        False
-    """
-    return torch.equal(bits(a), bits(b))
 
 
 def bits(tensor: Tensor) -> Tensor:

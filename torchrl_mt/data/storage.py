@@ -17,6 +17,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import torch
+from tensordict import is_tensor_collection
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,7 +29,7 @@ from torchrl_mt.data.columns import ReadPlan, RowPlan
 from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.ring import runs
-from torchrl_mt.data.schema import PROMPT, Schema
+from torchrl_mt.data.schema import PROMPT, Entry, Schema
 from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
 from torchrl_mt.data.store import EpisodeStore
 from torchrl_mt.data.strides import StridePlan
@@ -46,8 +47,9 @@ class Selection:
 
     plan: ReadPlan
     """Where the steps are read: ring rows."""
-    version: int
-    """How often the index tensor had been changed in place: one changed since is read anew."""
+    given: bytes | int
+    """The index as it was given out: one changed since is read anew. On a device, where comparing
+    would mean to wait, how often torch had seen it change in place."""
     read: dict[Path, Column] = field(default_factory=dict)
     """Columns read so far."""
 
@@ -67,7 +69,8 @@ class EpisodeStorage(LazyStackStorage):
     episode instead of ``2 T``. Tensors whose shape varies from step to step come in lazy stacks and
     are read as such. Every entry is read as it was written; sub-TensorDicts come back with the
     batch size of the steps, those without entries do not. Tensorclasses below the root and tensors
-    among Python objects are copied, other objects kept as they are.
+    among Python objects are copied; other objects, such as a dict with tensors in it, are kept by
+    reference: whoever changes one changes what is stored.
 
     Of each turn's ``("tokens", "prompt")`` only what it adds to the turn before (its prompt and
     ``("tokens", "response")``) is stored; where it does not go on from there, all that differs. Read
@@ -80,8 +83,9 @@ class EpisodeStorage(LazyStackStorage):
         max_steps: the budget, in steps.
         device: where tensors are kept.
         scratch_dir: a folder for files that hold the tensors, mapped into memory; None holds them
-            in the device's memory. The files are scratch, deleted with the storage: to keep what is
-            stored, use the buffer's ``dumps``.
+            in the device's memory. The files have no name: the folder looks empty, and the disk
+            space comes back with the process, however it ends, or before it with the storage. To
+            keep what is stored, use the buffer's ``dumps``.
         max_tokens: a second budget, in tokens: the elements of the entries under ``"tokens"`` (of
             a prompt those that it adds), or, where there are none, of the largest entry whose shape
             varies from step to step.
@@ -114,6 +118,12 @@ class EpisodeStorage(LazyStackStorage):
 
     _default_checkpointer = FileCheckpointer
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
+        """Tell who uses the name of TorchRL's other storages which one is this storage's."""
+        if "max_size" in kwargs:
+            raise TypeError("EpisodeStorage has no argument max_size: give max_steps, the budget")
+        return super().__new__(cls)
+
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -137,6 +147,7 @@ class EpisodeStorage(LazyStackStorage):
         self._store = self._new_store(share_next)
         self._revision = 0
         self._selections = WeakTensorKeyDictionary()
+        self._written = WeakTensorKeyDictionary()
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
         """A store for this storage's episodes that holds none yet."""
@@ -197,6 +208,19 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             return self._store.first_number
 
+    def mark_written(self, index: Tensor) -> Tensor:
+        """Have :meth:`first_when_written` know an index that a write gives out now."""
+        self._written[index] = (self.table, self.first_number)
+        return index
+
+    def first_when_written(self, index: Tensor) -> int | None:
+        """:attr:`first_number` when a write gave out this very tensor.
+
+        None if no write did, or if everything was replaced since.
+        """
+        table, first = self._written.get(index, (None, None))
+        return first if table is self.table else None
+
     def num_clips(self, span: int) -> int:
         """Number of stored clips of ``span`` consecutive steps of one episode.
 
@@ -207,6 +231,10 @@ class EpisodeStorage(LazyStackStorage):
             raise ValueError(f"span must be a positive number of steps, got {span}")
         with self.lock:
             return self.table.total("clips", span)
+
+    def entry(self, key: NestedKey) -> Entry | None:
+        """What the entry ``key`` looks like in every stored step; None if it is not stored."""
+        return None if self.schema is None else self.schema.entries.get(_path(key))
 
     def keys_of_kind(self, kind: str) -> list[NestedKey]:
         """The stored keys of one kind.
@@ -244,11 +272,6 @@ class EpisodeStorage(LazyStackStorage):
         return self.keys_of_kind("growing")
 
     @property
-    def object_keys(self) -> list[NestedKey]:
-        """The entries that hold Python objects."""
-        return self.keys_of_kind("object")
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the columns hold, Python objects not counted."""
         return self._store.nbytes
@@ -284,7 +307,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             if isinstance(index, Tensor) and index in self._selections:
                 selection = self._selections.pop(index)
-                if selection.version == _version(index):
+                if selection.given == _state_of(index):
                     data = self._pack(selection.plan, selection.read)
                     return data if index.ndim == 1 else data.reshape(index.shape)
             steps, shape = resolve_index(index, self.table.num_steps)
@@ -329,7 +352,8 @@ class EpisodeStorage(LazyStackStorage):
         Returns:
             the storage indices (the first of each ``stride`` steps), int64 ``[N]`` on the
             storage's device, one run after the other, and the selection, which lives as long as
-            they do.
+            they do. Indices that are changed in place are read as they are then; on a GPU, unless
+            torch cannot tell (through ``.data``, or in inference mode).
         """
         plan: ReadPlan
         with self.lock:
@@ -350,7 +374,7 @@ class EpisodeStorage(LazyStackStorage):
                 index = torch.repeat_interleave(steps, spans) + within
                 plan = StridePlan(torch.repeat_interleave(rows, spans) + within, stride)
             index = to_device(index, self.device)
-            selection = self._selections[index] = Selection(plan, _version(index))
+            selection = self._selections[index] = Selection(plan, _state_of(index))
             return index, selection
 
     def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
@@ -396,8 +420,14 @@ class EpisodeStorage(LazyStackStorage):
             int64 ``[T]``: the storage indices of its steps.
 
         Raises:
-            ValueError: if it is empty, exceeds a budget or does not fit the schema.
+            ValueError: if it is empty, has another batch size, exceeds a budget or does not fit the
+                schema.
         """
+        if is_tensor_collection(episode) and episode.ndim != 1:
+            raise ValueError(
+                f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
+                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)"
+            )
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
 
@@ -427,6 +457,18 @@ class EpisodeStorage(LazyStackStorage):
             self._store.append(admitted)
             left = self.table.oldest > first  # Not all of them are stored still.
             return self._changed(len(self) if left else steps.length)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def check(self, episode: Steps) -> None:
+        """Raise what :meth:`append_all` would of one whole episode; nothing is changed.
+
+        Raises:
+            ValueError: if it is empty, exceeds a budget or does not fit the schema.
+        """
+        with self.lock:
+            length = torch.tensor([episode.length], device="cpu")
+            self._store.admit(episode.on(self.device), length)
 
     def _changed(self, new: int) -> Tensor:
         """Note that the stored steps are others now; give the indices of the ``new`` last ones."""
@@ -473,11 +515,16 @@ class EpisodeStorage(LazyStackStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace everything stored by what :meth:`state_dict` gave; nothing, if that fails.
 
+        Entries that shared rows do so here if this storage's ``share_next`` allows it.
+
         Raises:
             ValueError: if it holds more than ``max_steps`` steps.
         """
         with self.lock:
             store = self._new_store(self._store.share_next)
+            schema: Schema | None = state_dict["schema"]
+            if schema is not None and not store.share_next:
+                state_dict = {**state_dict, "schema": schema.unshared()}
             store.load_state_dict(state_dict)
             self._settle()
             self._store = store
@@ -505,7 +552,7 @@ class EpisodeStorage(LazyStackStorage):
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
-            del state["lock"], state["_selections"]
+            del state["lock"], state["_selections"], state["_written"]
             state["_store"] = (self._store.share_next, self._store.state_dict())
             return state
 
@@ -514,6 +561,7 @@ class EpisodeStorage(LazyStackStorage):
         super().__setstate__(state)
         self.lock = threading.RLock()
         self._selections = WeakTensorKeyDictionary()
+        self._written = WeakTensorKeyDictionary()
         self._store = self._new_store(share_next)
         self._store.load_state_dict(stored)
 
@@ -524,8 +572,10 @@ class EpisodeStorage(LazyStackStorage):
         )
 
 
-def _version(index: Tensor) -> int:
-    """How often the tensor was changed in place, as far as torch tells."""
+def _state_of(index: Tensor) -> bytes | int:
+    """What tells whether an index tensor is changed later on."""
+    if index.device.type == "cpu":
+        return index.numpy().tobytes()
     return 0 if index.is_inference() else index._version
 
 

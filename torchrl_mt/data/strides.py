@@ -64,7 +64,9 @@ class StridePlan:
         if path[-1] == "action":
             return values.reshape(len(self), self.stride * (shape[0] if shape else 1), *shape[1:])
         values = values.view(len(self), self.stride, *shape)
-        return torch.sum(values, 1) if path[-1] == "reward" else torch.any(values, 1)
+        if path[-1] == "reward":
+            return torch.sum(values, 1)
+        return torch.any(values, 1).to(values.dtype)
 
 
 def _is_joined(path: Path) -> bool:

@@ -6,7 +6,9 @@ changes nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -119,7 +121,8 @@ class EpisodeWriter(Writer):
     @property
     def open_episodes(self) -> dict[int, Any]:
         """The unfinished episodes by their id: copies of the steps so far, as TensorDicts."""
-        return {key: pack(episode.steps.clone()) for key, episode in self._open.items()}
+        with self._held():
+            return {key: pack(episode.steps.clone()) for key, episode in self._open.items()}
 
     def extend(self, data: Any) -> Tensor:
         """Take a batch of steps, and store the episodes that end in it.
@@ -136,11 +139,12 @@ class EpisodeWriter(Writer):
         Raises:
             TypeError: if ``data`` is no TensorDict.
             ValueError: if ``data`` is empty, has no done flag, has one id in two rows, has steps
-                that do not fit their episode's first ones, or an episode is refused by the storage.
+                that do not fit their episode's first ones, or an episode is refused by the storage:
+                one that is still open, too, once it has more than ``max_steps`` steps, unless a
+                ``transform`` may yet make it shorter. :meth:`discard` gets rid of such a one.
             KeyError: if ``traj_key`` is not in ``data``.
         """
-        if not is_tensor_collection(data):
-            raise TypeError(f"data must be a TensorDict, got {type(data).__name__}")
+        _check_data(data)
         if not data.ndim:
             raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
         storage: EpisodeStorage = self._storage
@@ -155,13 +159,14 @@ class EpisodeWriter(Writer):
             if order is not None:
                 steps = steps.take(order)
             episodes, came, still_open = self._assemble(steps, segments)
-            episodes, lengths = self._transformed(episodes, came)
-            stored = storage.append_all(episodes, lengths)
+            ids_ended = [segment.key for segment in segments if segment.ended]
+            episodes, lengths = self._transformed(episodes, came, ids_ended)
+            stored = self._stored(episodes, lengths, ids_ended)
             self._open, self._told_by = still_open, told_by
             self._write_count += episodes.length
-            if any(isinstance(e, TensorDictReplayBuffer) for e in storage._attached_entities):
-                return _aligned(segments, came, lengths, order, shape, len(storage))
-            return stored
+            if self._sets_indices():
+                stored = _aligned(segments, came, lengths, order, shape, len(storage))
+            return storage.mark_written(stored)
 
     def add(self, data: Any) -> int | Tensor | None:
         """Take one step, or one step of each of ``B`` environments.
@@ -172,11 +177,13 @@ class EpisodeWriter(Writer):
         Returns:
             as :meth:`extend`; of a single step its own index, or None if it is not stored yet.
         """
-        if not is_tensor_collection(data):
-            raise TypeError(f"data must be a TensorDict, got {type(data).__name__}")
+        _check_data(data)
         if data.ndim:
-            index = self.extend(lazy_stack([data], data.ndim))
-            return index.squeeze(-1) if index.shape == (*data.batch_size, 1) else index
+            with self._storage.lock:
+                index = self.extend(lazy_stack([data], data.ndim))
+                if index.shape != (*data.batch_size, 1):
+                    return index
+                return self._storage.mark_written(index.squeeze(-1))
         index = self.extend(lazy_stack([data]))
         last = int(index[-1]) if index.numel() else -1
         return None if last < 0 else last
@@ -189,35 +196,55 @@ class EpisodeWriter(Writer):
 
         Raises:
             ValueError: if their steps have neither ``("next", "truncated")`` nor
-                ``("next", "done")``.
+                ``("next", "done")``, or one is refused by the storage: none is stored then, and
+                :meth:`discard` gets rid of that one.
         """
         with self._storage.lock:
             if not self._open:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
+            ids = list(self._open)
             cut = [truncated(episode.steps) for episode in self._open.values()]
             lengths = torch.tensor([episode.length for episode in cut], device="cpu")
-            episodes, lengths = self._transformed(Steps.concat(cut), lengths)
-            stored = self._storage.append_all(episodes, lengths)
+            episodes, lengths = self._transformed(Steps.concat(cut), lengths, ids)
+            stored = self._stored(episodes, lengths, ids)
             self._open = {}
             self._write_count += int(lengths.sum())
             return stored
 
+    def discard(self, episode: int) -> None:
+        """Drop an open episode: what came of it is never stored.
+
+        Args:
+            episode: its id, one of :attr:`open_episodes`; of episodes told apart by done flags, the
+                row of the batch.
+
+        Raises:
+            KeyError: if no such episode is open.
+        """
+        with self._held():
+            if episode not in self._open:
+                raise KeyError(f"no episode {episode!r} is open; the open ones are {[*self._open]}")
+            del self._open[episode]
+
     def state_dict(self) -> dict[str, Any]:
         """The open episodes and the write count, as copies."""
-        return {
-            "open": {key: (e.schema, e.steps.clone()) for key, e in self._open.items()},
-            "told_by": self._told_by,
-            "write_count": self._write_count,
-        }
+        with self._held():
+            return {
+                "open": {key: (e.schema, e.steps.clone()) for key, e in self._open.items()},
+                "told_by": self._told_by,
+                "write_count": self._write_count,
+            }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` gave."""
-        self._open = {
+        still_open = {
             key: OpenEpisode(schema, (steps.clone(),))
             for key, (schema, steps) in state_dict["open"].items()
         }
-        self._told_by = state_dict["told_by"]
-        self._write_count = state_dict["write_count"]
+        with self._held():
+            self._open = still_open
+            self._told_by = state_dict["told_by"]
+            self._write_count = state_dict["write_count"]
 
     def dumps(self, path: str | FilePath) -> None:
         """Save the state in the folder ``path``."""
@@ -229,9 +256,14 @@ class EpisodeWriter(Writer):
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Drop the open episodes."""
-        self._open, self._told_by = {}, None
-        if empty_write_count:
-            self._write_count = 0
+        with self._held():
+            self._open, self._told_by = {}, None
+            if empty_write_count:
+                self._write_count = 0
+
+    def _held(self) -> AbstractContextManager[Any]:
+        """The lock of the storage, once there is one."""
+        return nullcontext() if self._storage is None else self._storage.lock
 
     def _ids(self, steps: Steps, shape: torch.Size) -> tuple[_ToldBy, Tensor]:
         """How steps are told apart, and the id of each: int64 ``[B, T]``."""
@@ -280,8 +312,9 @@ class EpisodeWriter(Writer):
             if not segment.ended:
                 schema = fits(segment.key, begun)
                 part = steps[segment.start : segment.stop].clone()
-                begun = begun or OpenEpisode(schema, ())
-                still_open[segment.key] = begun.join(schema, part)
+                begun = (begun or OpenEpisode(schema, ())).join(schema, part)
+                self._check_open(segment.key, begun.length)
+                still_open[segment.key] = begun
                 continue
             if begun or segment.start != last:
                 if last > first:
@@ -297,6 +330,39 @@ class EpisodeWriter(Writer):
             torch.tensor(lengths, dtype=torch.int64, device="cpu"),
             still_open,
         )
+
+    def _sets_indices(self) -> bool:
+        """Whether the buffer that this writer belongs to sets indices in the data."""
+        return any(
+            isinstance(buffer, TensorDictReplayBuffer) and getattr(buffer, "_writer", None) is self
+            for buffer in self._storage._attached_entities
+        )
+
+    def _check_open(self, key: int, length: int) -> None:
+        """Refuse an open episode that can never be stored, before it can make others wait."""
+        budget = self._storage.max_size
+        if length > budget and self.transform is None:
+            drop = f", or drop what came of it: writer.discard({key})" if key in self._open else ""
+            raise ValueError(
+                f"the open episode {key} would have {length} steps with this batch, more than "
+                f"max_steps={budget}: give EpisodeStorage a larger budget, end the episode "
+                f"earlier{drop}"
+            )
+
+    def _stored(self, episodes: Steps, lengths: Tensor, ids: list[int]) -> Tensor:
+        """Store whole episodes, all or none; the error tells which one is refused."""
+        storage: EpisodeStorage = self._storage
+        try:
+            return storage.append_all(episodes, lengths)
+        except ValueError as error:
+            stops = lengths.cumsum(0).tolist()
+            for key, start, stop in zip(ids, [0, *stops], stops, strict=False):
+                try:
+                    storage.check(episodes[start:stop])
+                except ValueError as reason:
+                    drop = f", or drop it: writer.discard({key})" if key in self._open else ""
+                    raise ValueError(f"episode {key} is refused: {reason}{drop}") from error
+            raise
 
     def _fitting(
         self, steps: Steps, segments: list[Segment]
@@ -329,7 +395,9 @@ class EpisodeWriter(Writer):
 
         return schema
 
-    def _transformed(self, episodes: Steps, lengths: Tensor) -> tuple[Steps, Tensor]:
+    def _transformed(
+        self, episodes: Steps, lengths: Tensor, ids: list[int]
+    ) -> tuple[Steps, Tensor]:
         """The episodes as they are to be stored, and their lengths."""
         if self.transform is None or not len(lengths):
             return episodes, lengths
@@ -345,11 +413,24 @@ class EpisodeWriter(Writer):
                 )
             return results, ends.diff(prepend=ends.new_zeros(1))
         stops = lengths.cumsum(0).tolist()
-        parts = [
-            unpack(_one_batch(self.transform(pack(episodes[start:stop]))))
-            for start, stop in zip([0, *stops], stops, strict=False)
-        ]
+        parts: list[Steps] = []
+        for key, start, stop in zip(ids, [0, *stops], stops, strict=False):
+            try:
+                parts.append(unpack(_one_batch(self.transform(pack(episodes[start:stop])))))
+            except Exception as error:
+                if sys.version_info >= (3, 11):
+                    error.add_note(f"The transform of EpisodeWriter was given episode {key}.")
+                raise
         return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
+
+
+def _check_data(data: Any) -> None:
+    """Refuse what is no TensorDict."""
+    if not is_tensor_collection(data):
+        hint = ""
+        if isinstance(data, (list, tuple)):
+            hint = ": join steps with torch.stack, or tensordict.lazy_stack if their shapes vary"
+        raise TypeError(f"data must be a TensorDict, got {type(data).__name__}{hint}")
 
 
 def _one_batch(result: Any) -> Any:
@@ -392,6 +473,12 @@ def _flatten(data: Any) -> Steps:
         return unpack(data)
     if has_lazy_stack(data):
         return Steps.concat([_flatten(row) for row in data.unbind(0)])
+    for key, value in data.items(True, True):
+        if isinstance(value, Tensor) and value.is_nested:
+            raise ValueError(
+                f"{key!r} is a nested tensor, which does not go in a [B, T] batch: give a lazy stack "
+                f"of steps (tensordict.lazy_stack), or [N] steps"
+            )
     return unpack(data.reshape(-1))
 
 

@@ -27,9 +27,13 @@ _ID_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "episode")
 class DiscountedReturn(Transform):
     r"""Writes the discounted return :math:`G_t = r_t + \gamma G_{t+1}` of each step.
 
-    The batch holds whole episodes, one after the other; each ends where its done flag
-    (``"done"``, ``"terminated"`` or ``"truncated"``, next to ``in_key`` or, where none is there, in
-    the nearest node around it) is true. In a ``[B, T]`` batch each row does. There are three places
+    The batch holds whole episodes, one after the other; in a ``[B, T]`` batch each row does. An
+    episode ends where the outermost flag among ``"done"``, ``"terminated"`` and ``"truncated"`` in
+    the nodes around ``in_key`` (but the root) is true: for ``("next", "agents", "reward")`` usually
+    ``("next", "done")``, which TorchRL's environments set when they must be reset. If only agents
+    have flags, it ends once all of theirs are true. An agent whose own flag is true before that gets
+    none of the rewards that follow; flags have the shape of the reward, may be one for all, or
+    broadcast (``[..., A, 1]`` to ``[..., A, R]``). There are three places
     for it: as ``EpisodeWriter(transform=...)``; as the transform of a buffer with an
     ``EpisodeSampler``; as ``postproc`` of a collector that yields whole episodes.
 
@@ -81,7 +85,8 @@ class DiscountedReturn(Transform):
 
         Raises:
             KeyError: if the reward or the done flag is missing.
-            ValueError: if an episode does not end in the batch.
+            ValueError: if an episode does not end in the batch, or a flag's shape does not go with
+                the reward's.
         """
         in_key, out_key = self.in_keys[0], self.out_keys[0]
         reward = tensordict.get(in_key, None)
@@ -90,37 +95,46 @@ class DiscountedReturn(Transform):
         shape = tensordict.batch_size
         if not shape:
             raise ValueError("DiscountedReturn takes whole episodes, [N] or [B, T], got one step")
-        ended = self._ended(tensordict)
+        ends, ended = self._ended(tensordict, reward)
         self._check_whole(tensordict, ended)
         if self.outcome_only:
             last = tensordict.reshape(-1) if len(shape) > 1 else tensordict
             last = last[ended.reshape(-1).nonzero().squeeze(1)]
             return last.set(out_key, last.get(in_key).clone())
-        flat = reward.reshape(shape.numel(), *reward.shape[len(shape) :])
-        returns = discounted_returns(flat, ended.reshape(-1), self.gamma)
+        flat = (shape.numel(), *reward.shape[len(shape) :])
+        returns = discounted_returns(reward.reshape(flat), ends.reshape(flat), self.gamma)
         return tensordict.set(out_key, returns.reshape(reward.shape))
 
-    def _ended(self, tensordict: TensorDictBase) -> Tensor:
-        """bool, of the batch's shape: the steps that end their episode."""
-        in_key = self.in_keys[0]
+    def _ended(self, tensordict: TensorDictBase, reward: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each number of the reward gets no more of what follows, and where episodes end.
+
+        Returns:
+            bool of the reward's shape, and bool of the batch's shape.
+        """
+        in_key, dims = self.in_keys[0], tensordict.ndim
         parent = in_key[:-1] if isinstance(in_key, tuple) else ()
         # Never up to the root: the flags there are those of the step before.
-        nodes = [parent[:depth] for depth in range(len(parent), 0, -1)] or [()]
+        nodes = [parent[:depth] for depth in range(1, len(parent) + 1)] or [()]
+        ends: Tensor | None = None
+        ended: Tensor | None = None
         for node in nodes:
-            ended: Tensor | None = None
             for name in ("done", "terminated", "truncated"):
                 flag = tensordict.get((*node, name), None)
                 if flag is not None:
-                    flag = flag.reshape(*tensordict.batch_size, -1).bool().any(-1)
-                    ended = flag if ended is None else ended | flag
-            if ended is not None:
-                return ended
-        missing = " nor ".join(str((*node, "done")) for node in nodes)
-        raise KeyError(f"{missing} is not in the data: returns need to know where episodes end")
+                    flag = _like(flag, reward, dims, (*node, name))
+                    ends = flag if ends is None else ends | flag
+            if ends is not None and ended is None:
+                flags = ends.reshape(*tensordict.batch_size, reward.shape[dims:].numel())
+                # Under "next" as EpisodeWriter, which ends an episode with any of those flags.
+                ended = flags.any(-1) if node in ((), ("next",)) else flags.all(-1)
+        if ends is None or ended is None:
+            missing = " nor ".join(str((*node, "done")) for node in reversed(nodes))
+            raise KeyError(f"{missing} is not in the data: returns need to know where episodes end")
+        return ends | ended.reshape(*ended.shape, *[1] * (reward.ndim - dims)), ended
 
     def _check_whole(self, tensordict: TensorDictBase, ended: Tensor) -> None:
         """Refuse a batch in which an episode breaks off."""
-        whole = ended[..., -1].all()
+        whole = ended[..., -1:].all()
         for key in _ID_KEYS:
             ids = tensordict.get(key, None)
             if isinstance(ids, Tensor) and ids.numel() == ended.numel():
@@ -151,3 +165,18 @@ class DiscountedReturn(Transform):
                 f"a step are not known. {_WHERE}"
             )
         super().set_container(container)
+
+
+def _like(flag: Tensor, reward: Tensor, dims: int, key: tuple[str, ...]) -> Tensor:
+    """A flag as bool of the reward's shape, of which the first ``dims`` are the batch's."""
+    got, wanted = flag.shape[dims:], reward.shape[dims:]
+    if got.numel() == 1:
+        return flag.bool().reshape(*flag.shape[:dims], *[1] * len(wanted)).expand_as(reward)
+    if got.numel() == wanted.numel():
+        return flag.bool().reshape(reward.shape)
+    if len(got) == len(wanted) and all(g in (1, w) for g, w in zip(got, wanted, strict=True)):
+        return flag.bool().expand_as(reward)
+    raise ValueError(
+        f"{key} must hold one flag per step, or flags of the shape of the reward: got "
+        f"{tuple(got)} per step, for rewards of {tuple(wanted)}"
+    )

@@ -23,6 +23,7 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     Args:
         reward: ``[N, ...]``, episodes one after the other, each in order of time.
         end: bool ``[N]``: the last steps of the episodes; the last step of the batch counts as one.
+            Or bool of the shape of ``reward``, where parts of it (agents, say) end on their own.
         gamma: discount per step.
 
     Returns:
@@ -37,17 +38,19 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     """
     if not reward.is_floating_point():
         reward = reward.to(torch.get_default_dtype())
+    if not reward.numel():
+        return reward.detach()
     reward, steps, dtype = reward.detach(), len(reward), reward.dtype
     total = reward.reshape(steps, -1).to(torch.promote_types(dtype, torch.float32))
-    end = end.reshape(steps, 1)
+    end = end.reshape(steps, -1)
     returns = _add_up(total, end, gamma)
     if not bool(returns.isfinite().all()):
-        returns = _add_up_any(total, end, gamma)
+        returns = _add_up_step_by_step(total, end, gamma)
     return returns.reshape(reward.shape).to(dtype)
 
 
 def _add_up(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
-    """The returns of finite rewards ``[N, D]``."""
+    """The returns of rewards ``[N, D]`` whose partial sums are finite; ``end`` is ``[N, 1 or D]``."""
     # After a pass, total[t] holds the k rewards from t on, or all that its episode has left;
     # goes_on[t] is 1 if the episode of t goes on at t + k, else 0.
     k, discount = 1, float(gamma)
@@ -68,20 +71,24 @@ def _longest(end: Tensor) -> int:
     """Steps of the longest episode, or more where finding out would mean to wait for the device."""
     if end.device.type != "cpu":
         return len(end)
-    last = end.reshape(-1).nonzero().squeeze(1)
-    edges = [last.new_tensor([-1]), last, last.new_tensor([len(end) - 1])]
-    return int(torch.cat(edges).diff().max())
+    last = torch.cat([end[:-1], torch.ones_like(end[-1:])]).T.reshape(-1).nonzero().squeeze(1)
+    return int(last.diff(prepend=last.new_tensor([-1])).max())
 
 
-def _add_up_any(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
-    """The returns of rewards ``[N, D]``, finite or not."""
-    total, goes_on = reward.clone(), ~end
-    k, discount = 1, float(gamma)
-    while k < len(total) and gamma > 0:
-        # What is not finite stays as it is: the discount may have underflown to 0.
-        later = torch.where(total[k:].isfinite(), discount * total[k:], total[k:])
-        # Masked, not multiplied by 0: an infinite reward must not reach its neighbours.
-        total[:-k] += torch.where(goes_on[:-k], later, 0.0)
-        goes_on = torch.cat([goes_on[:-k] & goes_on[k:], torch.zeros_like(goes_on[-k:])])
-        k, discount = 2 * k, discount * discount
+def _add_up_step_by_step(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    """The returns of any rewards ``[N, D]``, by the recursion itself.
+
+    Sums of two halves may overflow, or lose an infinite reward to a discount that is 0, where adding
+    step by step does not. All episodes are added up at once, from their last steps on.
+    """
+    total = reward.clone()
+    if gamma == 0:
+        return total
+    steps = torch.arange(len(end), device=end.device)[:, None]
+    last = torch.where(end, steps, len(end) - 1).flip(0).cummin(0).values.flip(0)
+    left = (last - steps).expand_as(total).reshape(-1)
+    width, flat = total.shape[1], total.view(-1)
+    order = left.argsort(stable=True)
+    for now in order.split(torch.bincount(left).tolist())[1:]:
+        flat[now] += gamma * flat[now + width]
     return total
