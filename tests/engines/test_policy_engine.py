@@ -683,7 +683,7 @@ def test_refused_weights_change_nothing(engine, model):
         engine.update_weights({name: good[name] for name in good if name != last})
     with pytest.raises(ValueError, match="must have shape"):
         engine.update_weights({**good, last: torch.zeros(3)})
-    with pytest.raises(TypeError, match="source must be a module"):
+    with pytest.raises(TypeError, match="source must be a model"):
         engine.update_weights(3)
     assert engine.version == 0
     for name, value in model.state_dict().items():

@@ -1,16 +1,24 @@
 """Collectors: whole episodes of many conversations at once, as TED."""
 
+from torchrl_mt.collectors import context
 from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.context import EpisodeContext
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.multi_turn import MultiTurnCollector
+from torchrl_mt.collectors.recorder import LimitReached
+from torchrl_mt.collectors.workflow import Workflow
 
 __all__ = [
     "ChatTokens",
     "Episode",
+    "EpisodeContext",
+    "LimitReached",
     "Limits",
     "MultiTurnCollector",
     "StopReason",
     "Turn",
+    "Workflow",
+    "context",
     "episodes_to_tensordict",
 ]

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from torchrl.modules.llm import LLMWrapperBase
 from tqdm.auto import tqdm
 
 from torchrl_mt.collectors.chat import ChatTokens, OnBreak
@@ -32,7 +33,7 @@ from torchrl_mt.collectors.rollout import play_episode
 from torchrl_mt.collectors.scheduler import Group, GroupPolicy, IncompleteGroups, Scheduler
 from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.collectors.workflow import Rejected, Workflow, resolve
-from torchrl_mt.engines import Engine
+from torchrl_mt.engines import Engine, PolicyEngine
 from torchrl_mt.envs import TextEnv
 
 __all__ = ["MultiTurnCollector"]
@@ -153,9 +154,10 @@ class MultiTurnCollector(BaseCollector):
             raise ValueError(
                 f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
             )
-        self.engine = _engine_of(policy)
+        self.engine = _engine_of(policy, tokenizer)
         self._make_player = resolve(env, workflow_kwargs)
-        self._tokenizer = getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
+        own = getattr(self.engine, "tokenizer", None)
+        self._tokenizer = own if tokenizer is None else tokenizer
         self._on_break = on_break
         self._chat: ChatTokens | None = None
         if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
@@ -541,8 +543,10 @@ class _Counter(Iterator[int]):
         return self.next - 1
 
 
-def _engine_of(policy: Any) -> Engine:
+def _engine_of(policy: Any, tokenizer: Any) -> Engine:
     """The policy as an engine."""
+    if isinstance(policy, LLMWrapperBase):
+        return PolicyEngine(policy, tokenizer=tokenizer)
     if isinstance(policy, type):
         raise TypeError(
             "policy must be an engine (generate, update_weights, version, close), got the class "
@@ -551,8 +555,8 @@ def _engine_of(policy: Any) -> Engine:
     if isinstance(policy, Engine):
         return policy
     raise TypeError(
-        "policy must be an engine (generate, update_weights, version, close), got "
-        f"{type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
+        "policy must be an engine (generate, update_weights, version, close) or a TorchRL LLM wrapper, "
+        f"got {type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
     )
 
 

@@ -92,7 +92,7 @@ def copy_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
     """Copy weights that fit into the model's own tensors, converting dtype and device."""
     own = model.state_dict()
     for name, value in weights.items():
-        if value.data_ptr() != own[name].data_ptr():
+        if value.device != own[name].device or value.data_ptr() != own[name].data_ptr():
             own[name].copy_(value, non_blocking=True)
     if own and next(iter(own.values())).device.type == "cuda":
         # Generation runs on a stream of its own.
