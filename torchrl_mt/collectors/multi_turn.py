@@ -20,9 +20,9 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
-from torchrl.modules.llm import LLMWrapperBase
 from tqdm.auto import tqdm
 
+from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.chat import ChatTokens, OnBreak
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
@@ -30,10 +30,16 @@ from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
 from torchrl_mt.collectors.rollout import play_episode
-from torchrl_mt.collectors.scheduler import Group, GroupPolicy, IncompleteGroups, Scheduler
+from torchrl_mt.collectors.scheduler import (
+    Counter,
+    Group,
+    GroupPolicy,
+    IncompleteGroups,
+    Scheduler,
+)
 from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.collectors.workflow import Rejected, Workflow, resolve
-from torchrl_mt.engines import Engine, PolicyEngine
+from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
 
 __all__ = ["MultiTurnCollector"]
@@ -154,7 +160,7 @@ class MultiTurnCollector(BaseCollector):
             raise ValueError(
                 f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
             )
-        self.engine = _engine_of(policy, tokenizer)
+        self.engine = as_engine(policy, tokenizer)
         self._make_player = resolve(env, workflow_kwargs)
         own = getattr(self.engine, "tokenizer", None)
         self._tokenizer = own if tokenizer is None else tokenizer
@@ -185,7 +191,7 @@ class MultiTurnCollector(BaseCollector):
         self._eval_tally = Tally()
         self._first_version = self.engine.version
         self._accepted_before = 0
-        self._numbers, self._traj_ids = _Counter(), _Counter()
+        self._numbers, self._traj_ids = Counter(), Counter()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._tokenizer)
         self._progress = progress
         self._bar: Any = None
@@ -193,7 +199,7 @@ class MultiTurnCollector(BaseCollector):
         self._admitting: Any = None
         self._running = threading.Event()
         self._running.set()
-        self._background: _Background | None = None
+        self._background: Background | None = None
         self._thread = LoopThread("torchrl_mt-rollout")
 
     # Collecting
@@ -312,7 +318,7 @@ class MultiTurnCollector(BaseCollector):
             )
         if self._background is not None:
             raise RuntimeError("the collector was started already.")
-        self._background = _Background(self)
+        self._background = Background(self.iterator(), lambda: self._thread.closed)
 
     @property
     def is_running(self) -> bool:
@@ -376,8 +382,8 @@ class MultiTurnCollector(BaseCollector):
             policy,
             self.max_concurrency,
             self._eval_tally,
-            numbers=_Counter(),
-            traj_ids=_Counter(),
+            numbers=Counter(),
+            traj_ids=Counter(),
             is_eval=True,
         )
         try:
@@ -530,54 +536,6 @@ class MultiTurnCollector(BaseCollector):
 
 _ALL = 2**62
 """More episodes than any data has."""
-
-
-class _Counter(Iterator[int]):
-    """Counts up."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __next__(self) -> int:
-        self.next += 1
-        return self.next - 1
-
-
-def _engine_of(policy: Any, tokenizer: Any) -> Engine:
-    """The policy as an engine."""
-    if isinstance(policy, LLMWrapperBase):
-        return PolicyEngine(policy, tokenizer=tokenizer)
-    if isinstance(policy, type):
-        raise TypeError(
-            "policy must be an engine (generate, update_weights, version, close), got the class "
-            f"{policy.__name__}: make an instance of it."
-        )
-    if isinstance(policy, Engine):
-        return policy
-    raise TypeError(
-        "policy must be an engine (generate, update_weights, version, close) or a TorchRL LLM wrapper, "
-        f"got {type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
-    )
-
-
-class _Background(threading.Thread):
-    """Collects until the run ends or the collector is shut down."""
-
-    def __init__(self, collector: MultiTurnCollector) -> None:
-        super().__init__(name="torchrl_mt-collect", daemon=True)
-        self.error: BaseException | None = None
-        self._collector = collector
-        self.start()
-
-    def run(self) -> None:
-        collector = self._collector
-        try:
-            for _ in collector.iterator():
-                pass
-        except BaseException as error:
-            if not collector._thread.closed:
-                self.error = error
-                _logger.warning("collecting in the background has ended", exc_info=error)
 
 
 def _require_sizes(

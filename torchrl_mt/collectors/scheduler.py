@@ -19,7 +19,7 @@ from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.loop_thread import cancel_all
 from torchrl_mt.collectors.tally import Tally
 
-__all__ = ["Group", "GroupPolicy", "Scheduler"]
+__all__ = ["Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
 
 CANCELLED = "cancelled"
 INCOMPLETE_GROUP = "incomplete_group"
@@ -55,6 +55,17 @@ class Group:
     number: int
     episodes: list[Episode] = field(default_factory=list)
     """Those that came to their end."""
+
+
+class Counter(Iterator[int]):
+    """Ids, counted up."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> int:
+        self.next += 1
+        return self.next - 1
 
 
 class Scheduler:

@@ -15,7 +15,8 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage
-from torchrl_mt.data.storage import EpisodeStorage, Selection
+from torchrl_mt.data.selection import Selection
+from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
 from torchrl_mt.data.table import Weight, weigh
 

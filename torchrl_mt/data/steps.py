@@ -22,7 +22,7 @@ from tensordict import (
     is_tensorclass,
     lazy_stack,
 )
-from tensordict.utils import is_non_tensor
+from tensordict.utils import NestedKey, is_non_tensor, unravel_key
 from torch import Tensor
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "name_of",
     "own",
     "pack",
+    "path_of",
     "step_tensors",
     "unpack",
 ]
@@ -203,6 +204,11 @@ def name_of(path: Path) -> str:
         ("'a'", "('next', 'b')")
     """
     return repr(path[0] if len(path) == 1 else path)
+
+
+def path_of(key: NestedKey) -> Path:
+    """A key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(unravel_key(key))
 
 
 def own(item: Any, device: torch.device | None = None) -> Any:

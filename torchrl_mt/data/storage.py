@@ -7,10 +7,9 @@ changes nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
 from numbers import Integral
 from pathlib import Path as FilePath
@@ -28,34 +27,13 @@ from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one
 from torchrl_mt.data.columns import ReadPlan, RowPlan
 from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.memory import to_device
-from torchrl_mt.data.ring import runs
 from torchrl_mt.data.schema import PROMPT, Entry, Schema
-from torchrl_mt.data.steps import Column, Path, Steps, pack, unpack
+from torchrl_mt.data.selection import Selection, plan_runs, state_of
+from torchrl_mt.data.steps import Column, Path, Steps, pack, path_of, unpack
 from torchrl_mt.data.store import EpisodeStore
-from torchrl_mt.data.strides import StridePlan
 from torchrl_mt.data.table import EpisodeTable
 
-__all__ = ["EpisodeStorage", "Selection"]
-
-
-@dataclass
-class Selection:
-    """Stored steps that a sampler chose and the buffer is about to read.
-
-    It stays readable when episodes are written, or leave, in between.
-    """
-
-    plan: ReadPlan
-    """Where the steps are read: ring rows."""
-    given: bytes | int
-    """The index as it was given out: one changed since is read anew. On a device, where comparing
-    would mean to wait, how often torch had seen it change in place."""
-    read: dict[Path, Column] = field(default_factory=dict)
-    """Columns read so far."""
-
-    def mark(self, columns: Mapping[NestedKey, Column]) -> None:
-        """Give these columns out in place of what is stored."""
-        self.read.update({_path(key): column for key, column in columns.items()})
+__all__ = ["EpisodeStorage"]
 
 
 class EpisodeStorage(LazyStackStorage):
@@ -234,7 +212,7 @@ class EpisodeStorage(LazyStackStorage):
 
     def entry(self, key: NestedKey) -> Entry | None:
         """What the entry ``key`` looks like in every stored step; None if it is not stored."""
-        return None if self.schema is None else self.schema.entries.get(_path(key))
+        return None if self.schema is None else self.schema.entries.get(path_of(key))
 
     def keys_of_kind(self, kind: str) -> list[NestedKey]:
         """The stored keys of one kind.
@@ -307,7 +285,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             if isinstance(index, Tensor) and index in self._selections:
                 selection = self._selections.pop(index)
-                if selection.given == _state_of(index):
+                if selection.given == state_of(index):
                     data = self._pack(selection.plan, selection.read)
                     return data if index.ndim == 1 else data.reshape(index.shape)
             steps, shape = resolve_index(index, self.table.num_steps)
@@ -355,26 +333,11 @@ class EpisodeStorage(LazyStackStorage):
             they do. Indices that are changed in place are read as they are then; on a GPU, unless
             torch cannot tell (through ``.data``, or in inference mode).
         """
-        plan: ReadPlan
         with self.lock:
             steps, rows = self.table.places(episodes, offsets)
-            if isinstance(spans, int):
-                within = torch.arange(0, spans * stride, stride, device="cpu")
-                index = steps[:, None] + within
-                if not rectangular:
-                    index = index.flatten()
-                if stride == 1:
-                    plan = RowPlan(rows, spans)
-                else:
-                    plan = StridePlan((rows[:, None] + within).flatten(), stride)
-            elif stride == 1:
-                index, plan = runs(steps, spans), RowPlan(runs(rows, spans))
-            else:
-                within = runs(torch.zeros_like(spans), spans) * stride
-                index = torch.repeat_interleave(steps, spans) + within
-                plan = StridePlan(torch.repeat_interleave(rows, spans) + within, stride)
+            index, plan = plan_runs(steps, rows, spans, stride=stride, rectangular=rectangular)
             index = to_device(index, self.device)
-            selection = self._selections[index] = Selection(plan, _state_of(index))
+            selection = self._selections[index] = Selection(plan, state_of(index))
             return index, selection
 
     def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
@@ -382,7 +345,7 @@ class EpisodeStorage(LazyStackStorage):
 
         What is read here is not read again when the selection is.
         """
-        path = _path(key)
+        path = path_of(key)
         with self.lock:
             if path in self._store.columns and path not in selection.read:
                 selection.read[path] = selection.plan.read(path, self._store.columns[path])
@@ -395,7 +358,7 @@ class EpisodeStorage(LazyStackStorage):
             KeyError: if there is no such entry.
         """
         with self.lock:
-            column = self._store.columns.get(_path(key))
+            column = self._store.columns.get(path_of(key))
             if column is None:
                 known = [unravel_key(path) for path in self._store.columns]
                 raise KeyError(f"{key!r} is not stored; the entries are {known}")
@@ -570,15 +533,3 @@ class EpisodeStorage(LazyStackStorage):
             f"EpisodeStorage(max_steps={self.max_size}, steps={len(self)}, "
             f"episodes={self.num_episodes}, device={self.device})"
         )
-
-
-def _state_of(index: Tensor) -> bytes | int:
-    """What tells whether an index tensor is changed later on."""
-    if index.device.type == "cpu":
-        return index.numpy().tobytes()
-    return 0 if index.is_inference() else index._version
-
-
-def _path(key: NestedKey) -> Path:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(unravel_key(key))

@@ -2,7 +2,7 @@
 
 from torchrl_mt.engines.completions_engine import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.engine import Completion, Engine
-from torchrl_mt.engines.policy_engine import PolicyEngine
+from torchrl_mt.engines.policy_engine import PolicyEngine, as_engine
 from torchrl_mt.engines.transformers_engine import TransformersEngine
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "Engine",
     "PolicyEngine",
     "TransformersEngine",
+    "as_engine",
 ]

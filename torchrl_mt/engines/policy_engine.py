@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl.modules.llm import LLMWrapperBase
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.engine import Completion, Engine
 from torchrl_mt.engines.log_prob_check import LogProbCheck
 from torchrl_mt.engines.micro_batching import MicroBatcher
 from torchrl_mt.engines.policy_sampler import (
@@ -28,7 +29,7 @@ from torchrl_mt.engines.policy_sampler import (
 from torchrl_mt.engines.transformers_engine import _integers, _view
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
-__all__ = ["PolicyEngine"]
+__all__ = ["PolicyEngine", "as_engine"]
 
 _MAX_NEW_TOKENS = 256
 
@@ -341,3 +342,28 @@ def _vocab_size(model: Any) -> int | None:
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(embeddings, "weight", None)
     return None if weight is None else int(weight.shape[0])
+
+
+def as_engine(policy: Any, tokenizer: Any) -> Engine:
+    """A policy as an engine.
+
+    Args:
+        policy: an engine, which is returned as it is, or a TorchRL LLM wrapper.
+        tokenizer: the wrapper's, if it has none of its own.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(policy, LLMWrapperBase):
+        return PolicyEngine(policy, tokenizer=tokenizer)
+    if isinstance(policy, type):
+        raise TypeError(
+            "policy must be an engine (generate, update_weights, version, close), got the class "
+            f"{policy.__name__}: make an instance of it."
+        )
+    if isinstance(policy, Engine):
+        return policy
+    raise TypeError(
+        "policy must be an engine (generate, update_weights, version, close) or a TorchRL LLM wrapper, "
+        f"got {type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
+    )
