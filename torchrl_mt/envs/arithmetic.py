@@ -46,7 +46,7 @@ class Arithmetic(TextEnv):
       answers the last counts, and calls beside an answer are not run.
     - ``<calc>3 + 4</calc>`` calls the calculator (:func:`~torchrl_mt.envs.calculator.calculate`). All
       calls of a response, 16 at most, are answered in one message, a line each: an integer or a
-      fraction in lowest terms, or ``error: `` and why there is none.
+      fraction in lowest terms, or ``error:`` and why there is none.
 
     A response with neither is answered with a hint. An episode whose ``turns`` are used up without
     an answer is truncated.
