@@ -27,6 +27,9 @@ from torchrl_mt.engines import Completion
 
 __all__ = ["Episode", "Turn", "episodes_to_tensordict"]
 
+_PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""How tokens are sampled unless a completion says otherwise."""
+
 
 @dataclass(slots=True)
 class Turn:
@@ -113,10 +116,11 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         ``("tokens", "response")``, ``("log_probs", "response")``, ``("versions", "response")``) are
         lazily stacked, since their lengths differ; ``td.get(key, as_list=True)`` gives one tensor a
         turn, prompts that extend each other as views of one. ``("seconds", "model")`` and
-        ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took. The non-tensor columns are
-        ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or ``None``),
-        ``"sampling"`` (how tokens were sampled, where it is not plainly), ``"finish_reason"``,
-        ``"data"`` and ``"stop_reason"``. Entries that all episodes' workflows returned are added.
+        ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took, ``("sampling", ...)`` the
+        ``"temperature"``, ``"top_k"`` (0 is none) and ``"top_p"`` of the sampling. The non-tensor
+        columns are ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or
+        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Entries that all episodes'
+        workflows returned are added.
 
     Examples:
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [0], "stop"), messages=[])
@@ -176,7 +180,15 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "text": _objects(turn.messages for turn in turns),
             "info": _objects(turn.info for turn in turns),
-            "sampling": _objects(dict(answer.sampling) for answer in completions),
+            "sampling": TensorDict(
+                {
+                    name: torch.tensor(
+                        [type(plain)(answer.sampling.get(name, plain)) for answer in completions]
+                    )
+                    for name, plain in _PLAIN.items()
+                },
+                [size],
+            ),
             "finish_reason": _objects(answer.finish_reason for answer in completions),
             "stop_reason": _objects(stop_reason),
             "data": _objects(episode.data for episode in episodes for _ in episode.turns),
@@ -237,4 +249,8 @@ def _ragged(**columns: Sequence[torch.Tensor]) -> LazyStackedTensorDict:
 
 def _objects(values: Iterable[Any]) -> NonTensorStack:
     """A column of Python objects."""
-    return NonTensorStack(*(NonTensorData(value) for value in values))
+    values = list(values)
+    # Many are the same object, and wrapping one takes longer than anything else here.
+    wrapped = {id(value): value for value in values}
+    wrapped = {key: NonTensorData(value) for key, value in wrapped.items()}
+    return NonTensorStack(*(wrapped[id(value)] for value in values))

@@ -109,17 +109,14 @@ class Scheduler:
         self._freed = asyncio.Event()
         self._items_left = True
         self._given_out = 0
+        self.ready = 0
+        """Episodes that wait to be given out."""
         self._error: BaseException | None = None
 
     @property
     def under_way(self) -> int:
         """Episodes of groups that have not come to their end."""
         return len(self._groups) * self.policy.size
-
-    @property
-    def ready(self) -> int:
-        """Episodes that wait to be given out."""
-        return sum(len(group.episodes) for group in tuple(self._ready))
 
     @property
     def begun(self) -> int:
@@ -189,14 +186,16 @@ class Scheduler:
             self._tally.reject(group.episodes, CANCELLED)
             self.items.put_back(group.ticket)
         self._ready.clear()
+        self.ready = 0
 
     def _take(self, size: int) -> list[Group]:
         """Take ready groups, the first to come to their end first."""
         taken: list[Group] = []
         while self._ready and sum(len(group.episodes) for group in taken) < size:
-            # In this order, no other thread finds them nowhere.
-            self._given_out += len(self._ready[0].episodes)
             taken.append(self._ready.popleft())
+            # In this order, no other thread finds them nowhere.
+            self._given_out += len(taken[-1].episodes)
+            self.ready -= len(taken[-1].episodes)
         return taken
 
     async def _change(self) -> None:
@@ -218,6 +217,7 @@ class Scheduler:
             self.items.put_back(group.ticket)
         elif group.episodes:
             self._ready.append(group)
+            self.ready += len(group.episodes)
         else:
             self.items.done(group.ticket)
         self._changed.set()
