@@ -136,7 +136,11 @@ def test_cartpole_games_are_stored_whole(make_env, frames_per_batch):
 @needs_gymnasium
 def test_cartpole_games_of_several_processes_are_stored_whole():
     rb = cartpole_buffer(ReplayBuffer)
-    collector = MultiSyncCollector([cartpole] * 2, frames_per_batch=60, total_frames=480)
+
+    def make():  # goes to the other processes as it is: they cannot import this module
+        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
+
+    collector = MultiSyncCollector([make] * 2, frames_per_batch=60, total_frames=480)
     collector.set_seed(0)
     collected = 0
     try:
