@@ -31,6 +31,7 @@ from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
 from torchrl_mt.collectors.rollout import play_episode
 from torchrl_mt.collectors.scheduler import (
+    CANCELLED,
     Counter,
     Group,
     GroupPolicy,
@@ -45,8 +46,6 @@ from torchrl_mt.envs import TextEnv
 __all__ = ["MultiTurnCollector"]
 
 _logger = logging.getLogger("torchrl_mt")
-
-_CANCELLED = "cancelled"
 
 
 class MultiTurnCollector(BaseCollector):
@@ -499,7 +498,7 @@ class MultiTurnCollector(BaseCollector):
             TimeoutError: if not everything has ended in time; what has not is left behind.
         """
         ended = self._thread.close(timeout)
-        self._tally.reject_running(_CANCELLED)
+        self._tally.reject_running(CANCELLED)
         if ended:
             return
         message = f"the collector's environments did not end within timeout={timeout} seconds."

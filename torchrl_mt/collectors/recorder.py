@@ -10,14 +10,16 @@ import asyncio
 import time
 from bisect import bisect
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.ledger import Line
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.engines import Completion, Engine
 
-__all__ = ["LimitReached", "Recorder"]
+__all__ = ["LimitReached", "Recorder", "within"]
+
+_T = TypeVar("_T")
 
 _LINES = 4
 """Lines that an episode may go back and forth between without storing their beginnings again."""
@@ -113,10 +115,12 @@ class Recorder:
         self._running += 1
         begin = time.perf_counter()
         try:
-            answer = await self._in_time(
+            answer = await within(
                 self.engine.generate(
                     prompt[:], max_new_tokens=budget, **{**self._sampling, **sampling}
-                )
+                ),
+                limits.turn_timeout,
+                StopReason.TURN_TIMEOUT,
             )
         finally:
             self._running -= 1
@@ -148,19 +152,6 @@ class Recorder:
         if self._closed:
             raise RuntimeError("the episode is over: its engine answers no more")
 
-    async def _in_time(self, answer: Coroutine[Any, Any, Completion]) -> Completion:
-        """The answer, within the limit of a turn."""
-        if self.limits.turn_timeout is None:
-            return await answer
-        call = asyncio.ensure_future(answer)
-        try:
-            await asyncio.wait([call], timeout=self.limits.turn_timeout)
-            if call.done():
-                return call.result()
-            raise LimitReached(StopReason.TURN_TIMEOUT)
-        finally:
-            call.cancel()
-
     def _line_of(self, prompt: Sequence[int]) -> Line:
         """The line that holds the prompt, and nothing more; it is the last one now."""
         for line in reversed(self._lines):
@@ -172,3 +163,22 @@ class Recorder:
             line = Line(prompt)
         self._lines = [*self._lines, line][-_LINES:]
         return line
+
+
+async def within(work: Coroutine[Any, Any, _T], seconds: float | None, reason: StopReason) -> _T:
+    """What the coroutine returns, or ``LimitReached`` if that takes too long.
+
+    As a task of its own, so that an error of its own that looks like ours is not taken for it.
+    """
+    if seconds is None:
+        return await work
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+        raise LimitReached(reason)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])

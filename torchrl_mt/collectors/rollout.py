@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors import context
@@ -17,7 +17,7 @@ from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
-from torchrl_mt.collectors.recorder import LimitReached, Recorder
+from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
 from torchrl_mt.collectors.workflow import Player, Rejected, enter_result
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
@@ -56,7 +56,7 @@ async def play_episode(
         context.EpisodeContext(episode.task_id, episode.group, episode.is_eval, engine.version)
     )
     try:
-        await _within(
+        await within(
             _play(make_player, recorder, make_chat, episode),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
@@ -106,7 +106,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
     limits = recorder.limits
     answered = True
     try:
-        opening = await _within(
+        opening = await within(
             _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
         )
         new = _messages(opening, "TextEnv.reset must return")
@@ -179,29 +179,10 @@ async def _answer(env: TextEnv, response: str, limits: Limits, used: float) -> T
         left = max(limits.turn_timeout - used, 0.0)
         if seconds is None or left < seconds:
             seconds, reason = left, StopReason.TURN_TIMEOUT
-    step = await _within(_ask(env, env.step, response), seconds, reason)
+    step = await within(_ask(env, env.step, response), seconds, reason)
     if not isinstance(step, TextStep):
         raise TypeError(f"TextEnv.step must return a TextStep, got {_shown(step)}.")
     return step
-
-
-async def _within(work: Coroutine[Any, Any, _T], seconds: float | None, reason: StopReason) -> _T:
-    """What the coroutine returns, or ``LimitReached`` if that takes too long.
-
-    As a task of its own, so that an error of its own that looks like ours is not taken for it.
-    """
-    if seconds is None:
-        return await work
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([task], timeout=seconds)
-        if task.done():
-            return task.result()
-        raise LimitReached(reason)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
 
 
 def _messages(value: Any, what: str) -> list[Message]:

@@ -19,7 +19,7 @@ from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.loop_thread import cancel_all
 from torchrl_mt.collectors.tally import Tally
 
-__all__ = ["Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
+__all__ = ["CANCELLED", "Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
 
 CANCELLED = "cancelled"
 INCOMPLETE_GROUP = "incomplete_group"
