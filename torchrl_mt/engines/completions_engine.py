@@ -15,7 +15,7 @@ from typing import Any
 from torchrl_mt.engines.completions_api import OWN_FIELDS, completions_url, parse_answer
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.http_client import CompletionsError, HttpClient
-from torchrl_mt.engines.transformers_engine import _integers
+from torchrl_mt.engines.requests import checked_request
 from torchrl_mt.engines.weights import hand_on
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
@@ -170,21 +170,14 @@ class CompletionsEngine:
                 that is no whole answer.
             RuntimeError: if the engine is closed.
         """
-        prompt = _integers(prompt_ids)
         total = self.max_total_tokens
-        limit = max_new_tokens
-        if limit is None:
-            room = self.max_new_tokens if total is None else max(1, total - len(prompt))
-            limit = min(self.max_new_tokens, room)
-        if not prompt:
-            raise ValueError("prompt_ids must hold at least one token, got none.")
-        if limit < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
-        if total is not None and len(prompt) + limit > total:
-            raise ValueError(
-                f"prompt_ids of {len(prompt)} tokens and max_new_tokens={limit} exceed "
-                f"max_total_tokens={total}."
-            )
+        prompt, limit = checked_request(
+            prompt_ids,
+            max_new_tokens,
+            longest=self.max_new_tokens,
+            total=total,
+            bound=f"max_total_tokens={total}",
+        )
         _require_free("sampling arguments", sampling)
         body = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
         parse = partial(parse_answer, max_new_tokens=limit, version_key=self._version_key)

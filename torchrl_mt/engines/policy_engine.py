@@ -26,7 +26,8 @@ from torchrl_mt.engines.policy_sampler import (
     generate_kwargs_of,
     require_own_distribution,
 )
-from torchrl_mt.engines.transformers_engine import _integers, _view
+from torchrl_mt.engines.requests import checked_request
+from torchrl_mt.engines.transformers_engine import _view
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
@@ -181,27 +182,15 @@ class PolicyEngine:
                 f"PolicyEngine.generate takes no {sorted(sampling)}: sampling arguments are set on "
                 "the policy."
             )
-        prompt = _integers(prompt_ids)
         total = self.max_total_tokens
-        limit = max_new_tokens
-        if limit is None:
-            room = self.max_new_tokens if total is None else max(1, total - len(prompt))
-            limit = min(self.max_new_tokens, room)
-        if not prompt:
-            raise ValueError("prompt_ids must hold at least one token, got none.")
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or (self._vocab_size is not None and highest >= self._vocab_size):
-            raise ValueError(
-                f"prompt_ids must be token ids in 0..{(self._vocab_size or 0) - 1}, got "
-                f"{lowest if lowest < 0 else highest}: do model and tokenizer belong together?"
-            )
-        if limit < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
-        if total is not None and len(prompt) + limit > total:
-            raise ValueError(
-                f"prompt_ids of {len(prompt)} tokens and max_new_tokens={limit} exceed the {total} "
-                "tokens that the model's positions allow."
-            )
+        prompt, limit = checked_request(
+            prompt_ids,
+            max_new_tokens,
+            longest=self.max_new_tokens,
+            total=total,
+            bound=f"the {total} tokens that the model's positions allow",
+            vocab_size=self._vocab_size,
+        )
         return await self._batcher.ask(_Request(prompt, limit))
 
     def update_weights(

@@ -12,7 +12,6 @@ import itertools
 import logging
 import threading
 import weakref
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
@@ -26,6 +25,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from torchrl_mt.engines.continuous_batching import Manager
 from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.requests import checked_request, integers
 from torchrl_mt.engines.sampling import Sampling, random_word
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
 
@@ -193,18 +193,28 @@ class TransformersEngine:
                 set for single requests.
             RuntimeError: if the engine is closed or generation failed.
         """
-        prompt = _integers(prompt_ids)
-        limit = max_new_tokens
-        if limit is None:
-            limit = min(self.max_new_tokens, max(1, self.max_total_tokens - len(prompt)))
-        self._check_request(prompt, limit, sampling)
+        if sampling:
+            raise TypeError(
+                f"TransformersEngine.generate takes no {sorted(sampling)}: of a request one may set "
+                "max_new_tokens, temperature, top_k, top_p, stop_token_ids and seed."
+            )
+        self._check_open()
+        total = self.max_total_tokens
+        prompt, limit = checked_request(
+            prompt_ids,
+            max_new_tokens,
+            longest=self.max_new_tokens,
+            total=total,
+            bound=f"the {total} tokens that cache_tokens and the model's positions allow",
+            vocab_size=self._vocab_size,
+        )
         record = self._record(self._sampling.changed(temperature, top_k, top_p))
         if seed is not None:
             seed = _seed(seed)
         stop_ids = (
             self._stop_ids
             if stop_token_ids is None
-            else frozenset(_integers(stop_token_ids, "stop_token_ids"))
+            else frozenset(integers(stop_token_ids, "stop_token_ids"))
         )
         number = next(self._num_requests)
         seed = random_word(self._seed, number) if seed is None else seed
@@ -322,32 +332,6 @@ class TransformersEngine:
                 )
         return record
 
-    def _check_request(
-        self, prompt_ids: list[int], limit: int, sampling: Mapping[str, Any]
-    ) -> None:
-        """Refuse what the generation thread could not digest."""
-        if sampling:
-            raise TypeError(
-                f"TransformersEngine.generate takes no {sorted(sampling)}: of a request one may set "
-                "max_new_tokens, temperature, top_k, top_p, stop_token_ids and seed."
-            )
-        self._check_open()
-        if not prompt_ids:
-            raise ValueError("prompt_ids must hold at least one token, got none.")
-        lowest, highest = min(prompt_ids), max(prompt_ids)
-        if lowest < 0 or highest >= self._vocab_size:
-            raise ValueError(
-                f"prompt_ids must be token ids in 0..{self._vocab_size - 1}, got "
-                f"{lowest if lowest < 0 else highest}: do model and tokenizer belong together?"
-            )
-        if limit < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
-        if len(prompt_ids) + limit > self.max_total_tokens:
-            raise ValueError(
-                f"prompt_ids of {len(prompt_ids)} tokens and max_new_tokens={limit} exceed the "
-                f"{self.max_total_tokens} tokens that cache_tokens and the model's positions allow."
-            )
-
     def _check_open(self) -> None:
         """Refuse to work once closed."""
         if not self._closer.alive:
@@ -369,18 +353,6 @@ class TransformersEngine:
         own = self._model.state_dict()
         in_place = all(value.data_ptr() == own[name].data_ptr() for name, value in weights.items())
         return None if in_place else weights
-
-
-def _integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
-    """Token ids as plain integers, whatever sequence they come in."""
-    try:
-        # An array refuses what is no integer, and is faster than a loop.
-        return array("q", tokens).tolist()
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(
-            f"{name} must be a flat sequence of token ids, got {type(tokens).__name__}"
-            + (": of a tokenizer's output take ['input_ids']." if name == "prompt_ids" else ".")
-        ) from None
 
 
 def _seed(seed: int) -> int:
