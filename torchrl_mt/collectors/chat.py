@@ -49,7 +49,7 @@ class ChatTokens:
 
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
-        on_break: what :meth:`next_prompt` does with a template that is not prefix-stable. ``"fork"``
+        on_break: what :meth:`follow` does with a template that is not prefix-stable. ``"fork"``
             renders a dialogue again, but only if the template would rewrite this one; ``"append"``
             never does, so that everything stays in view as the model saw and said it.
 
@@ -152,9 +152,6 @@ class ChatTokens:
     ) -> list[int]:
         """Tokens of the prompt that follows a response.
 
-        They are ``prompt_ids``, ``answer_ids`` and the tokens of the new messages, at a cost that is
-        linear in the new messages. If the template is not prefix-stable, ``on_break`` decides.
-
         Args:
             messages: the whole dialogue, the response (its text) as the last message.
             new_messages: what the environment answered; may be none.
@@ -170,29 +167,57 @@ class ChatTokens:
             ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
                 the template refuses the dialogue.
         """
+        goes_on, ids = self.follow(messages, new_messages, answer_ids, last_token=last_token)
+        return [*prompt_ids, *answer_ids, *ids] if goes_on else ids
+
+    def follow(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        new_messages: Sequence[Mapping[str, Any]],
+        answer_ids: Sequence[int],
+        *,
+        last_token: int | None,
+    ) -> tuple[bool, list[int]]:
+        """Whether the next prompt goes on from a response, and its tokens.
+
+        The cost is linear in the new messages alone if the template is prefix-stable or ``on_break``
+        is ``"append"``.
+
+        Args:
+            messages: the whole dialogue, the response (its text) as the last message.
+            new_messages: what the environment answered; may be none.
+            answer_ids: the response as it was sampled.
+            last_token: the stop token that the response ends with; ``None`` if it was cut.
+
+        Returns:
+            ``True`` and the tokens behind the response; or ``False`` and the whole next prompt, if
+            ``on_break`` is ``"fork"`` and the template rewrites this very dialogue.
+
+        Raises:
+            ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
+                the template refuses the dialogue.
+        """
         if len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise ValueError(
                 "messages must hold the dialogue up to the response, whose role is 'assistant', got "
                 f"the roles {[message.get('role') for message in messages]}."
             )
-        seen = [*prompt_ids, *answer_ids]
-        may_fork = not self.stable and self.on_break == "fork"
-        if not may_fork:
+        if self.stable or self.on_break == "append":
             if not self.stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
             try:
-                return [*seen, *self.extend(new_messages, last_token=last_token)]
+                return True, self.extend(new_messages, last_token=last_token)
             except RefusedDialogueError:
                 # What the fixed context does not allow may have its place in this dialogue: a tool's
                 # answer, say, only behind its call.
                 pass
         whole, behind = self._template.follow(messages, self.text(answer_ids), new_messages)
         if behind is not None:
-            return [*seen, *self._without_sampled(self._encode_behind(behind), last_token)]
+            return True, self._without_sampled(self._encode_behind(behind), last_token)
         if self.on_break == "append":
-            return [*seen, *self.extend(new_messages, last_token=last_token)]
+            return True, self.extend(new_messages, last_token=last_token)
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
-        return self._encode(whole)
+        return False, self._encode(whole)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode a response for the environment, special tokens left out."""

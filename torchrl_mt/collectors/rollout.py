@@ -19,7 +19,7 @@ from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
 from torchrl_mt.collectors.workflow import Player, Rejected, enter_result
-from torchrl_mt.engines import Completion, Engine
+from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 
 __all__ = ["play_chat", "play_episode"]
@@ -147,29 +147,16 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             if episode.stop_reason is not None:
                 turn.messages.extend(new)
                 return
-            prompt = _next_prompt(chat, recorder, dialogue, new, turn.prompt_ids, answer)
+            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
+            last = answer.token_ids[-1] if stopped else None
+            goes_on, ids = chat.follow(dialogue, new, answer.token_ids, last_token=last)
+            prompt = recorder.continued(ids) if goes_on else ids
             dialogue.extend(new)
     finally:
         if not answered:
             recorder.drop_last()
         if type(env).close is not TextEnv.close:
             await _ask(env, env.close)
-
-
-def _next_prompt(
-    chat: ChatTokens,
-    recorder: Recorder,
-    dialogue: Sequence[Message],
-    new: Sequence[Message],
-    prompt: Sequence[int],
-    answer: Completion,
-) -> Sequence[int]:
-    """What the model sees next."""
-    stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
-    last_token = answer.token_ids[-1] if stopped else None
-    if chat.stable or chat.on_break == "append":
-        return recorder.continued(chat.extend(new, last_token=last_token))
-    return chat.next_prompt(dialogue, new, prompt, answer.token_ids, last_token=last_token)
 
 
 async def _answer(env: TextEnv, response: str, limits: Limits, used: float) -> TextStep:
