@@ -69,6 +69,12 @@ def log_probs(e: int, k: int, n: int) -> torch.Tensor:
     return -(1.0 + 1000 * e + 50 * k + torch.arange(n, dtype=torch.float32))
 
 
+def versions(turn: Turn) -> torch.Tensor:
+    """New weights halfway through every response."""
+    n = len(turn.response)
+    return turn.version + (torch.arange(n) >= n // 2)
+
+
 def to_ted(episodes, layout="root", ids=None, done=True, groups=None, returns=False):
     """The flat TED batch of the episodes."""
     steps = []
@@ -80,7 +86,7 @@ def to_ted(episodes, layout="root", ids=None, done=True, groups=None, returns=Fa
                 ("tokens", "prompt"): torch.tensor(turn.prompt, dtype=torch.int64),
                 ("tokens", "response"): torch.tensor(turn.response, dtype=torch.int64),
                 ("log_probs", "response"): log_probs(e, k, n),
-                ("versions", "response"): torch.full((n,), turn.version),
+                ("versions", "response"): versions(turn),
                 ("next", "reward"): torch.tensor([turn.reward]),
                 ("collector", "traj_ids"): torch.tensor(e if ids is None else ids[e]),
                 "text": f"{e}/{k}",
@@ -166,14 +172,18 @@ def test_rows_are_the_ledger(episodes, layout):
         assert rows["masks", "all_assistant_mask"][n, :size].tolist() == row.sampled
         assert rows["turns", "full"][n, :size].tolist() == row.turns
         assert (rows["episode"][n], rows["fork"][n]) == (row.episode, row.fork)
+        sampled_by = []
         for column, source in enumerate(row.source):
             log_prob, version = 0.0, -1
             if source is not None:
                 turn, i = source
                 log_prob = log_probs(row.episode, turn, i + 1)[i]
-                version = episode[turn].version
+                version = int(versions(episode[turn])[i])
+                sampled_by.append(version)
             assert rows["log_probs", "full"][n, column] == log_prob
             assert rows["versions", "full"][n, column] == version
+        assert rows["versions", "oldest"][n] == min(sampled_by, default=-1)
+        assert rows["versions", "newest"][n] == max(sampled_by, default=-1)
 
 
 @given(batches)
@@ -241,7 +251,9 @@ def test_a_dialogue_is_one_row_with_holes_in_its_mask():
     assert rows["masks", "all_assistant_mask"].long().tolist() == [[0, 0, 1, 1, 0, 1]]
     assert rows["turns", "full"].tolist() == [[0, 0, 0, 0, 1, 1]]
     assert rows["rewards", "full"].tolist() == [[0, 0, 0, 0.5, 0, 1]]
-    assert rows["versions", "full"].tolist() == [[-1, -1, 0, 0, -1, 1]]
+    assert rows["versions", "full"].tolist() == [[-1, -1, 0, 1, -1, 2]]
+    assert rows["versions", "oldest"].tolist() == [0]
+    assert rows["versions", "newest"].tolist() == [2]
 
 
 def test_interleaved_sub_agents_go_on_with_their_own_rows():

@@ -41,6 +41,8 @@ class MergeTurns(Transform):
       padding, and sampled by the policy;
     - ``("log_probs", "full")`` float32 and ``("versions", "full")`` int64, ``[N, S]``: the sampler's;
       0 and -1 on all other tokens;
+    - ``("versions", "oldest")`` and ``("versions", "newest")`` ``[N]`` int64: the first and the last of
+      the weight versions that sampled the row's tokens; -1 in a row without a sampled token;
     - ``("turns", "full")`` ``[N, S]`` int64: the turn of the episode that added the token; -1 on
       padding;
     - ``("rewards", "full")`` ``[N, S]`` float32: each turn's reward on its last sampled token. A turn
@@ -172,7 +174,11 @@ class MergeTurns(Transform):
             rows["log_probs", "full"] = table(0.0, torch.float32, sampled, log_probs.float())
         versions = _sampled_leaf(tensordict, ("versions", "response"), response)
         if versions is not None:
-            rows["versions", "full"] = table(-1, torch.int64, sampled, versions.long())
+            full = table(-1, torch.int64, sampled, versions.long())
+            newest = full.amax(-1)
+            oldest = full.where(rows["masks", "all_assistant_mask"], newest[:, None]).amin(-1)
+            rows["versions", "full"] = full
+            rows["versions", "oldest"], rows["versions", "newest"] = oldest, newest
         reward = _column(tensordict, ("next", "reward"))
         if reward is not None:
             # Several turns may leave their rewards on one token: they add up.
