@@ -444,8 +444,8 @@ def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
     engine = make()
     for _ in range(3):
         ask_all(engine, prompts(20))
-    wait_until(lambda: server.open == 0)
-    assert sockets() == before  # a loop has ended, the engine lives on
+    # A loop has ended, the engine lives on. The server runs here too, and takes its time.
+    wait_until(lambda: sockets() == before)
     engine.close()
     del engine
     gc.collect()
