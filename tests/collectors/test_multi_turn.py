@@ -274,7 +274,9 @@ def test_an_environment_that_exits_is_rejected_like_any_other(guesser):
 def test_a_run_that_can_only_fail_stops_with_the_cause(guesser):
     data = [{"turns": 1, "fail": OSError("no tool")}]
     with (
-        MultiTurnCollector(Flaky, guesser, data, episodes_per_batch=8) as collector,
+        MultiTurnCollector(
+            Flaky, guesser, data, episodes_per_batch=8, max_consecutive_failures=8
+        ) as collector,
         pytest.raises(RuntimeError, match=r"8 episodes in a row .* OSError: no tool") as caught,
     ):
         next(iter(collector))

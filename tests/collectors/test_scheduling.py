@@ -18,8 +18,8 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.envs import TextEnv, TextStep
 
+from .chats import Chat
 from .scripted import ScriptedEngine
 
 PHASES = [Phase.explicit, Phase.generate]
@@ -29,26 +29,6 @@ PHASES = [Phase.explicit, Phase.generate]
 @pytest.fixture
 def engine(tokenizer):
     return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-
-
-class Chat(TextEnv):
-    """Ends after ``turns`` turns; fails, hangs or sleeps as its item says."""
-
-    inline = True
-
-    def reset(self, data=None):
-        self.data, self.turn = data or {}, 0
-        return [{"role": "user", "content": "1"}]
-
-    async def step(self, response):
-        self.turn += 1
-        if self.turn == self.data.get("fail_at") and self.data.get("error"):
-            raise self.data["error"]
-        if self.turn == self.data.get("hang_at"):
-            await asyncio.sleep(60)
-        await asyncio.sleep(self.data.get("sleep", 0))
-        done = self.turn >= self.data.get("turns", 1)
-        return TextStep([{"role": "user", "content": "2"}], reward=1.0, done=done)
 
 
 class Flaky(Chat):
@@ -155,7 +135,7 @@ def test_a_run_that_accepts_nothing_stops(engine):
         MultiTurnCollector(
             Chat, engine, episodes_per_batch=4, accept=lambda td: False
         ) as collector,
-        pytest.raises(RuntimeError, match=r"4 episodes in a row were rejected.*not_accepted"),
+        pytest.raises(RuntimeError, match=r"32 episodes in a row were rejected.*not_accepted"),
     ):
         next(iter(collector))
 
@@ -368,12 +348,16 @@ def test_evaluation_is_apart_from_training(tokenizer):
 
 def test_an_evaluation_that_can_only_fail_says_so(engine):
     broken = [{"fail_at": 1, "error": OSError("gone")}] * 3
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector:
-        with pytest.raises(RuntimeError, match=r"in a row were rejected.*gone"):
+    with MultiTurnCollector(
+        Chat, engine, episodes_per_batch=2, max_consecutive_failures=3
+    ) as collector:
+        with pytest.raises(RuntimeError, match=r"no episode of the evaluation.*OSError: gone"):
+            collector.evaluate(broken[:2])
+        with pytest.raises(RuntimeError, match=r"3 episodes in a row were rejected.*gone"):
             collector.evaluate(broken)
         kept = collector.evaluate([*broken[:1], {"turns": 1}])
         assert kept["group"].tolist() == [1]
-        assert collector.stats()["eval/rejected/OSError"] == 3
+        assert collector.stats()["eval/rejected/OSError"] == 6
 
 
 def test_items_of_a_cut_batch_are_played_again(engine):

@@ -85,7 +85,9 @@ def test_entries_of_a_tensordict_are_kept(engine):
 )
 def test_other_results_are_failures(engine, result, cause, message):
     with (
-        MultiTurnCollector(Play(result), engine, episodes_per_batch=1) as collector,
+        MultiTurnCollector(
+            Play(result), engine, episodes_per_batch=1, max_consecutive_failures=1
+        ) as collector,
         pytest.raises(RuntimeError, match=message),
     ):
         next(iter(collector))
@@ -184,7 +186,10 @@ class Hangs(Play):
 def test_a_workflow_that_is_out_of_time_is_rejected_never_rewarded(engine):
     with (
         MultiTurnCollector(
-            Hangs(), engine, episodes_per_batch=1, limits=Limits(episode_timeout=0.05)
+            *(Hangs(), engine),
+            episodes_per_batch=1,
+            max_consecutive_failures=1,
+            limits=Limits(episode_timeout=0.05),
         ) as collector,
         pytest.raises(RuntimeError, match="episode_timeout"),
     ):

@@ -29,6 +29,8 @@ class Source(Protocol):
 
     by_index: bool
     """Whether an item can be read again."""
+    at_once: bool
+    """Whether items are at hand, so that reading one holds nobody up."""
     fingerprint: dict[str, Any]
     """What the data looks like, to tell other data by."""
 
@@ -46,6 +48,10 @@ class Source(Protocol):
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on there; a refused call leaves everything as it was."""
+        ...
+
+    def close(self) -> None:
+        """Let go of whatever reads ahead."""
         ...
 
 
@@ -113,7 +119,7 @@ def make_source(data: Any, *, shuffle: bool, cycle: bool | None, seed: int) -> S
 class _Seeds:
     """Items for want of data: a new seed each."""
 
-    by_index = True
+    by_index = at_once = True
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -130,6 +136,9 @@ class _Seeds:
     def load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
 
+    def close(self) -> None:
+        pass
+
 
 class _Indexed:
     """Data with a length and items by index."""
@@ -138,6 +147,7 @@ class _Indexed:
 
     def __init__(self, data: Any, shuffle: bool, cycle: bool, seed: int) -> None:
         self.data = data
+        self.at_once = isinstance(data, (list, tuple, range))
         self.size = len(data)
         if not self.size:
             raise ValueError(_EMPTY)
@@ -168,11 +178,14 @@ class _Indexed:
     def load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
 
+    def close(self) -> None:
+        pass
+
 
 class _Ordered:
     """Data that is read from the beginning to the end, once or epoch by epoch."""
 
-    by_index = False
+    by_index = at_once = False
 
     def __init__(self, passes: _Passes, *, cycle: bool, once: bool, seed: int) -> None:
         self.passes = passes
@@ -224,6 +237,10 @@ class _Ordered:
             raise StopIteration
         self.place += 1
         return value
+
+    def close(self) -> None:
+        if self.items is not None:
+            self.items = iter(())
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         """Go on with an epoch's items."""

@@ -107,6 +107,19 @@ class Items(Iterator[Item]):
             self._open[ticket] = None if self._source.by_index else value
             return Item(ticket, value)
 
+    @property
+    def at_once(self) -> bool:
+        """Whether the next item is there without reading, loading or computing anything."""
+        return self._source.at_once
+
+    def close(self) -> None:
+        """Read no more: lets go of what reads, such as a ``DataLoader``'s processes.
+
+        The position stays as it is, for :meth:`state_dict`.
+        """
+        with self._lock:
+            self._source.close()
+
     def done(self, ticket: int) -> None:
         """Be done with an item: it is not given out again, after a restart neither.
 

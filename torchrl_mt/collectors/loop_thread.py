@@ -109,7 +109,8 @@ class LoopThread:
             if self.closed:
                 coroutine.close()
                 raise LoopClosedError("the event loop's thread is closed.")
-            future = asyncio.run_coroutine_threadsafe(self._jobs.run(coroutine), self._loop)
+            job = _Job(coroutine)
+            future = asyncio.run_coroutine_threadsafe(self._jobs.run(job), self._loop)
             self._jobs.waiting.add(future)
         try:
             return future.result()
@@ -119,10 +120,10 @@ class LoopThread:
             raise
         except BaseException:
             if not future.done():
-                # Cancellation is only requested, so wait for the tasks.
+                # Cancellation is only requested, so wait for the task.
                 with self._lock:
-                    settled = None if self.closed else self._jobs.settle_in(self._loop)
-                concurrent.futures.wait([] if settled is None else [settled])
+                    ended = None if self.closed else job.end_in(self._loop)
+                concurrent.futures.wait([] if ended is None else [ended])
             raise
         finally:
             self._jobs.waiting.discard(future)
@@ -148,6 +149,21 @@ class LoopClosedError(RuntimeError):
     """The loop that was to run a coroutine, or was running it, is closed."""
 
 
+class _Job:
+    """A coroutine that somebody waits for, and the task that runs it once it has begun."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self.coroutine = coroutine
+        self.task: asyncio.Task[Any] | None = None
+
+    def end_in(self, loop: asyncio.AbstractEventLoop) -> concurrent.futures.Future[None]:
+        """Have the task cancelled; the future is done once it has ended."""
+        return asyncio.run_coroutine_threadsafe(self._end(), loop)
+
+    async def _end(self) -> None:
+        await cancel_all([] if self.task is None else [self.task])
+
+
 class _Jobs:
     """The coroutines that a loop was given, and those who wait for them."""
 
@@ -155,12 +171,13 @@ class _Jobs:
         self.waiting: set[concurrent.futures.Future[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    async def run(self, job: _Job) -> Any:
         """Run a coroutine that :meth:`settle_in` can end."""
         task: Any = asyncio.current_task()
+        job.task = task
         self._tasks.add(task)
         try:
-            return await coroutine
+            return await job.coroutine
         finally:
             self._tasks.discard(task)
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
-from tqdm.auto import tqdm
 
 from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.chat import ChatTokens, OnBreak
@@ -28,7 +27,14 @@ from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
+from torchrl_mt.collectors.loop_thread import (
+    LoopClosedError,
+    LoopThread,
+    call_in_thread,
+    cancel_all,
+)
+from torchrl_mt.collectors.progress import Progress
+from torchrl_mt.collectors.resumed_engine import ResumedEngine
 from torchrl_mt.collectors.rollout import play_episode
 from torchrl_mt.collectors.scheduler import (
     CANCELLED,
@@ -57,7 +63,8 @@ class MultiTurnCollector(BaseCollector):
     ``max_staleness`` says that episodes may go on.
 
     An episode that raises is rejected, counted by cause in :meth:`stats` and logged once per cause; it
-    never becomes a reward. A group is given out in one batch.
+    never becomes a reward. A group is given out in one batch. What is given to be called (``accept``,
+    items of ``data`` unless it is a list) is called in threads, so that it delays no other episode.
 
     Args:
         env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode) or a
@@ -65,7 +72,7 @@ class MultiTurnCollector(BaseCollector):
             ``async def arun_episode(engine, data)``; or a class of either, or its name as
             ``"package.module.Class"``.
         policy: the engine that samples the responses, or a TorchRL LLM wrapper. It is not closed by the
-            collector.
+            collector unless it is a wrapper.
         data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set.
             Without data, every group is given ``{"seed": k}`` with a new ``k``.
         episodes_per_batch: how many episodes a batch has: so many, or more if the last group needs it.
@@ -74,18 +81,21 @@ class MultiTurnCollector(BaseCollector):
         limits: what an episode may use.
         replay_buffer: where batches are written, if anywhere.
         total_episodes: end after this many accepted episodes; never if -1.
-        accept: given an episode in TED, ``[T]``; false rejects it.
+        accept: given an episode in TED, ``[T]``; false rejects it. May be ``async``.
         max_retries: how often an episode that was rejected is played again.
-        max_consecutive_failures: raise the last cause once this many episodes in a row were rejected,
-            without a group that came to its end; ``None`` means as many as a batch has.
+        max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
+            in spite of retries, and none came to its end meanwhile; ``None`` means 32, or twice
+            ``max_concurrency`` if that is more.
         max_staleness: let episodes go on while the policy is trained, so many batches ahead: one is
             begun only if ``(max_staleness + version + 1) * episodes_per_batch`` exceeds those accepted
             and running, where ``version`` counts the updates since the collector was made. Batches hold
             the episodes that came to their end first; a slow one may come later than that.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
-            it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end.
-        dump_dir: a folder for readable records of the episodes, in JSON lines.
+            it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end,
+            and drop the group if it does not in 16 more attempts.
+        dump_dir: a folder for readable records of the episodes, in JSON lines. What cannot be written
+            is logged once and counted as ``dump_errors``; the run goes on.
         shuffle: draw the items in random order, by ``seed``.
         cycle: begin again when the data ends; by default unless it is an iterator.
         seed: of the order of items, and of those made without data.
@@ -160,6 +170,8 @@ class MultiTurnCollector(BaseCollector):
                 f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
             )
         self.engine = as_engine(policy, tokenizer)
+        self._owns_engine = self.engine is not policy
+        self._player_engine: Engine = self.engine
         self._make_player = resolve(env, workflow_kwargs)
         own = getattr(self.engine, "tokenizer", None)
         self._tokenizer = own if tokenizer is None else tokenizer
@@ -184,16 +196,18 @@ class MultiTurnCollector(BaseCollector):
             group_size,
             max_retries,
             "drop" if yield_groups and incomplete_groups == "keep" else incomplete_groups,
-            max_consecutive_failures or episodes_per_batch,
+            max_consecutive_failures or max(_FAILURES, 2 * self.max_concurrency),
         )
         self._tally = Tally()
         self._eval_tally = Tally()
+        self._eval_traj_ids = Counter()
         self._first_version = self.engine.version
         self._accepted_before = 0
         self._numbers, self._traj_ids = Counter(), Counter()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._tokenizer)
-        self._progress = progress
-        self._bar: Any = None
+        self._dump_errors = 0
+        total = None if total_episodes < 0 else total_episodes
+        self._progress = Progress(total) if progress else None
         self._scheduler = self._new_scheduler()
         self._admitting: Any = None
         self._running = threading.Event()
@@ -214,22 +228,31 @@ class MultiTurnCollector(BaseCollector):
                 try:
                     groups = self._thread.run(self._next_groups(size))
                 except LoopClosedError:
-                    raise RuntimeError("the collector was shut down: make a new one.") from None
+                    raise RuntimeError(_SHUT_DOWN) from None
                 if not groups:
                     return
                 yield self._deliver(groups)
         finally:
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
+            if self._progress is not None:
+                self._progress.close()
 
     async def _next_groups(self, size: int) -> list[Group]:
         """The groups of the next batch."""
         if self.max_staleness is None:
-            return await self._scheduler.gather(size)
+            return await self._scheduler.gather(size, self._running.is_set)
         if self._admitting is None or self._admitting.done():
             self._admitting = asyncio.ensure_future(self._scheduler.keep_admitting(self._room))
-        return await self._scheduler.wait_for(size)
+        try:
+            return await self._scheduler.wait_for(size)
+        except BaseException:
+            await self._stop_playing()
+            raise
+
+    async def _stop_playing(self) -> None:
+        """End the episodes that run; their items are played again."""
+        if self._admitting is not None:
+            await cancel_all([self._admitting])
+        await self._scheduler.cancel()
 
     def _room(self) -> int:
         """How many more episodes may be begun, as far as staleness and the end of the run go."""
@@ -253,13 +276,32 @@ class MultiTurnCollector(BaseCollector):
         except BaseException:
             self._scheduler.take_back(groups)
             raise
-        self._tally.accept(episodes, version=self.engine.version)
+        self._tally.accept(episodes, version=self.policy_version)
         for group in groups:
             self._items.done(group.ticket)
-        if self._dump is not None:
-            self._dump.write_all(episodes)
-        self._show(episodes)
+        self._record(episodes)
+        if self._progress is not None:
+            self._progress.show(
+                len(episodes),
+                self._tally.accepted,
+                reward=f"{sum(episode.reward for episode in episodes) / len(episodes):.3g}",
+                rejected=self._tally.stats()["rejected"],
+                version=self.policy_version,
+            )
         return batch if self.replay_buffer is None else None
+
+    def _record(self, episodes: list[Episode], *, is_eval: bool = False) -> None:
+        """Dump the episodes; training does not depend on it."""
+        if self._dump is None:
+            return
+        try:
+            self._dump.write_all(episodes, is_eval=is_eval)
+        except Exception as error:
+            self._dump_errors += 1
+            if self._dump_errors == 1:
+                _logger.warning(
+                    "episodes could not be dumped; more of this is only counted.", exc_info=error
+                )
 
     def _next_batch_size(self) -> int:
         """How many episodes the next batch has; 0 when the run is over."""
@@ -288,10 +330,13 @@ class MultiTurnCollector(BaseCollector):
         """
         try:
             await play_episode(
-                self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
+                *(self._make_player, self._player_engine, self._get_chat, self.limits),
+                *(episode, sampling),
             )
             if not (episode.is_eval or self.accept is None):
-                accepted = self.accept(episodes_to_tensordict([episode]))
+                accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
+                if isinstance(accepted, Awaitable):
+                    accepted = await accepted
                 return None if accepted else Rejected("not_accepted")
         except BaseException as error:
             return error
@@ -326,10 +371,7 @@ class MultiTurnCollector(BaseCollector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Begin no further episodes within the context; those that run go on.
-
-        Only where episodes go on by themselves: with ``max_staleness``.
-        """
+        """Begin no further episodes within the context; those that run go on."""
         self._running.clear()
         try:
             yield
@@ -343,11 +385,9 @@ class MultiTurnCollector(BaseCollector):
             Exception: what ended the background collection before its time.
         """
         self.shutdown(timeout, close_env)
-        if self._background is not None:
-            self._background.join(timeout)
-            if self._background.error is not None:
-                error, self._background.error = self._background.error, None
-                raise error
+        if self._background is not None and self._background.error is not None:
+            error, self._background.error = self._background.error, None
+            raise error
 
     # Evaluation
 
@@ -374,27 +414,32 @@ class MultiTurnCollector(BaseCollector):
             n, self._policy.max_retries, "keep", self._policy.max_consecutive_failures
         )
         asked = {**self.sampling, **sampling}
-        self._eval_tally.consecutive_failures = 0
+        items = Items(data, cycle=False)
         scheduler = Scheduler(
             lambda episode: self._failure_of(episode, asked),
-            Items(data, cycle=False),
+            items,
             policy,
             self.max_concurrency,
             self._eval_tally,
             numbers=Counter(),
-            traj_ids=Counter(),
+            traj_ids=self._eval_traj_ids,
             is_eval=True,
         )
         try:
             groups = self._thread.run(scheduler.gather(_ALL))
         except LoopClosedError:
-            raise RuntimeError("the collector was shut down: make a new one.") from None
+            raise RuntimeError(_SHUT_DOWN) from None
+        finally:
+            items.close()
         episodes = [e for group in sorted(groups, key=lambda g: g.number) for e in group.episodes]
         if not episodes:
-            raise RuntimeError("no episode of the evaluation came to its end; see stats().")
-        self._eval_tally.accept(episodes, version=self.engine.version)
-        if self._dump is not None:
-            self._dump.write_all(episodes, is_eval=True)
+            last = scheduler.last_failure
+            raise RuntimeError(
+                "no episode of the evaluation came to its end"
+                + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}")
+            ) from last
+        self._eval_tally.accept(episodes, version=self.policy_version)
+        self._record(episodes, is_eval=True)
         return episodes_to_tensordict(episodes)
 
     # TorchRL's collector protocol
@@ -405,6 +450,9 @@ class MultiTurnCollector(BaseCollector):
             raise TypeError("a collector without total_episodes has no length.")
         return -(-self.total_episodes // self.episodes_per_batch)
 
+    def __bool__(self) -> bool:
+        return True
+
     def stats(self) -> dict[str, int | float | bool]:
         """Counters since the collector was made.
 
@@ -413,11 +461,14 @@ class MultiTurnCollector(BaseCollector):
             episodes, ``rejected/<cause>``, and of the accepted ones ``turns``, ``tokens`` (sampled) and
             ``forks``; ``queue``, the episodes that wait to be delivered; ``tokens_per_second``;
             ``staleness/mean`` and ``staleness/max``, the versions between an episode's oldest token and
-            its delivery, over the last batch; ``policy_version``; those of evaluations under ``eval/``.
+            its delivery, over the last batch; ``policy_version``; with ``dump_dir`` ``dump_errors``;
+            those of evaluations under ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
         stats["queue"] = self._scheduler.ready
         stats["policy_version"] = self.policy_version
+        if self._dump is not None:
+            stats["dump_errors"] = self._dump_errors
         evaluated = self._eval_tally.stats()
         if evaluated["started"]:
             stats |= {f"eval/{name}": value for name, value in evaluated.items()}
@@ -425,28 +476,54 @@ class MultiTurnCollector(BaseCollector):
 
     @property
     def policy_version(self) -> int:
-        """The engine's weight version."""
-        return self.engine.version
+        """The engine's weight version, those of the run that this one goes on from included."""
+        return self._player_engine.version
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
+    def get_policy_version(self) -> int:
+        """:attr:`policy_version`, under TorchRL's other name."""
+        return self.policy_version
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> None:
+        """Apply another function to every batch from now on."""
+        self.postproc = postproc
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+    ) -> None:
         """Hand new weights to the engine.
 
         Args:
             policy_or_weights: what the engine's ``update_weights`` takes: a model or a state dict.
-            **kwargs: ``policy`` or ``weights``, TorchRL's other names for the same.
+            weights: another name for the same.
+            policy: another name for the same.
+            weights_dict: the same, as the only value of a dict.
+            worker_ids: TorchRL's; there is one engine for all episodes, so it changes nothing.
+            model_id: TorchRL's; there is one model, so it changes nothing.
 
         Raises:
-            TypeError: if another keyword is given.
+            TypeError: if weights are given more than once.
         """
-        source = kwargs.pop("policy", kwargs.pop("weights", policy_or_weights))
-        if kwargs:
-            raise TypeError(f"update_policy_weights_ takes no {sorted(kwargs)}.")
-        self.engine.update_weights(source)
+        given = [x for x in (policy_or_weights, weights, policy) if x is not None]
+        given += [] if weights_dict is None else list(weights_dict.values())
+        if len(given) > 1:
+            raise TypeError(
+                "update_policy_weights_ takes the weights once, as policy_or_weights, weights or policy "
+                f"or the only value of weights_dict, got {len(given)} of them."
+            )
+        self.engine.update_weights(given[0] if given else None)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed torch's global generator and the order of the items, from the first one on.
 
-        Tokens repeat as far as the engine samples them from that generator, in the same order.
+        Tokens repeat as far as the engine samples them from that generator, in the same order. Episodes
+        that run are ended.
 
         Args:
             seed: the seed.
@@ -454,14 +531,21 @@ class MultiTurnCollector(BaseCollector):
 
         Returns:
             A seed for the next collector.
+
+        Raises:
+            RuntimeError: while it collects in the background, or after shutdown.
         """
-        torch.manual_seed(seed)
         if self._seeded:
-            self._items = self._scheduler.items = self._new_items(seed=seed)
+            items = self._new_items(seed=seed)
+            self._stop_for("set_seed")
+            self._items.close()
+            self._items = items
+            self._scheduler = self._new_scheduler()
+        torch.manual_seed(seed)
         return seed if static_seed else seed + 1
 
     def state_dict(self) -> OrderedDict:
-        """Counters and the position in the data; the engine's weights are the model's.
+        """Counters, the weight version and the position in the data; the weights are the model's.
 
         Items whose episodes were not delivered yet count as not taken: a collector that goes on from
         this state plays them again.
@@ -471,23 +555,46 @@ class MultiTurnCollector(BaseCollector):
             numbers=self._numbers.next,
             traj_ids=self._traj_ids.next,
             items=self._items.state_dict(),
+            policy_version=self.policy_version,
         )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Go on where another collector over the same data stood.
 
+        Episodes that run are ended. Weight versions go on from that collector's.
+
         Raises:
             ValueError: if the data is of another length, or lies behind already.
+            RuntimeError: while it collects in the background, or after shutdown.
         """
+        self._stop_for("load_state_dict")
         self._items.load_state_dict(state_dict["items"])
         self._numbers.next, self._traj_ids.next = state_dict["numbers"], state_dict["traj_ids"]
         self._tally.load(state_dict["counts"])
         self._accepted_before = self._tally.accepted
+        self._first_version = self.engine.version
+        updates = state_dict["policy_version"] - self._first_version
+        self._player_engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine
+        self._scheduler = self._new_scheduler()
+
+    def _stop_for(self, what: str) -> None:
+        """End the episodes that run, for a method that begins anew."""
+        if self.is_running:
+            raise RuntimeError(
+                f"{what} must not be called while the collector runs in the background: call it before "
+                "start()."
+            )
+        try:
+            self._thread.run(self._stop_playing())
+        except LoopClosedError:
+            raise RuntimeError(_SHUT_DOWN) from None
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Cancel what runs and end the rollout thread. Repeated calls do nothing.
+        """Cancel what runs and end all threads and processes of the collector's own.
+
+        Repeated calls do nothing.
 
         Args:
             timeout: seconds to wait for environments to close; as long as it takes if ``None``.
@@ -498,6 +605,13 @@ class MultiTurnCollector(BaseCollector):
             TimeoutError: if not everything has ended in time; what has not is left behind.
         """
         ended = self._thread.close(timeout)
+        background = self._background
+        if background is not None and background is not threading.current_thread():
+            background.join(timeout)
+            ended = ended and not background.is_alive()
+        self._items.close()
+        if self._owns_engine:
+            self.engine.close()
         self._tally.reject_running(CANCELLED)
         if ended:
             return
@@ -506,25 +620,14 @@ class MultiTurnCollector(BaseCollector):
             raise TimeoutError(message)
         _logger.warning(message)
 
-    def _show(self, episodes: list[Episode]) -> None:
-        """Move the progress bar on."""
-        if not self._progress:
-            return
-        if self._bar is None:
-            total = None if self.total_episodes < 0 else self.total_episodes
-            self._bar = tqdm(total=total, initial=self._tally.accepted - len(episodes), unit="ep")
-        mean = sum(episode.reward for episode in episodes) / len(episodes)
-        stats = self._tally.stats()
-        self._bar.set_postfix(
-            reward=f"{mean:.3g}", rejected=stats["rejected"], version=self.policy_version
-        )
-        self._bar.update(len(episodes))
-
     def __enter__(self) -> MultiTurnCollector:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            self.async_shutdown()  # Tells what went wrong in the background.
+        else:
+            self.shutdown()
 
     def __repr__(self) -> str:
         return (
@@ -535,6 +638,11 @@ class MultiTurnCollector(BaseCollector):
 
 _ALL = 2**62
 """More episodes than any data has."""
+
+_FAILURES = 32
+"""How many episodes in a row may fail at least, if nobody says."""
+
+_SHUT_DOWN = "the collector was shut down: make a new one."
 
 
 def _require_sizes(

@@ -7,16 +7,14 @@ have come to their end, or dropped.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchrl_mt.collectors.episode import Episode
-from torchrl_mt.collectors.items import Items
-from torchrl_mt.collectors.loop_thread import cancel_all
+from torchrl_mt.collectors.items import Item, Items
+from torchrl_mt.collectors.loop_thread import call_in_thread, cancel_all
 from torchrl_mt.collectors.tally import Tally
 
 __all__ = ["CANCELLED", "Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
@@ -25,7 +23,10 @@ CANCELLED = "cancelled"
 INCOMPLETE_GROUP = "incomplete_group"
 
 _POLL = 0.05
-"""Seconds after which a change of the weight version is noticed that nobody told of."""
+"""Seconds after which a change is noticed that nobody told of: of the weights, or of a pause."""
+
+MOST_REFILLS = 16
+"""How often a member is played again before its group is given up, where groups are refilled."""
 
 IncompleteGroups = Literal["drop", "keep", "refill"]
 
@@ -42,7 +43,8 @@ class GroupPolicy:
     """What becomes of a group short of members: it is dropped; kept; or the member that is missing is
     played until it comes to its end."""
     max_consecutive_failures: int = 1
-    """Failures in a row, without a group that came to its end, that end the run."""
+    """Members in a row that failed and are not tried again, without one that came to its end, that end
+    the run."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,10 @@ class Group:
     number: int
     episodes: list[Episode] = field(default_factory=list)
     """Those that came to their end."""
+    begun: list[Episode] = field(default_factory=list)
+    """All that were started."""
+    settled: bool = False
+    """Whether every member has come to its end or was given up."""
 
 
 class Counter(Iterator[int]):
@@ -97,13 +103,15 @@ class Scheduler:
         self.policy = policy
         self.concurrency = concurrency
         self._play = play
-        self.items = items
+        self._items = items
         self._tally = tally
         self._numbers = numbers
         self._traj_ids = traj_ids
         self._is_eval = is_eval
         self._slots = asyncio.Semaphore(concurrency)
         self._groups: dict[asyncio.Task[None], Group] = {}
+        self._members = 0
+        """Members of groups that run or wait for their turn."""
         self._ready: deque[Group] = deque()
         self._changed = asyncio.Event()
         self._freed = asyncio.Event()
@@ -111,6 +119,11 @@ class Scheduler:
         self._given_out = 0
         self.ready = 0
         """Episodes that wait to be given out."""
+        self._failures = 0
+        """Members that failed since one last came to its end; siblings that shared the fate of their
+        group are not counted."""
+        self.last_failure: BaseException | None = None
+        """Why an episode was rejected last."""
         self._error: BaseException | None = None
 
     @property
@@ -127,135 +140,169 @@ class Scheduler:
         """Groups that were given out could not be delivered: their items are played again."""
         for group in groups:
             self._given_out -= len(group.episodes)
-            self._tally.reject(group.episodes, CANCELLED)
-            self.items.put_back(group.ticket)
+            self._put_back(group)
 
-    async def gather(self, size: int) -> list[Group]:
+    async def gather(self, size: int, may_begin: Callable[[], bool] = lambda: True) -> list[Group]:
         """Groups of ``size`` episodes or a few more; fewer when the items end.
 
-        Only as many episodes are begun as are needed for them.
+        Only as many episodes are begun as are needed for them, and none while ``may_begin()`` is
+        false.
         """
         try:
             while self.ready < size:
-                self.admit(lambda: size - self.ready - self.under_way)
-                if not self._groups:
+                await self._admit(lambda: size - self.ready - self.under_way if may_begin() else 0)
+                if not (self._groups or self._items_left):
                     break
-                await self._change()
+                await self._change(None if may_begin() else _POLL)
         except BaseException:
             await self.cancel()
             raise
         return self._take(size)
 
     async def wait_for(self, size: int) -> list[Group]:
-        """Groups of ``size`` episodes or a few more, that others have begun."""
+        """Groups of ``size`` episodes or a few more, that :meth:`keep_admitting` has begun."""
         while self.ready < size and (self._items_left or self._groups):
             await self._change()
         return self._take(size)
 
     async def keep_admitting(self, room: Callable[[], int]) -> None:
-        """Begin groups as long as there is ``room`` for their episodes, until cancelled."""
-        try:
-            while self._items_left:
-                self.admit(room)
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), _POLL)
-                self._freed.clear()
-        except BaseException:
-            await self.cancel()
-            raise
+        """Begin groups as long as there is ``room`` for their episodes, until cancelled.
 
-    def admit(self, room: Callable[[], int]) -> None:
-        """Begin as many groups as there is room for."""
-        while self._items_left and room() > 0 and self.under_way < self.concurrency:
-            try:
-                ticket, item = next(self.items)
-            except StopIteration:
-                self._items_left = False
-                self._changed.set()
-                return
-            group = Group(ticket, item, next(self._numbers))
-            task = asyncio.create_task(self._play_group(group))
-            self._groups[task] = group
-            task.add_done_callback(self._group_ended)
+        What goes wrong here is raised by :meth:`wait_for`.
+        """
+        try:
+            while True:
+                await self._admit(room)
+                await _until(self._freed, _POLL)
+                self._freed.clear()
+        except Exception as error:
+            self._fail(error)
 
     async def cancel(self) -> None:
         """End what runs, and reject what was not given out."""
-        tasks = list(self._groups)
-        await cancel_all(tasks)
+        await cancel_all(self._groups)
         for group in self._ready:
-            self._tally.reject(group.episodes, CANCELLED)
-            self.items.put_back(group.ticket)
+            self._put_back(group)
         self._ready.clear()
         self.ready = 0
+
+    async def _admit(self, room: Callable[[], int]) -> None:
+        """Begin as many groups as there is room for."""
+        while self._items_left and room() > 0 and self._members < self.concurrency:
+            item = await self._next_item()
+            if item is None:
+                self._items_left = False
+                self._changed.set()
+                return
+            self._begin(Group(item.ticket, item.value, next(self._numbers)))
+
+    async def _next_item(self) -> Item | None:
+        """The next item, or ``None`` at the end; nobody else waits where the data takes its time."""
+        if self._items.at_once:
+            return next(self._items, None)
+        reading = asyncio.ensure_future(call_in_thread(next, self._items, None))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, reading: asyncio.Future[Item | None]) -> None:
+        """An item that was read for nobody."""
+        if not reading.cancelled() and reading.exception() is None:
+            item = reading.result()
+            if item is not None:
+                self._items.put_back(item.ticket)
+                self._items_left = True
+
+    def _put_back(self, group: Group) -> None:
+        """Nobody will see the group: its item is played again."""
+        self._tally.reject(group.begun, CANCELLED)
+        self._items.put_back(group.ticket)
+        self._items_left = True
 
     def _take(self, size: int) -> list[Group]:
         """Take ready groups, the first to come to their end first."""
         taken: list[Group] = []
-        while self._ready and sum(len(group.episodes) for group in taken) < size:
+        while self._ready and size > 0:
             taken.append(self._ready.popleft())
+            number = len(taken[-1].episodes)
+            size -= number
             # In this order, no other thread finds them nowhere.
-            self._given_out += len(taken[-1].episodes)
-            self.ready -= len(taken[-1].episodes)
+            self._given_out += number
+            self.ready -= number
         return taken
 
-    async def _change(self) -> None:
-        """Wait until a group has come to its end; raise what has ended the run."""
+    async def _change(self, seconds: float | None = None) -> None:
+        """Wait, at most so long, until something has changed; raise what has ended the run."""
         self._changed.clear()
         if self._error is None:
-            await self._changed.wait()
+            await _until(self._changed, seconds)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
-    def _group_ended(self, task: asyncio.Task[None]) -> None:
-        """Put a group with the others that are ready, unless it was dropped."""
-        group = self._groups.pop(task)
-        if task.cancelled():
-            self.items.put_back(group.ticket)
-        elif task.exception() is not None:
-            self._error = task.exception()
-            self.items.put_back(group.ticket)
-        elif group.episodes:
-            self._ready.append(group)
-            self.ready += len(group.episodes)
-        else:
-            self.items.done(group.ticket)
+    def _fail(self, error: BaseException) -> None:
+        """Have those who wait raise an error, the first if there are several."""
+        self._error = self._error or error
+        self._changed.set()
+
+    def _begin(self, group: Group) -> None:
+        """Play a group."""
+        members = [
+            asyncio.create_task(self._play_member(group, rank)) for rank in range(self.policy.size)
+        ]
+        self._members += len(members)
+        for member in members:
+            member.add_done_callback(self._member_ended)
+        task = asyncio.create_task(self._play_group(group, members))
+        self._groups[task] = group
+        task.add_done_callback(self._group_ended)
+
+    def _member_ended(self, task: asyncio.Task[bool]) -> None:
+        """Give its place to another."""
+        self._members -= 1
         self._changed.set()
         self._freed.set()
 
-    async def _play_group(self, group: Group) -> None:
-        """Play the members of a group."""
-        policy = self.policy
-        begun: list[Episode] = []
-        tasks = [
-            asyncio.create_task(self._play_member(group, rank, begun))
-            for rank in range(policy.size)
-        ]
-        played: list[Episode | None] = []
-        cause = CANCELLED
-        try:
-            for member in asyncio.as_completed(tasks):
-                played.append(await member)
-                if played[-1] is None and policy.incomplete == "drop":
-                    break
-            cause = INCOMPLETE_GROUP
-        except Exception:
-            cause = INCOMPLETE_GROUP
-            raise
-        finally:
-            await cancel_all(tasks)
-            members = [episode for episode in played if episode is not None]
-            all_settled = len(played) == policy.size
-            if members and all_settled and (None not in played or policy.incomplete == "keep"):
-                self._tally.consecutive_failures = 0
-                group.episodes = sorted(members, key=lambda episode: episode.rank)
-            else:
-                self._tally.reject(begun, cause)
+    def _group_ended(self, task: asyncio.Task[None]) -> None:
+        """Put a group with the others that are ready, unless it was dropped.
 
-    async def _play_member(self, group: Group, rank: int, begun: list[Episode]) -> Episode | None:
-        """Play a member until it comes to its end; ``None`` if it failed too often."""
+        Not in the task itself, which may be cancelled anywhere, and twice.
+        """
+        group = self._groups.pop(task)
+        kept = len(group.episodes) == self.policy.size or self.policy.incomplete == "keep"
+        if task.cancelled():
+            self._put_back(group)
+        elif (error := task.exception()) is not None:
+            self._tally.reject(group.begun, INCOMPLETE_GROUP)
+            self._put_back(group)
+            self._fail(error)
+        elif group.settled and group.episodes and kept:
+            group.episodes.sort(key=lambda episode: episode.rank)
+            self._ready.append(group)
+            self.ready += len(group.episodes)
+        else:
+            self._tally.reject(group.begun, INCOMPLETE_GROUP)
+            self._items.done(group.ticket)
+        self._changed.set()
+        self._freed.set()
+
+    async def _play_group(self, group: Group, members: list[asyncio.Task[bool]]) -> None:
+        """Wait for the members of a group, unless one that fails is the end of it."""
+        try:
+            for member in asyncio.as_completed(members):
+                if not await member and self.policy.incomplete != "keep":
+                    return
+            group.settled = True
+        finally:
+            await cancel_all(members)
+
+    async def _play_member(self, group: Group, rank: int) -> bool:
+        """Play a member until it comes to its end; false if it failed too often."""
         policy = self.policy
-        for attempt in itertools.count():
+        refills = MOST_REFILLS if policy.incomplete == "refill" else 0
+        for attempt in range(policy.max_retries + refills + 1):
             async with self._slots:
                 episode = Episode(
                     group.item,
@@ -264,20 +311,24 @@ class Scheduler:
                     rank=rank,
                     is_eval=self._is_eval,
                 )
-                begun.append(episode)
+                group.begun.append(episode)
                 self._tally.start(episode)
                 error = await self._played(episode)
             if error is None:
-                return episode
+                self._failures = 0
+                group.episodes.append(episode)
+                return True
             self._tally.fail(episode, error)
-            if self._tally.consecutive_failures >= policy.max_consecutive_failures:
+            self.last_failure = error
+            if attempt < policy.max_retries:
+                continue
+            self._failures += 1
+            if self._failures >= policy.max_consecutive_failures:
                 raise RuntimeError(
-                    f"{self._tally.consecutive_failures} episodes in a row were rejected, the last "
-                    f"for {type(error).__name__}: {error}"
+                    f"{self._failures} episodes in a row were rejected, the last for "
+                    f"{type(error).__name__}: {error}"
                 ) from error
-            if attempt >= policy.max_retries and policy.incomplete != "refill":
-                return None
-        raise AssertionError
+        return False
 
     async def _played(self, episode: Episode) -> BaseException | None:
         """Play one episode, as a task of its own: a cancellation that the environment brought about
@@ -291,3 +342,18 @@ class Scheduler:
             await asyncio.wait([playing])
             raise
         return playing.result()
+
+
+async def _until(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait until the event is set, at most so long.
+
+    Python 3.11's ``wait_for`` loses a cancellation that comes at the moment the event is set.
+    """
+    if seconds is None:
+        await event.wait()
+        return
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([waiting], timeout=seconds)
+    finally:
+        waiting.cancel()

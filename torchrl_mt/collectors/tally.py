@@ -35,9 +35,7 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._running: dict[int, Episode] = {}
-        self.consecutive_failures = 0
-        """Episodes that failed since a group last came to its end; siblings that shared their fate
-        are not counted."""
+        self._logged: set[str] = set()
         self._ages: list[int] = []
         """Of the episodes last accepted, the versions since their oldest token."""
         self._new_tokens = 0
@@ -84,14 +82,17 @@ class Tally:
 
     def fail(self, episode: Episode, error: BaseException) -> None:
         """Enter an episode that raised; the first of its cause is logged."""
+        rejected = isinstance(error, Rejected)
         cause = error.cause if isinstance(error, Rejected) else type(error).__name__
         self.reject([episode], cause)
-        self.consecutive_failures += 1
-        if self._counts[f"rejected/{cause}"] == 1 and not isinstance(error, Rejected):
+        with self._lock:
+            is_new = cause not in self._logged
+            self._logged.add(cause)
+        if is_new:
             _logger.warning(
                 "An episode was rejected for %s; more of this cause are only counted.",
                 cause,
-                exc_info=error,
+                exc_info=None if rejected else error,
             )
 
     def stats(self) -> dict[str, int]:

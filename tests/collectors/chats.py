@@ -1,0 +1,27 @@
+"""An environment whose items say how an episode goes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchrl_mt.envs import TextEnv, TextStep
+
+
+class Chat(TextEnv):
+    """Ends after ``turns`` turns; fails, hangs or sleeps as its item says."""
+
+    inline = True
+
+    def reset(self, data=None):
+        self.data, self.turn = data or {}, 0
+        return [{"role": "user", "content": "1"}]
+
+    async def step(self, response):
+        self.turn += 1
+        if self.turn == self.data.get("fail_at") and self.data.get("error"):
+            raise self.data["error"]
+        if self.turn == self.data.get("hang_at"):
+            await asyncio.sleep(60)
+        await asyncio.sleep(self.data.get("sleep", 0))
+        done = self.turn >= self.data.get("turns", 1)
+        return TextStep([{"role": "user", "content": "2"}], reward=1.0, done=done)

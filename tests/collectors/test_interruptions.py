@@ -1,0 +1,535 @@
+"""What goes wrong around the episodes: data, disks, Ctrl-C, a new beginning. Nothing is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.envs import TextStep
+
+from .chats import Chat
+from .scripted import ScriptedEngine
+
+COUNTS = ("started", "accepted", "rejected", "running")
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+
+
+def items(n, **more):
+    return [{"turns": 1, "k": k, **more} for k in range(n)]
+
+
+def played(batch):
+    return [item["k"] for item in batch["data"]]
+
+
+def counts(collector):
+    stats = collector.stats()
+    assert stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+    return {name: stats[name] for name in COUNTS}
+
+
+def buffer():
+    return ReplayBuffer(storage=LazyStackStorage(10_000))
+
+
+@contextmanager
+def ctrl_c(after):
+    """Press Ctrl-C meanwhile."""
+    timer = threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# Data
+
+
+class Broken:
+    """Data with one item that cannot be read."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, k):
+        if k == self.bad:
+            raise OSError("disk error")
+        return {"turns": 1, "k": k}
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_data_that_raises_is_heard_of(engine, staleness):
+    with MultiTurnCollector(
+        Chat, engine, Broken(7), episodes_per_batch=2, max_staleness=staleness
+    ) as collector:
+        seen = []
+
+        def go_on():
+            for batch in collector:
+                seen.extend(played(batch))
+                engine.update_weights(None)
+
+        with pytest.raises(RuntimeError, match=r"data\[7\] raised OSError: disk error"):
+            go_on()
+        assert set(seen) <= set(range(7))
+        assert counts(collector)["running"] == 0
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_items_that_come_back_after_the_data_has_ended_are_played(engine, staleness):
+    fails = [False, True]
+
+    def postproc(batch):
+        if fails and fails.pop(0):
+            raise ValueError("not now")
+        return batch
+
+    with MultiTurnCollector(
+        *(Chat, engine, items(6)),
+        episodes_per_batch=4,
+        cycle=False,
+        postproc=postproc,
+        max_staleness=staleness,
+    ) as collector:
+        seen = played(next(collector.iterator()))
+        with pytest.raises(ValueError, match="not now"):
+            list(collector.iterator())
+        engine.update_weights(None)
+        for batch in collector.iterator():
+            seen += played(batch)
+    assert sorted(seen) == list(range(6))
+
+
+class Slow(list):
+    """Data that takes its time for every item."""
+
+    def __init__(self, data, seconds):
+        super().__init__(data)
+        self.seconds = seconds
+
+    def __iter__(self):
+        for item in list.__iter__(self):
+            time.sleep(self.seconds)
+            yield item
+
+
+def test_slow_data_and_a_slow_judge_delay_nobody_else(engine):
+    beats = []
+
+    class Ticking(Chat):
+        async def step(self, response):
+            for _ in range(20):
+                beats.append(time.perf_counter())
+                await asyncio.sleep(0.01)
+            return await super().step(response)
+
+    def accept(episode):
+        time.sleep(0.3)
+        return True
+
+    data = (item for item in Slow(items(4), 0.3))
+    with MultiTurnCollector(
+        Ticking, engine, data, episodes_per_batch=4, accept=accept
+    ) as collector:
+        assert len(next(iter(collector))) == 4
+    # Only the time between two items of data may pass without a beat.
+    gaps = [after - before for before, after in itertools.pairwise(sorted(beats))]
+    assert sum(gap > 0.25 for gap in gaps) <= 3
+
+
+def test_accept_may_be_asynchronous(engine):
+    async def accept(episode):
+        await asyncio.sleep(0)
+        return episode["data"][0]["k"] % 2 == 0
+
+    with MultiTurnCollector(
+        Chat, engine, items(8), episodes_per_batch=4, accept=accept
+    ) as collector:
+        assert sorted(played(next(iter(collector)))) == [0, 2, 4, 6]
+        assert collector.stats()["rejected/not_accepted"] >= 3
+
+
+def test_an_accept_that_raises_rejects_its_episode(engine):
+    def accept(episode):
+        return 1 / (episode["data"][0]["k"] % 2)
+
+    with MultiTurnCollector(
+        Chat, engine, items(8), episodes_per_batch=4, accept=accept
+    ) as collector:
+        assert sorted(played(next(iter(collector)))) == [1, 3, 5, 7]
+        assert collector.stats()["rejected/ZeroDivisionError"] >= 3
+
+
+# Failures in a row
+
+
+def test_one_failure_is_no_reason_to_stop(engine):
+    class Once(Chat):
+        failed = False
+
+        async def step(self, response):
+            if not Once.failed:
+                Once.failed = True
+                raise OSError("a hiccup")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        Once, engine, items(1), episodes_per_batch=1, max_retries=3, max_consecutive_failures=1
+    ) as collector:
+        assert len(next(iter(collector))) == 1
+        assert counts(collector) == {"started": 2, "accepted": 1, "rejected": 1, "running": 0}
+
+
+def test_an_item_that_always_fails_does_not_stop_a_run_that_refills(engine):
+    data = [{"k": 0, "fail_at": 1, "error": OSError("bad")}, *items(21)[1:]]
+    with MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=4, incomplete_groups="refill", cycle=False
+    ) as collector:
+        seen = [k for batch in collector for k in played(batch)]
+        assert sorted(seen) == list(range(1, 21))
+        assert collector.stats()["rejected/OSError"] == 17
+
+
+def test_siblings_that_succeed_are_no_failures_in_a_row(engine):
+    class Fourth(Chat):
+        number = 0
+
+        async def step(self, response):
+            Fourth.number += 1
+            if Fourth.number % 4 == 0 and Fourth.number < 80:
+                raise OSError("every fourth")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        Fourth, engine, episodes_per_batch=4, group_size=4, max_consecutive_failures=3
+    ) as collector:
+        next(iter(collector))
+        assert collector.stats()["rejected/OSError"] >= 10
+
+
+def test_a_run_that_gave_up_plays_no_more(engine):
+    broken = [{"fail_at": 1, "error": OSError("gone")}]
+    collector = MultiTurnCollector(
+        *(Chat, engine, broken),
+        episodes_per_batch=2,
+        max_staleness=1,
+        max_consecutive_failures=3,
+        replay_buffer=buffer(),
+    )
+    collector.start()
+    wait_until(lambda: not collector.is_running)
+    before = counts(collector)
+    time.sleep(0.2)
+    assert counts(collector) == before
+    assert before["running"] == 0
+    with pytest.raises(RuntimeError, match="3 episodes in a row"):
+        collector.async_shutdown()
+
+
+def test_every_cause_is_logged_once(engine, caplog):
+    data = [{"k": 0, "hang_at": 1}, {"k": 1, "fail_at": 1, "error": OSError("x")}, *items(4)] * 2
+    with (
+        caplog.at_level(logging.WARNING, "torchrl_mt"),
+        MultiTurnCollector(
+            *(Chat, engine, data),
+            episodes_per_batch=6,
+            cycle=False,
+            limits=Limits(tool_timeout=0.05),
+            accept=lambda episode: episode["data"][0]["k"] != 3,
+        ) as collector,
+    ):
+        list(collector)
+        state = collector.state_dict()
+    for cause in ("tool_timeout", "OSError", "not_accepted"):
+        assert collector.stats()[f"rejected/{cause}"] == 2
+        found = [r for r in caplog.records if f"rejected for {cause};" in r.getMessage()]
+        assert len(found) == 1
+        assert bool(found[0].exc_info) == (cause == "OSError")
+    # A run that goes on is another process: what was logged there is not seen here.
+    caplog.clear()
+    with (
+        caplog.at_level(logging.WARNING, "torchrl_mt"),
+        MultiTurnCollector(Chat, engine, data[1:2], episodes_per_batch=1, cycle=False) as collector,
+    ):
+        collector.load_state_dict({**state, "items": collector.state_dict()["items"]})
+        list(collector)
+    assert any("OSError" in r.getMessage() for r in caplog.records)
+
+
+# Groups
+
+
+@pytest.mark.parametrize("staleness", [None, 3])
+def test_members_that_are_done_make_room_for_others(engine, staleness):
+    """One slow member of each group: all of them at once, not one group after the other."""
+
+    class OneSlow(Chat):
+        made = slow = most_slow = 0
+
+        def reset(self, data=None):
+            OneSlow.made += 1
+            self.is_slow = OneSlow.made % 8 == 1
+            return super().reset(data)
+
+        async def step(self, response):
+            cls = OneSlow
+            cls.slow += self.is_slow
+            cls.most_slow = max(cls.most_slow, cls.slow)
+            await asyncio.sleep(0.5 if self.is_slow else 0.001)
+            cls.slow -= self.is_slow
+            return TextStep(done=True, reward=1.0)
+
+    with MultiTurnCollector(
+        *(OneSlow, engine),
+        episodes_per_batch=32,
+        group_size=8,
+        max_concurrency=8,
+        max_staleness=staleness,
+        total_episodes=32,
+    ) as collector:
+        next(iter(collector))
+    assert OneSlow.most_slow == 4
+    assert engine.most_running <= 8
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_ctrl_c_settles_every_episode_and_the_run_may_go_on(engine, staleness):
+    data = items(2, sleep=60) + items(8)[2:]
+    with MultiTurnCollector(
+        *(Chat, engine, data),
+        episodes_per_batch=2,
+        max_concurrency=2,
+        max_staleness=staleness,
+        cycle=False,
+    ) as collector:
+        with ctrl_c(after=0.5), pytest.raises(KeyboardInterrupt):
+            next(iter(collector))
+        assert counts(collector) == {"started": 2, "accepted": 0, "rejected": 2, "running": 0}
+        for item in data:
+            item.pop("sleep", None)
+        seen = []
+        for batch in collector:
+            engine.update_weights(None)
+            seen += played(batch)
+        assert sorted(seen) == list(range(8))
+        assert counts(collector)["running"] == 0
+
+
+def test_ctrl_c_in_an_evaluation_leaves_the_training_alone(engine):
+    with MultiTurnCollector(
+        Chat, engine, items(4, sleep=0.01), episodes_per_batch=2, replay_buffer=buffer()
+    ) as collector:
+        collector.start()
+        with ctrl_c(after=0.5), pytest.raises(KeyboardInterrupt):
+            collector.evaluate([{"sleep": 60}])
+        accepted = collector.stats()["accepted"]
+        wait_until(lambda: collector.stats()["accepted"] > accepted + 4)
+        assert collector.is_running
+        assert collector.stats()["eval/rejected/cancelled"] == 1
+
+
+def test_evaluations_may_run_at_once(engine):
+    with MultiTurnCollector(Chat, engine, items(2), episodes_per_batch=2) as collector:
+        threads = [
+            threading.Thread(target=collector.evaluate, args=(items(5, sleep=0.02),))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stats = collector.stats()
+    assert (stats["eval/started"], stats["eval/accepted"]) == (15, 15)
+
+
+@pytest.mark.parametrize("staleness", [None, 5])
+def test_nothing_begins_during_a_pause(engine, staleness):
+    with MultiTurnCollector(
+        *(Chat, engine, items(4, sleep=0.005)),
+        episodes_per_batch=2,
+        max_staleness=staleness,
+        replay_buffer=buffer(),
+    ) as collector:
+        # Nothing bounds the run but the pause.
+        engine.version = 10**6
+        collector.start()
+        wait_until(lambda: collector.stats()["accepted"] > 4)
+        with collector.pause():
+            time.sleep(0.1)
+            before = collector.stats()["started"]
+            time.sleep(0.2)
+            assert collector.stats()["started"] == before
+        wait_until(lambda: collector.stats()["started"] > before + 4)
+
+
+# Beginning anew
+
+
+@pytest.mark.parametrize("staleness", [None, 9])
+def test_a_collector_that_has_run_may_load_a_state(engine, staleness):
+    with MultiTurnCollector(
+        *(Chat, engine, items(6)),
+        episodes_per_batch=2,
+        cycle=False,
+        total_episodes=6,
+        max_staleness=staleness,
+    ) as collector:
+        batches = iter(collector)
+        first = played(next(batches))
+        state = collector.state_dict()
+        rest = sorted(k for batch in batches for k in played(batch))
+        collector.load_state_dict(state)
+        again = sorted(k for batch in collector for k in played(batch))
+        assert rest == again
+        assert sorted([*first, *again]) == list(range(6))
+
+
+def test_a_new_seed_ends_what_runs(engine):
+    with MultiTurnCollector(Chat, engine, episodes_per_batch=2, max_staleness=3) as collector:
+        batches = iter(collector)
+        next(batches)
+        collector.set_seed(5)
+        seeds = [item["seed"] for _ in range(2) for item in next(batches)["data"]]
+        assert sorted(seeds) == [5 * 1_000_003 + k for k in range(4)]
+        assert counts(collector)["accepted"] == 6
+
+
+def test_a_state_is_not_loaded_under_way(engine):
+    with MultiTurnCollector(
+        Chat, engine, items(4), episodes_per_batch=2, shuffle=True, replay_buffer=buffer()
+    ) as collector:
+        state = collector.state_dict()
+        collector.start()
+        for call in (lambda: collector.load_state_dict(state), lambda: collector.set_seed(1)):
+            with pytest.raises(RuntimeError, match="in the background"):
+                call()
+
+
+def test_versions_go_on_from_those_of_the_saved_run(tokenizer, tmp_path):
+    def run(state=None):
+        own = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+        with MultiTurnCollector(
+            Chat, own, items(4), episodes_per_batch=2, dump_dir=tmp_path
+        ) as collector:
+            if state is not None:
+                collector.load_state_dict(state)
+            for _ in range(3):
+                batch = next(iter(collector))
+                collector.update_policy_weights_({})
+            return collector.state_dict(), collector, batch
+
+    state, collector, _ = run()
+    assert collector.policy_version == state["policy_version"] == 3
+    _, collector, batch = run(state)
+    assert collector.policy_version == collector.get_policy_version() == 6
+    assert set(torch.cat(list(batch.get(("versions", "response"), as_list=True))).tolist()) == {5}
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        f"{k}.jsonl" for k in range(6)
+    ]
+
+
+# Records
+
+
+def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatch):
+    with MultiTurnCollector(
+        Chat, engine, items(8), episodes_per_batch=2, cycle=False, dump_dir=tmp_path
+    ) as collector:
+
+        def full(*args, **kwargs):
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(collector._dump, "write_all", full)
+        with caplog.at_level(logging.WARNING, "torchrl_mt"):
+            seen = [k for batch in collector for k in played(batch)]
+        assert seen == list(range(8))
+        assert collector.stats()["dump_errors"] == 4
+    assert len([r for r in caplog.records if "could not be dumped" in r.getMessage()]) == 1
+
+
+# The end
+
+
+def test_no_process_of_a_data_loader_is_left(engine):
+    before = set(multiprocessing.active_children())
+    loader = DataLoader(items(8), num_workers=1, batch_size=2)
+    with MultiTurnCollector(Chat, engine, loader, episodes_per_batch=2) as collector:
+        next(iter(collector))
+        assert set(multiprocessing.active_children()) - before
+    wait_until(lambda: not set(multiprocessing.active_children()) - before)
+    assert collector.state_dict()["items"]["following"] == 2
+
+
+def test_what_is_collected_in_the_background_is_counted_before_the_end(engine):
+    writing = threading.Event()
+
+    def slowly(batch):
+        writing.set()
+        time.sleep(0.3)
+        return batch
+
+    rb = buffer()
+    collector = MultiTurnCollector(
+        Chat, engine, items(2), episodes_per_batch=2, replay_buffer=rb, postproc=slowly
+    )
+    collector.start()
+    assert writing.wait(20)
+    collector.shutdown()
+    assert not any(t.name == "torchrl_mt-collect" for t in threading.enumerate())
+    assert len(rb) == counts(collector)["accepted"] == 2
+
+
+def test_leaving_the_context_tells_what_went_wrong_in_the_background(engine):
+    def fail_in_the_background():
+        with MultiTurnCollector(
+            Chat, engine, broken, episodes_per_batch=2, replay_buffer=buffer()
+        ) as collector:
+            collector.start()
+            wait_until(lambda: not collector.is_running)
+
+    broken = [{"fail_at": 1, "error": OSError("gone")}]
+    with pytest.raises(RuntimeError, match="in a row"):
+        fail_in_the_background()
+
+
+def test_a_collector_is_true_and_takes_weights_by_any_of_torchrls_names(engine):
+    with MultiTurnCollector(Chat, engine, items(2), episodes_per_batch=2) as collector:
+        assert collector
+        collector.update_policy_weights_(weights={"a": 1})
+        collector.update_policy_weights_(weights_dict={"policy": {"a": 1}}, worker_ids=[0])
+        assert collector.policy_version == 2
+        with pytest.raises(TypeError, match="once"):
+            collector.update_policy_weights_({"a": 1}, policy={"a": 2})
+        collector.set_postproc(lambda batch: batch[:1])
+        assert len(next(iter(collector))) == 1

@@ -1,0 +1,40 @@
+"""An engine whose weight versions go on from those of an earlier run.
+
+Versions count the updates of a training run, not of a process: none is given to two sets of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchrl_mt.engines import Completion, Engine
+
+__all__ = ["ResumedEngine"]
+
+
+class ResumedEngine:
+    """Another engine, with higher versions.
+
+    Args:
+        engine: who answers.
+        updates: how many updates there were before the engine was made.
+    """
+
+    def __init__(self, engine: Engine, updates: int) -> None:
+        self._engine = engine
+        self._updates = updates
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def version(self) -> int:
+        """How many times the weights were updated, in all."""
+        return self._updates + self._engine.version
+
+    async def generate(self, prompt_ids: Sequence[int], **arguments: Any) -> Completion:
+        """What the engine answers."""
+        answer = await self._engine.generate(prompt_ids, **arguments)
+        return replace(answer, versions=[self._updates + version for version in answer.versions])
