@@ -28,6 +28,7 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from torchrl_mt.engines import paged_attention
 from torchrl_mt.engines.prefix_sharing import GroupScheduler, PrefixCache, Tally
 from torchrl_mt.engines.sampling import Processors, Runner
 
@@ -101,6 +102,14 @@ class Manager(ContinuousBatchingManager):
         self._gate = threading.Lock()
         self._ended = False
 
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Choose how to attend: as the host does, but never to all requests' tokens at once."""
+        super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+        given = model.config._attn_implementation
+        if given == "sdpa" and paged_attention.supports(model.config.get_text_config()):
+            self._original_attn_impl = self._original_attn_impl or given
+            model.set_attn_implementation(paged_attention.NAME)
+
     def _run_generation_loop(self) -> None:
         """Generate until stopped; then no request is left without an answer."""
         super()._run_generation_loop()
@@ -142,12 +151,14 @@ class Manager(ContinuousBatchingManager):
     def _generation_step(self) -> None:
         """Compute one batch, and count its tokens."""
         assert self.batch_processor is not None
-        for future in _batch(self.batch_processor, in_flight=False):
+        batch = _batch(self.batch_processor, in_flight=False)
+        for future in batch:
             state = future.state
             begin = state.position_offset - future.query_length
             in_prompt = min(state.position_offset, len(state.initial_tokens)) - begin
             self.tally.prefill_tokens += max(0, in_prompt)
             self.tally.generated_tokens += future.has_new_token
+        cast(PrefixCache, self.batch_processor.cache).lay_out(batch)
         super()._generation_step()
 
     def _start_thread(self) -> None:

@@ -8,6 +8,7 @@ every complete page is kept, and those that were used longest ago leave first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -17,8 +18,14 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
     CacheAllocator,
     compute_block_hash,
 )
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+
+from torchrl_mt.engines.paged_attention import NAME, Layout, Span
 
 __all__ = ["GroupScheduler", "PrefixCache", "Tally"]
 
@@ -39,12 +46,45 @@ class PrefixCache(PagedAttentionCache):
     """The host's cache, which gives up unused pages one by one, the longest unused first."""
 
     tally: Tally
+    own_attention: bool
+    """Whether tokens are read with a :class:`Layout`, not by the host's indices."""
+    layout: Layout
 
     @classmethod
     def adopt(cls, cache: PagedAttentionCache, tally: Tally) -> None:
         """Make a cache one of these: the host makes its own and takes no other class."""
         cast(Any, cache).__class__ = cls
         cast(PrefixCache, cache).tally = tally
+        cast(PrefixCache, cache).own_attention = cache.config._attn_implementation == NAME
+
+    def lay_out(self, batch: Sequence[FutureRequestState]) -> None:
+        """Prepare for attending to the requests of a batch, whose tokens follow each other."""
+        if not self.own_attention:
+            return
+        (allocator,) = self.cache_allocators.values()
+        spans, first = [], 0
+        stride = allocator.block_physical_stride // allocator.tokens_per_page
+        for future in batch:
+            state = future.state
+            pages = [block * stride for block in allocator.block_table[state.request_id]]
+            spans.append(Span(first, future.query_length, state.position_offset, pages))
+            first += future.query_length
+        self.layout = Layout(spans, allocator.tokens_per_page, self.dtype, self.cache_tensor.device)
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Say where a request's tokens are written, and where the host's attention reads them."""
+        if self.own_attention:
+            read_index = None
+        super().extend_read_and_write_indices(
+            request_id, past_length, query_length, read_index, write_index
+        )
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Find a prefix, and count it."""

@@ -1,0 +1,295 @@
+"""What the engine costs with a real model: its cache across turns, and tokens a second beside TorchRL.
+
+Every episode is a dialogue of fixed lengths, so that all sample as many tokens from prompts of as many.
+Runs alternate and medians are printed, in seconds on the clock and of the processor: on a busy machine
+trust the ratios alone.
+
+    python benchmarks/rollout_model.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import Completion, TransformersEngine
+from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.testing import tiny_chat_model
+
+__all__ = ["Figures", "Load", "compare", "host", "ours"]
+
+WORDS = [f"w{i}" for i in range(1000)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is played."""
+
+    episodes: int = 64
+    """At once, and in a batch."""
+    turns: int = 8
+    """Of every episode."""
+    response: int = 16
+    """Tokens that the model samples in a turn."""
+    answer: int = 16
+    """Words that the environment says in a turn."""
+
+    def said(self, episode: int, turn: int) -> str:
+        """What the environment says; every episode begins in its own way."""
+        start = (episode * 37 + turn * 101) % (len(WORDS) - self.answer)
+        return " ".join(WORDS[start : start + self.answer])
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a batch cost."""
+
+    seconds: float
+    """On the clock."""
+    processor: float
+    """Seconds of the processor, over all threads."""
+    tokens: int
+    """Sampled."""
+    prompt_tokens: int
+    """Of all turns' prompts."""
+    new: int
+    """Tokens of prompts that the model had not been given: after an answer, its last token and what the
+    environment says."""
+    prefill: int | None = None
+    """Tokens of prompts that went through the model, if it is known."""
+
+
+class Dialogue(TextEnv):
+    """Says some fixed words in every turn."""
+
+    inline = True
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+
+    def reset(self, data: Any = None) -> list[dict[str, str]]:
+        self.episode, self.turn = data["seed"] % self.load.episodes, 0
+        return [{"role": "user", "content": self.load.said(self.episode, 0)}]
+
+    def step(self, response: str) -> TextStep:
+        self.turn += 1
+        words = self.load.said(self.episode, self.turn)
+        return TextStep([{"role": "user", "content": words}], done=self.turn == self.load.turns)
+
+
+class FixedLength:
+    """An engine whose answers all have one length and count as whole."""
+
+    def __init__(self, engine: TransformersEngine, length: int) -> None:
+        self.engine, self.length = engine, length
+        self.tokenizer, self.update_weights = engine.tokenizer, engine.update_weights
+        self.close = engine.close
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+    ) -> Completion:
+        answer = await self.engine.generate(
+            prompt_ids, max_new_tokens=self.length, stop_token_ids=(), **sampling
+        )
+        return replace(answer, finish_reason="stop")
+
+
+class Say(Transform):
+    """The same words for TorchRL's environment, in tokens: that costs its collector least."""
+
+    def __init__(self, load: Load, tokenizer: Any) -> None:
+        super().__init__()
+        self.load, self.tokenizer, self.turn = load, tokenizer, 0
+
+    def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+        self.turn = 0
+        return self._say(tensordict_reset, [torch.zeros(0, dtype=torch.int64)] * self.load.episodes)
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        self.turn += 1
+        return self._say(next_tensordict, tensordict.get(("tokens", "full"), as_list=True))
+
+    def _say(self, tensordict: Any, before: list[torch.Tensor]) -> Any:
+        """Write prompts: what was said before and, behind it, what the environment says now."""
+        end = self.tokenizer.eos_token
+        for episode, ids in enumerate(before):
+            words = f"<user> {self.load.said(episode, self.turn)} {end} <assistant>"
+            words = words if self.turn == 0 else f"{end} {words}"  # no answer ends by itself
+            new = self.tokenizer.encode(words, add_special_tokens=False, return_tensors="pt")[0]
+            tensordict[episode].set(("tokens", "prompt"), torch.cat([ids, new]))
+        return tensordict
+
+
+def ours(
+    model: Any, tokenizer: Any, load: Load, *, fresh: bool = True, **engine: Any
+) -> Iterator[Figures]:
+    """Batches of ``MultiTurnCollector`` with a ``TransformersEngine``.
+
+    Args:
+        model: samples.
+        tokenizer: of the model.
+        load: what is played.
+        fresh: forget the cache before every batch, as training between two batches does.
+        **engine: arguments of the engine.
+    """
+    sampler = TransformersEngine(model, tokenizer, **engine)
+    with MultiTurnCollector(
+        Dialogue(load),
+        FixedLength(sampler, load.response),
+        episodes_per_batch=load.episodes,
+        limits=Limits(max_turns=load.turns),
+    ) as collector:
+        batches, before = iter(collector), sampler.stats()
+        try:
+            while True:
+                if fresh:
+                    sampler.update_weights()
+                batch, *times = _timed(lambda: next(batches))
+                stats = sampler.stats()
+                prefill = stats["prefill_tokens"] - before["prefill_tokens"]
+                before = stats
+                yield Figures(*times, *_counts(batch), prefill=prefill)
+        finally:
+            sampler.close()
+
+
+def host(model: Any, tokenizer: Any, load: Load) -> Iterator[Figures]:
+    """Batches of TorchRL's ``LLMCollector`` with a ``TransformersWrapper``, in one environment."""
+    questions = DataLoader(
+        [load.said(i, 0) for i in range(load.episodes)],
+        batch_size=load.episodes,
+        collate_fn=lambda queries: TensorDict({"query": queries}, [len(queries)]),
+    )
+    env = ChatEnv.from_dataloader(
+        questions, batch_size=(load.episodes,), tokenizer=tokenizer, input_mode="tokens"
+    )
+    env = env.append_transform(Say(load, tokenizer))
+    env = env.append_transform(StepCounter(max_steps=load.turns))
+    policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        pad_output=False,
+        return_log_probs=True,
+        generate_kwargs={
+            "max_new_tokens": load.response,
+            "do_sample": True,
+            # It leaves out whatever looks like padding, also if it was sampled.
+            "suppress_tokens": [tokenizer.pad_token_id],
+        },
+    )
+    collector = LLMCollector(
+        env,
+        # The mask of the turn before would be taken for this turn's.
+        policy=lambda tensordict: policy(tensordict.exclude("masks")),
+        dialog_turns_per_batch=load.episodes * load.turns,
+    )
+    batches = iter(collector)
+    try:
+        while True:
+            batch, *times = _timed(lambda: next(batches))
+            yield Figures(*times, *_counts(batch.reshape(-1)))
+    finally:
+        collector.shutdown()
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What ``work`` returns, and how long it took."""
+    clock, processor = time.perf_counter(), time.process_time()
+    result = work()
+    return result, time.perf_counter() - clock, time.process_time() - processor
+
+
+def _counts(batch: TensorDict) -> tuple[int, int, int]:
+    """Sampled tokens, tokens of prompts, and those of them that are new, of whole episodes."""
+    prompts = [len(ids) for ids in batch.get(("tokens", "prompt"), as_list=True)]
+    answers = [len(ids) for ids in batch.get(("tokens", "response"), as_list=True)]
+    ends = batch["next", "done"].flatten().tolist()
+    new, known = 0, 0
+    for prompt, answer, done in zip(prompts, answers, ends, strict=True):
+        new += prompt - known
+        known = 0 if done else prompt + answer - 1
+    return sum(answers), sum(prompts), new
+
+
+def compare(runs: dict[str, Iterator[Figures]], repeats: int) -> dict[str, list[Figures]]:
+    """Take batches of each in turn, after one that allocates."""
+    figures: dict[str, list[Figures]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, batches in runs.items():
+            taken = next(batches)
+            if repeat:
+                figures[name].append(taken)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=5, help="batches of each; the median counts")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--device", default="cpu")
+    for name, value in vars(Load()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    load = Load(args.episodes, args.turns, args.response, args.answer)
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    longest = load.turns * (load.response + load.answer + 8)
+    model, tokenizer = tiny_chat_model(WORDS, max_position_embeddings=longest)
+    model.to(args.device)
+    model.generation_config.eos_token_id = None  # every answer has its full length
+    runs = {
+        "LLMCollector": host(model, tokenizer, load),
+        "ours": ours(model, tokenizer, load),
+        "ours, nothing shared": ours(model, tokenizer, load, prefix_sharing=False),
+    }
+    figures = compare(runs, args.repeats)
+    for batches in runs.values():
+        batches.close()
+
+    print(
+        f"{load.episodes} episodes of {load.turns} turns of {load.response} tokens, "
+        f"{args.threads} thread(s), {args.device}"
+    )
+    print(
+        f"{'collector':<24}{'seconds':>9}{'cpu s':>8}{'tokens/s':>10}{'x':>6}{'cpu x':>7}"
+        f"{'new':>8}{'prefill':>9}{'ratio':>7}"
+    )
+    first = figures["LLMCollector"]
+    for name, taken in figures.items():
+        seconds = statistics.median(one.seconds for one in taken)
+        cpu = statistics.median(one.processor for one in taken)
+        faster = statistics.median(a.seconds / b.seconds for a, b in zip(first, taken, strict=True))
+        less = statistics.median(
+            a.processor / b.processor for a, b in zip(first, taken, strict=True)
+        )
+        one = taken[0]
+        line = (
+            f"{name:<24}{seconds:>9.2f}{cpu:>8.2f}{one.tokens / seconds:>10.0f}{faster:>6.2f}"
+            f"{less:>7.2f}{one.new:>8}"
+        )
+        # TorchRL's collector gives every turn's whole prompt to the model.
+        prefill = one.prompt_tokens if one.prefill is None else one.prefill
+        print(f"{line}{prefill:>9}{prefill / one.new:>7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Attention over a paged cache in which each request meets its own tokens alone.
+
+Where there is no flash attention, the host lays all requests' tokens side by side and masks what does
+not belong together: the work grows with the square of the requests. Here it grows with their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import (
+    FULL_ATTENTION,
+    FullAttentionCacheAllocator,
+)
+
+__all__ = ["NAME", "Layout", "Span", "supports"]
+
+NAME = "torchrl_mt_paged"
+"""Under which transformers knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one request brings to a batch."""
+
+    first: int
+    """Where its tokens begin among those of the batch."""
+    num_queries: int
+    """How many they are."""
+    num_keys: int
+    """How many tokens the last of them attends to, itself included."""
+    pages: Sequence[int]
+    """Where those lie: pages of the cache, in order."""
+
+    @property
+    def work(self) -> int:
+        """About what it costs: keys are read, and meet each query."""
+        return self.num_keys * (self.num_queries + _READING)
+
+
+_READING = 8
+"""Reading a key costs as much as its meeting so many queries, about."""
+_CALL = 2**16
+"""A further call costs as much as this work, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests of a similar size, padded to one."""
+
+    queries: torch.Tensor | None
+    """``[B, Q]`` tokens of the batch; padding repeats one. ``None``: all of them in order, one each."""
+    taken: torch.Tensor | None
+    """``[B, Q]`` which of these are no padding; ``None``: all."""
+    pages: torch.Tensor
+    """``[B * P]`` pages of the cache."""
+    size: tuple[int, int, int]
+    """``B``, ``Q`` and ``P``."""
+    bias: torch.Tensor
+    """``[B, 1, Q, K]`` 0 where a query attends to a key, else minus infinity."""
+
+
+class Layout:
+    """How the requests of a batch are grouped; it holds for all layers.
+
+    Args:
+        spans: what each request brings.
+        page_size: tokens of a page.
+        dtype: of the queries.
+        device: of the cache.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        ordered = sorted(spans, key=lambda span: (span.num_queries, span.num_keys))
+        groups: list[list[Span]] = []
+        work = most_keys = 0
+        for span in ordered:
+            # The last in order has the most queries.
+            keys = max(most_keys, span.num_keys)
+            padded = (len(groups[-1]) + 1 if groups else 1) * keys * (span.num_queries + _READING)
+            if not groups or padded > 2 * (work + span.work) + _CALL:
+                groups.append([])
+                work, keys = 0, span.num_keys
+            groups[-1].append(span)
+            work, most_keys = work + span.work, keys
+        in_order = len(groups) == 1 and groups[0][-1].num_queries == 1
+        if in_order:
+            groups = [list(spans)]
+        self.groups = [_group(group, page_size, dtype, device, in_order) for group in groups]
+
+
+def _group(
+    spans: list[Span], page_size: int, dtype: torch.dtype, device: torch.device, in_order: bool
+) -> _Group:
+    """Pad requests to one size."""
+    num_queries = max(span.num_queries for span in spans)
+    num_pages = max(-(-span.num_keys // page_size) for span in spans)
+    # Page 0 is never written: the host keeps it for padding.
+    pages = [[*span.pages[:num_pages], *[0] * (num_pages - len(span.pages))] for span in spans]
+    step = torch.arange(num_queries, device=device)
+    past = torch.tensor([span.num_keys - span.num_queries for span in spans], device=device)
+    # What lies behind a request's last token, in its page or in page 0, lies behind all its queries.
+    last = past[:, None] + step
+    hidden = torch.arange(num_pages * page_size, device=device) > last[..., None]
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+    queries = taken = None
+    if not in_order:
+        first = torch.tensor([span.first for span in spans], device=device)
+        sizes = torch.tensor([span.num_queries for span in spans], device=device)
+        queries = first[:, None] + step.clamp(max=sizes[:, None] - 1)
+        taken = step < sizes[:, None]
+    return _Group(
+        queries,
+        taken,
+        torch.tensor(pages, device=device).flatten(),
+        (len(spans), num_queries, num_pages),
+        bias[:, None],
+    )
+
+
+def supports(config: PreTrainedConfig) -> bool:
+    """Whether all layers of a model attend to all earlier tokens."""
+    return set(group_layers_by_attn_type(config)) == {FULL_ATTENTION}
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cache: Any,
+    write_index: list[torch.Tensor],
+    scaling: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys and values into the cache, and attend to each request's own.
+
+    Args:
+        module: the attention layer.
+        query: ``[1, H, N, D]``, of the tokens of all requests, one request after the other.
+        key: ``[1, G, N, D]``, ``H`` a multiple of ``G``.
+        value: likewise.
+        attention_mask: none.
+        cache: with the batch's ``layout``.
+        write_index: where the tokens belong in the cache.
+        scaling: of the scores.
+        position_bias: not supported.
+        softcap: not supported.
+        **kwargs: not used.
+
+    Returns:
+        ``[1, N, H, D]``, and nothing for the weights.
+    """
+    if position_bias is not None or softcap is not None:
+        raise ValueError("a model with position_bias or softcap needs attn_implementation='eager'.")
+    layer = cast(int, module.layer_idx)
+    allocator: FullAttentionCacheAllocator = cache.layer_to_allocator[layer]
+    index = write_index[allocator.index]
+    for rows, new in zip(allocator._kv_token_views[layer], (key, value), strict=True):
+        rows.index_copy_(0, index, new[0].transpose(0, 1))
+    keys, values = allocator._kv_page_views[layer]
+    queries = query[0].transpose(0, 1)  # [N, H, D]
+    output: torch.Tensor | None = None
+    for group in cache.layout.groups:
+        part = _attend_group(group, queries, keys, values, scaling)
+        if group.queries is None:
+            output = part[:, 0]
+            break
+        output = torch.empty_like(queries) if output is None else output
+        output[group.queries[group.taken]] = part[group.taken]
+    assert output is not None
+    return output[None], None
+
+
+def _attend_group(
+    group: _Group,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend within requests of one size; ``[B, Q, H, D]``."""
+    batch, length, num_pages = group.size
+    q = (queries[:, None] if group.queries is None else queries[group.queries]).transpose(1, 2)
+    num_keys, heads = num_pages * keys.shape[1], keys.shape[2]
+    k, v = (
+        pages.index_select(0, group.pages).view(batch, num_keys, heads, -1).transpose(1, 2)
+        for pages in (keys, values)
+    )
+    bias, shared = group.bias, q.shape[1] // heads
+    # Heads that share keys are further queries of one head.
+    q = q.reshape(batch, heads, shared * length, -1)
+    if shared > 1:
+        bias = bias.repeat(1, 1, shared, 1)
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    return out.reshape(batch, heads * shared, length, -1).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, attend)
