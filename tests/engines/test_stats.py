@@ -37,9 +37,10 @@ def test_a_turn_computes_only_what_is_new(tokenizer, model):
         before = stats
         (again,) = generate_all(engine, [prompt], max_new_tokens=1)
         stats = engine.stats()
-        shared = min(known // PAGE * PAGE, whole_pages(len(prompt)))
+        shared = min(known, len(prompt) - 1)
         assert stats["shared_tokens"] - before["shared_tokens"] == shared
         assert stats["prefill_tokens"] - before["prefill_tokens"] == len(prompt) - shared
+        assert stats["new_tokens"] - before["new_tokens"] == len(prompt) - shared
         assert_sampled_by(model, prompt, again)
         prefilled, found, generated = stats["prefill_tokens"], stats["shared_tokens"], generated + 1
     assert idle(engine)
@@ -77,6 +78,63 @@ def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
         assert_sampled_by(model, prompt, answer)
     # What the first had computed is not lost.
     assert engine.stats()["prefill_tokens"] < 2 * 400
+    engine.close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=6),
+    start=st.integers(1, 20),
+)
+def test_conversations_compute_every_token_once(tokenizer, model, turns, start):
+    """However pages and turns lie to each other, and with others going on at the same time."""
+    engine = endless(model, tokenizer)
+    conversations, new = prompts(5, length=start), 5 * start
+    for index, (length, said) in enumerate(turns):
+        answers = generate_all(engine, conversations, max_new_tokens=length)
+        for prompt, answer in zip(conversations, answers, strict=True):
+            assert_sampled_by(model, prompt, answer)
+        assert engine.stats()["prefill_tokens"] == engine.stats()["new_tokens"] == new
+        conversations = [
+            [*prompt, *answer.token_ids, *[4 + index] * said]
+            for prompt, answer in zip(conversations, answers, strict=True)
+        ]
+        new += 5 * (1 + said)  # the last token of an answer never went through the model
+    engine.close()
+
+
+def test_of_two_that_go_on_with_one_answer_each_has_its_own_page(tokenizer, model):
+    engine = endless(model, tokenizer)
+    prompt = prompts(1, length=20)[0]
+    (answer,) = generate_all(engine, [prompt], max_new_tokens=7)
+    branches = [[*prompt, *answer.token_ids, *[said] * 9] for said in (5, 6, 7)]
+    known = 20 + 7 - 1
+    before = engine.stats()
+    for branch, again in zip(
+        branches, generate_all(engine, branches, max_new_tokens=20), strict=True
+    ):
+        assert_sampled_by(model, branch, again)
+    found = engine.stats()["shared_tokens"] - before["shared_tokens"]
+    # The first of them takes the incomplete page, the others find the complete ones.
+    assert found == known + 2 * (known // PAGE * PAGE)
+    asyncio.run(until(lambda: idle(engine)))
+    engine.close()
+
+
+def test_an_incomplete_page_leaves_with_an_update(tokenizer, model):
+    engine = endless(model, tokenizer)
+    prompt = prompts(1, length=5)[0]
+    (answer,) = generate_all(engine, [prompt], max_new_tokens=2)
+    assert engine.stats()["kept_tokens"] == PAGE
+    engine.update_weights()
+    assert engine.stats()["kept_tokens"] == 0
+    before = engine.stats()
+    generate_all(engine, [[*prompt, *answer.token_ids, 4]], max_new_tokens=1)
+    stats = engine.stats()
+    assert stats["shared_tokens"] == 0
+    # The answer's last token and the next; the rest was computed under the weights before.
+    assert stats["new_tokens"] - before["new_tokens"] == 2
+    assert stats["prefill_tokens"] - before["prefill_tokens"] == 8
     engine.close()
 
 

@@ -149,16 +149,12 @@ class Manager(ContinuousBatchingManager):
         return processor
 
     def _generation_step(self) -> None:
-        """Compute one batch, and count its tokens."""
+        """Compute one batch."""
         assert self.batch_processor is not None
         batch = _batch(self.batch_processor, in_flight=False)
-        for future in batch:
-            state = future.state
-            begin = state.position_offset - future.query_length
-            in_prompt = min(state.position_offset, len(state.initial_tokens)) - begin
-            self.tally.prefill_tokens += max(0, in_prompt)
-            self.tally.generated_tokens += future.has_new_token
-        cast(PrefixCache, self.batch_processor.cache).lay_out(batch)
+        cache = cast(PrefixCache, self.batch_processor.cache)
+        cache.count(batch)
+        cache.lay_out(batch)
         super()._generation_step()
 
     def _start_thread(self) -> None:

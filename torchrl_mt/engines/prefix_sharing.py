@@ -1,20 +1,22 @@
-"""No page of the cache is computed again while it could have been kept or waited for.
+"""Nothing that the cache could have kept, or that another request is computing, is computed again.
 
 The host finds a prefix only once it is complete, so a group of requests with one prompt that arrives
 together would compute it once each; it forgets the pages that an answer's last step completes; and when
-room is needed it drops every prefix at once. Here the first of a group computes and the others wait,
-every complete page is kept, and those that were used longest ago leave first.
+room is needed it drops every prefix at once; of a conversation it drops the page that is not complete.
+Here the first of a group computes and the others wait, every page is kept, those that were used longest
+ago leave first, and the next turn goes on in the page where the last one ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    BlockLedger,
     CacheAllocator,
     compute_block_hash,
 )
@@ -25,9 +27,13 @@ from transformers.generation.continuous_batching.requests import (
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
+from torchrl_mt.engines.known_prefixes import KnownPrefixes, tail_names
 from torchrl_mt.engines.paged_attention import NAME, Layout, Span
 
 __all__ = ["GroupScheduler", "PrefixCache", "Tally"]
+
+_MEMORY = 8
+"""Of how many times the cache's pages it is known that they went through the model."""
 
 
 @dataclass
@@ -40,6 +46,20 @@ class Tally:
     """Tokens of prompts that went through the model, again after an update included."""
     shared_tokens: int = 0
     """Tokens of prompts that were found in the cache."""
+    new_tokens: int = 0
+    """Tokens of prompts that had not gone through the model before, as far as is known."""
+
+
+class _Ledger(BlockLedger):
+    """The host's record of pages, which remembers those that were given up."""
+
+    def __init__(self, known: KnownPrefixes) -> None:
+        super().__init__()
+        self.known = known
+
+    def register_new_hash(self, block_id: int, block_hash: int) -> int | None:
+        self.known.add(block_hash)
+        return super().register_new_hash(block_id, block_hash)
 
 
 class PrefixCache(PagedAttentionCache):
@@ -49,13 +69,35 @@ class PrefixCache(PagedAttentionCache):
     own_attention: bool
     """Whether tokens are read with a :class:`Layout`, not by the host's indices."""
     layout: Layout
+    known: KnownPrefixes
 
     @classmethod
     def adopt(cls, cache: PagedAttentionCache, tally: Tally) -> None:
         """Make a cache one of these: the host makes its own and takes no other class."""
         cast(Any, cache).__class__ = cls
-        cast(PrefixCache, cache).tally = tally
-        cast(PrefixCache, cache).own_attention = cache.config._attn_implementation == NAME
+        adopted = cast(PrefixCache, cache)
+        adopted.tally = tally
+        adopted.own_attention = cache.config._attn_implementation == NAME
+        adopted.known = KnownPrefixes(_MEMORY * cache.num_blocks)
+        for allocator in cache.cache_allocators.values():
+            allocator.ledger = _Ledger(adopted.known)
+
+    def count(self, batch: Iterable[FutureRequestState]) -> None:
+        """Count the tokens of a batch that is about to be computed."""
+        tally = self.tally
+        for future in batch:
+            state = future.state
+            begin = state.position_offset - future.query_length
+            in_prompt = min(state.position_offset, len(state.initial_tokens)) - begin
+            tally.generated_tokens += future.has_new_token
+            if in_prompt > 0:
+                tally.prefill_tokens += in_prompt
+                if self.use_prefix_sharing and not vars(state).get("_counted"):
+                    vars(state)["_counted"] = True
+                    (allocator,) = self.cache_allocators.values()
+                    names, size = list(_page_names(state, allocator)), allocator.tokens_per_page
+                    known = self.known.length(state.initial_tokens, names, size)
+                    tally.new_tokens += len(state.initial_tokens) - known
 
     def lay_out(self, batch: Sequence[FutureRequestState]) -> None:
         """Prepare for attending to the requests of a batch, whose tokens follow each other."""
@@ -89,8 +131,45 @@ class PrefixCache(PagedAttentionCache):
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Find a prefix, and count it."""
         found = super().search_prefix_match(request_id, prompt_ids)
+        if self.use_prefix_sharing:
+            found += self._take_tail(request_id, prompt_ids, found)
         self.tally.shared_tokens += found
         return found
+
+    def keep_tail(self, state: RequestState) -> None:
+        """Keep a finished request's incomplete page too, for the prompt that goes on there."""
+        if not self.use_prefix_sharing:
+            return
+        (allocator,) = self.cache_allocators.values()
+        tokens = state.initial_tokens + state.generated_tokens
+        # The last token was sampled; it need not have gone through the model.
+        known = min(state.position_offset, len(tokens) - 1)
+        full, length = divmod(known, allocator.tokens_per_page)
+        table = allocator.block_table.get(state.request_id, ())
+        if not length or full >= len(table):
+            return
+        parent = allocator.ledger.block_to_hash.get(table[full - 1]) if full else None
+        if full and parent is None:
+            return
+        name = compute_block_hash(parent, tokens[known - length : known])
+        allocator.ledger.register_new_hash(table[full], name)
+
+    def _take_tail(self, request_id: str, prompt_ids: list[int], found: int) -> int:
+        """Go on in the incomplete page behind a prefix, if one was kept; how many tokens it holds.
+
+        The request will write behind them, so the page is nobody else's from then on.
+        """
+        (allocator,) = self.cache_allocators.values()
+        ledger, table = allocator.ledger, allocator.block_table.get(request_id, [])
+        parent = ledger.block_to_hash[table[-1]] if table else None
+        for length, name in tail_names(parent, prompt_ids, found, allocator.tokens_per_page):
+            page = ledger.hash_to_block.get(name)
+            if page in ledger.cached_blocks:
+                del ledger.cached_blocks[page], ledger.block_to_hash[page]
+                del ledger.hash_to_block[name]
+                allocator.block_table[request_id] = [*table, page]
+                return length
+        return 0
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         """Register the pages that a step completed, also if it was the request's last."""
@@ -148,6 +227,13 @@ class GroupScheduler(FIFOScheduler):
     name = "torchrl_mt"
     cache: PagedAttentionCache
 
+    def finish_request(self, request_id: str) -> None:
+        """Release a request's cache, but keep what a later prompt may begin with."""
+        state = self.active_requests.get(request_id)
+        if state is not None and state.status == RequestStatus.FINISHED:
+            cast(PrefixCache, self.cache).keep_tail(state)
+        super().finish_request(request_id)
+
     def _get_waiting_candidates(self) -> list[RequestState]:
         """Waiting requests in order, without those whose next page is being computed."""
         candidates = super()._get_waiting_candidates()
@@ -177,19 +263,24 @@ class GroupScheduler(FIFOScheduler):
 
 def _next_page(state: RequestState, allocator: CacheAllocator) -> tuple[int | None, int]:
     """The hash of a prompt's first page that is not in the cache, and how many tokens are missing."""
-    size = allocator.tokens_per_page
-    tokens = state.initial_tokens
+    known, size, found = allocator.ledger.hash_to_block, allocator.tokens_per_page, 0
+    for name in _page_names(state, allocator):
+        if name not in known:
+            return name, len(state.initial_tokens) - found
+        found += size
+    return None, len(state.initial_tokens) - found
+
+
+def _page_names(state: RequestState, allocator: CacheAllocator) -> Iterator[int]:
+    """The hashes of a prompt's complete pages; each is computed once."""
+    size, tokens = allocator.tokens_per_page, state.initial_tokens
+    names: list[int] = vars(state).setdefault("_page_names", [])
     # As many as the host would look up: at least one token is always computed.
-    num_pages = (len(tokens) - 1) // size
-    hashes: list[int] = vars(state).setdefault("_page_hashes", [])
-    known = allocator.ledger.hash_to_block
-    for i in range(num_pages):
-        if i == len(hashes):
-            parent = hashes[-1] if hashes else None
-            hashes.append(compute_block_hash(parent, tokens[i * size : (i + 1) * size]))
-        if hashes[i] not in known:
-            return hashes[i], len(tokens) - i * size
-    return None, len(tokens) - num_pages * size
+    for i in range((len(tokens) - 1) // size):
+        if i == len(names):
+            parent = names[-1] if names else None
+            names.append(compute_block_hash(parent, tokens[i * size : (i + 1) * size]))
+        yield names[i]
 
 
 # The host's own way to choose a scheduler is by name.

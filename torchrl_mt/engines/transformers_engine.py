@@ -65,7 +65,8 @@ class TransformersEngine:
         max_new_tokens: longest answer, unless a request says otherwise.
         max_batch_tokens: most tokens in one forward pass.
         cache_tokens: most tokens in the cache, over all conversations.
-        page_size: tokens per cache page; prefixes are shared in whole pages.
+        page_size: tokens per cache page. Prompts share whole pages; the next turn of a conversation also
+            goes on in its last page.
         prefix_sharing: reuse the cache of a common prefix across turns and within a group.
         share_weights: generate with the parameters of ``model`` itself, or with a copy.
 
@@ -298,7 +299,9 @@ class TransformersEngine:
             A flat dictionary of integers. Requests: ``"running"`` in the batches, ``"waiting"`` for room
             in them. Tokens since the engine was made: ``"generated_tokens"``, sampled (also for requests
             that were cancelled); ``"prefill_tokens"``, of prompts, that went through the model (again
-            after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead.
+            after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead;
+            ``"new_tokens"``, of prompts, that had not gone through the model before, as far as is known
+            (0 without ``prefix_sharing``): what ``"prefill_tokens"`` has beyond them was computed again.
             Places of tokens in the cache: ``"cache_tokens"``, held by requests; ``"kept_tokens"``, kept
             for prompts that begin alike and given up when room is needed.
         """
