@@ -61,7 +61,7 @@ def test_each_request_attends_to_its_own_tokens(sizes, page_size, heads, decode,
     key, value = torch.randn(2, 1, num_kept, first, DIM)
     cache = SimpleNamespace(
         layer_to_allocator={0: allocator},
-        layout=Layout(spans, page_size, torch.float32, torch.device("cpu")),
+        layout=Layout(spans, page_size, 1, torch.float32, torch.device("cpu")),
     )
     output, _ = attend(
         SimpleNamespace(layer_idx=0),
@@ -94,10 +94,10 @@ def test_each_request_attends_to_its_own_tokens(sizes, page_size, heads, decode,
 
 def test_requests_of_one_size_are_one_call_and_others_do_not_pad_to_the_longest():
     spans = [Span(i, 1, 100 + i, range(1, 64)) for i in range(64)]
-    layout = Layout(spans, 16, torch.float32, torch.device("cpu"))
+    layout = Layout(spans, 16, 1, torch.float32, torch.device("cpu"))
     assert len(layout.groups) == 1
     mixed = [*spans, Span(64, 900, 1000, range(1, 64))]
-    layout = Layout(mixed, 16, torch.float32, torch.device("cpu"))
+    layout = Layout(mixed, 16, 1, torch.float32, torch.device("cpu"))
     assert sorted(group.size[:2] for group in layout.groups) == [(1, 900), (64, 1)]
 
 

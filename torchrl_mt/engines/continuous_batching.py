@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -155,7 +156,8 @@ class Manager(ContinuousBatchingManager):
         cache = cast(PrefixCache, self.batch_processor.cache)
         cache.count(batch)
         cache.lay_out(batch)
-        super()._generation_step()
+        with torch.inference_mode():  # cheaper than the host's no_grad
+            super()._generation_step()
 
     def _start_thread(self) -> None:
         """Start the generation thread unless it was started."""

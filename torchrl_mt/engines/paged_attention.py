@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,8 +25,7 @@ NAME = "torchrl_mt_paged"
 """Under which transformers knows it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What one request brings to a batch."""
 
     first: int
@@ -36,13 +34,8 @@ class Span:
     """How many they are."""
     num_keys: int
     """How many tokens the last of them attends to, itself included."""
-    pages: Sequence[int]
-    """Where those lie: pages of the cache, in order."""
-
-    @property
-    def work(self) -> int:
-        """About what it costs: keys are read, and meet each query."""
-        return self.num_keys * (self.num_queries + _READING)
+    blocks: Sequence[int]
+    """Where those lie: blocks of the cache, in order."""
 
 
 _READING = 8
@@ -51,8 +44,7 @@ _CALL = 2**16
 """A further call costs as much as this work, about."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(NamedTuple):
     """Requests of a similar size, padded to one."""
 
     queries: torch.Tensor | None
@@ -73,58 +65,80 @@ class Layout:
     Args:
         spans: what each request brings.
         page_size: tokens of a page.
+        block_size: pages of a block; a layer's own page is the first from its point of view.
         dtype: of the queries.
         device: of the cache.
     """
 
     def __init__(
-        self, spans: Sequence[Span], page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spans: Sequence[Span],
+        page_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        ordered = sorted(spans, key=lambda span: (span.num_queries, span.num_keys))
-        groups: list[list[Span]] = []
-        work = most_keys = 0
-        for span in ordered:
+        self.page_size, self.block_size = page_size, block_size
+        self.dtype, self.device = dtype, device
+        self.groups: list[_Group] = []
+        keys = [span.num_keys for span in spans]
+        single = all(span.num_queries == 1 for span in spans)
+        if single and _alike(len(keys), max(keys), sum(keys) * _work(1), 1):
+            self.groups.append(self._group(spans, in_order=True))
+            return
+        members: list[Span] = []
+        work = most = 0
+        for span in sorted(spans, key=lambda span: (span.num_queries, span.num_keys)):
+            own = span.num_keys * _work(span.num_queries)
+            widest = max(most, span.num_keys)
             # The last in order has the most queries.
-            keys = max(most_keys, span.num_keys)
-            padded = (len(groups[-1]) + 1 if groups else 1) * keys * (span.num_queries + _READING)
-            if not groups or padded > 2 * (work + span.work) + _CALL:
-                groups.append([])
-                work, keys = 0, span.num_keys
-            groups[-1].append(span)
-            work, most_keys = work + span.work, keys
-        in_order = len(groups) == 1 and groups[0][-1].num_queries == 1
-        if in_order:
-            groups = [list(spans)]
-        self.groups = [_group(group, page_size, dtype, device, in_order) for group in groups]
+            if members and not _alike(len(members) + 1, widest, work + own, span.num_queries):
+                self.groups.append(self._group(members))
+                members, work, widest = [], 0, span.num_keys
+            members.append(span)
+            work, most = work + own, widest
+        self.groups.append(self._group(members))
+
+    def _group(self, spans: Sequence[Span], in_order: bool = False) -> _Group:
+        """Pad requests to one size."""
+        device = self.device
+        num_queries = max(span.num_queries for span in spans)
+        num_pages = -(-max(span.num_keys for span in spans) // self.page_size)
+        blocks: list[int] = []
+        for i, span in enumerate(spans, 1):
+            blocks += span.blocks[:num_pages]
+            # Block 0 is never written: the host keeps it for padding.
+            blocks += [0] * (i * num_pages - len(blocks))
+        past = torch.tensor([span.num_keys - span.num_queries for span in spans], device=device)
+        step = torch.arange(num_queries, device=device)
+        # What lies behind a request's last token, in its page or in block 0, lies behind its queries.
+        place = torch.arange(num_pages * self.page_size, device=device)
+        hidden = place > (past[:, None] + step)[..., None]
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
+        bias.masked_fill_(hidden, -math.inf)
+        queries = taken = None
+        if not in_order:
+            first = torch.tensor([span.first for span in spans], device=device)
+            sizes = torch.tensor([span.num_queries for span in spans], device=device)
+            queries = first[:, None] + torch.minimum(step, sizes[:, None] - 1)
+            taken = step < sizes[:, None]
+        return _Group(
+            queries,
+            taken,
+            torch.tensor(blocks, device=device) * self.block_size,
+            (len(spans), num_queries, num_pages),
+            bias[:, None],
+        )
 
 
-def _group(
-    spans: list[Span], page_size: int, dtype: torch.dtype, device: torch.device, in_order: bool
-) -> _Group:
-    """Pad requests to one size."""
-    num_queries = max(span.num_queries for span in spans)
-    num_pages = max(-(-span.num_keys // page_size) for span in spans)
-    # Page 0 is never written: the host keeps it for padding.
-    pages = [[*span.pages[:num_pages], *[0] * (num_pages - len(span.pages))] for span in spans]
-    step = torch.arange(num_queries, device=device)
-    past = torch.tensor([span.num_keys - span.num_queries for span in spans], device=device)
-    # What lies behind a request's last token, in its page or in page 0, lies behind all its queries.
-    last = past[:, None] + step
-    hidden = torch.arange(num_pages * page_size, device=device) > last[..., None]
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
-    queries = taken = None
-    if not in_order:
-        first = torch.tensor([span.first for span in spans], device=device)
-        sizes = torch.tensor([span.num_queries for span in spans], device=device)
-        queries = first[:, None] + step.clamp(max=sizes[:, None] - 1)
-        taken = step < sizes[:, None]
-    return _Group(
-        queries,
-        taken,
-        torch.tensor(pages, device=device).flatten(),
-        (len(spans), num_queries, num_pages),
-        bias[:, None],
-    )
+def _work(num_queries: int) -> int:
+    """About what a key costs: it is read, and meets each query."""
+    return num_queries + _READING
+
+
+def _alike(count: int, num_keys: int, work: int, num_queries: int) -> bool:
+    """Whether requests that cost ``work`` may be padded to one size."""
+    return count * num_keys * _work(num_queries) <= 2 * work + _CALL
 
 
 def supports(config: PreTrainedConfig) -> bool:

@@ -87,9 +87,9 @@ class PrefixCache(PagedAttentionCache):
         tally = self.tally
         for future in batch:
             state = future.state
+            tally.generated_tokens += future.has_new_token
             begin = state.position_offset - future.query_length
             in_prompt = min(state.position_offset, len(state.initial_tokens)) - begin
-            tally.generated_tokens += future.has_new_token
             if in_prompt > 0:
                 tally.prefill_tokens += in_prompt
                 if self.use_prefix_sharing and not vars(state).get("_counted"):
@@ -104,14 +104,18 @@ class PrefixCache(PagedAttentionCache):
         if not self.own_attention:
             return
         (allocator,) = self.cache_allocators.values()
-        spans, first = [], 0
-        stride = allocator.block_physical_stride // allocator.tokens_per_page
+        tables, spans, first = allocator.block_table, [], 0
         for future in batch:
-            state = future.state
-            pages = [block * stride for block in allocator.block_table[state.request_id]]
-            spans.append(Span(first, future.query_length, state.position_offset, pages))
-            first += future.query_length
-        self.layout = Layout(spans, allocator.tokens_per_page, self.dtype, self.cache_tensor.device)
+            state, length = future.state, future.query_length
+            spans.append(Span(first, length, state.position_offset, tables[state.request_id]))
+            first += length
+        self.layout = Layout(
+            spans,
+            allocator.tokens_per_page,
+            allocator.block_physical_stride // allocator.tokens_per_page,
+            self.dtype,
+            self.cache_tensor.device,
+        )
 
     def extend_read_and_write_indices(
         self,
@@ -124,6 +128,12 @@ class PrefixCache(PagedAttentionCache):
         """Say where a request's tokens are written, and where the host's attention reads them."""
         if self.own_attention:
             read_index = None
+            if query_length == 1:  # as nearly always
+                (allocator,) = self.cache_allocators.values()
+                page, place = divmod(past_length, allocator.tokens_per_page)
+                block = allocator.block_table[request_id][page]
+                write_index[0].append(block * allocator.block_physical_stride + place)
+                return
         super().extend_read_and_write_indices(
             request_id, past_length, query_length, read_index, write_index
         )
@@ -173,6 +183,8 @@ class PrefixCache(PagedAttentionCache):
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         """Register the pages that a step completed, also if it was the request's last."""
+        if not complete_blocks:
+            return
         if state.status != RequestStatus.FINISHED or not self.use_prefix_sharing:
             return super().mark_complete_blocks(state, complete_blocks)
         tokens = state.initial_tokens + state.generated_tokens
@@ -201,6 +213,11 @@ class PrefixCache(PagedAttentionCache):
         self, state: RequestState, request_len: int, dry_run: bool = False
     ) -> bool:
         """Find room for a request's next tokens, at the cost of pages that nobody uses."""
+        if self.own_attention:
+            (allocator,) = self.cache_allocators.values()
+            pages = allocator.block_table.get(state.request_id, ())
+            if state.position_offset + request_len <= len(pages) * allocator.tokens_per_page:
+                return True
         while not super().can_store_request_tokens(state, request_len, dry_run):
             if dry_run or not self._evict_oldest():
                 return False
