@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -139,7 +139,7 @@ class Say(Transform):
 
 def ours(
     model: Any, tokenizer: Any, load: Load, *, fresh: bool = True, **engine: Any
-) -> Iterator[Figures]:
+) -> Generator[Figures, None, None]:
     """Batches of ``MultiTurnCollector`` with a ``TransformersEngine``.
 
     Args:
@@ -161,19 +161,19 @@ def ours(
             while True:
                 if fresh:
                     sampler.update_weights()
-                batch, *times = _timed(lambda: next(batches))
+                batch, seconds, processor = _timed(lambda: next(batches))
                 stats = sampler.stats()
                 prefill = stats["prefill_tokens"] - before["prefill_tokens"]
                 before = stats
-                yield Figures(*times, *_counts(batch), prefill=prefill)
+                yield Figures(seconds, processor, *_counts(batch), prefill)
         finally:
             sampler.close()
 
 
-def host(model: Any, tokenizer: Any, load: Load) -> Iterator[Figures]:
+def host(model: Any, tokenizer: Any, load: Load) -> Generator[Figures, None, None]:
     """Batches of TorchRL's ``LLMCollector`` with a ``TransformersWrapper``, in one environment."""
-    questions = DataLoader(
-        [load.said(i, 0) for i in range(load.episodes)],
+    questions: DataLoader[Any] = DataLoader(
+        cast(Any, [load.said(i, 0) for i in range(load.episodes)]),
         batch_size=load.episodes,
         collate_fn=lambda queries: TensorDict({"query": queries}, [len(queries)]),
     )
@@ -204,8 +204,8 @@ def host(model: Any, tokenizer: Any, load: Load) -> Iterator[Figures]:
     batches = iter(collector)
     try:
         while True:
-            batch, *times = _timed(lambda: next(batches))
-            yield Figures(*times, *_counts(batch.reshape(-1)))
+            batch, seconds, processor = _timed(lambda: next(batches))
+            yield Figures(seconds, processor, *_counts(batch.reshape(-1)))
     finally:
         collector.shutdown()
 
@@ -229,7 +229,9 @@ def _counts(batch: TensorDict) -> tuple[int, int, int]:
     return sum(answers), sum(prompts), new
 
 
-def compare(runs: dict[str, Iterator[Figures]], repeats: int) -> dict[str, list[Figures]]:
+def compare(
+    runs: dict[str, Generator[Figures, None, None]], repeats: int
+) -> dict[str, list[Figures]]:
     """Take batches of each in turn, after one that allocates."""
     figures: dict[str, list[Figures]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):

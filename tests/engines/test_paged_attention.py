@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from torchrl_mt.engines import TransformersEngine
-from torchrl_mt.engines.paged_attention import NAME, Layout, Span, attend
+from torchrl_mt.engines.paged_attention import NAME, Layout, Room, Span, attend
 from torchrl_mt.testing import tiny_chat_model
 
 from .helpers import assert_sampled_by, generate_all, prompts
@@ -62,6 +62,7 @@ def test_each_request_attends_to_its_own_tokens(sizes, page_size, heads, decode,
     cache = SimpleNamespace(
         layer_to_allocator={0: allocator},
         layout=Layout(spans, page_size, 1, torch.float32, torch.device("cpu")),
+        room=Room(query),
     )
     output, _ = attend(
         SimpleNamespace(layer_idx=0),

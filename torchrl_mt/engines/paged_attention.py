@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
 )
 
-__all__ = ["NAME", "Layout", "Span", "supports"]
+__all__ = ["NAME", "Layout", "Room", "Span", "supports"]
 
 NAME = "torchrl_mt_paged"
 """Under which transformers knows it."""
@@ -141,6 +141,27 @@ def _alike(count: int, num_keys: int, work: int, num_queries: int) -> bool:
     return count * num_keys * _work(num_queries) <= 2 * work + _CALL
 
 
+class Room:
+    """Memory that every layer and step reads keys and values into.
+
+    New memory for each would be brought in page by page by the operating system, which takes longer
+    than to fill it.
+
+    Args:
+        like: of the dtype and on the device of the keys.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._memory = [like.new_empty(0) for _ in range(2)]
+
+    def take(self, which: int, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of this shape; it holds until the next one is taken."""
+        size = math.prod(shape)
+        if size > len(self._memory[which]):
+            self._memory[which] = self._memory[which].new_empty(size + size // 2)
+        return self._memory[which][:size].view(shape)
+
+
 def supports(config: PreTrainedConfig) -> bool:
     """Whether all layers of a model attend to all earlier tokens."""
     return set(group_layers_by_attn_type(config)) == {FULL_ATTENTION}
@@ -168,7 +189,7 @@ def attend(
         key: ``[1, G, N, D]``, ``H`` a multiple of ``G``.
         value: likewise.
         attention_mask: none.
-        cache: with the batch's ``layout``.
+        cache: with the batch's ``layout`` and ``room`` to read it into.
         write_index: where the tokens belong in the cache.
         scaling: of the scores.
         position_bias: not supported.
@@ -189,7 +210,7 @@ def attend(
     queries = query[0].transpose(0, 1)  # [N, H, D]
     output: torch.Tensor | None = None
     for group in cache.layout.groups:
-        part = _attend_group(group, queries, keys, values, scaling)
+        part = _attend_group(group, queries, keys, values, scaling, cache.room)
         if group.queries is None:
             output = part[:, 0]
             break
@@ -205,14 +226,18 @@ def _attend_group(
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float | None,
+    room: Room,
 ) -> torch.Tensor:
     """Attend within requests of one size; ``[B, Q, H, D]``."""
     batch, length, num_pages = group.size
     q = (queries[:, None] if group.queries is None else queries[group.queries]).transpose(1, 2)
     num_keys, heads = num_pages * keys.shape[1], keys.shape[2]
+    shape = (batch * num_pages, *keys.shape[1:])
     k, v = (
-        pages.index_select(0, group.pages).view(batch, num_keys, heads, -1).transpose(1, 2)
-        for pages in (keys, values)
+        torch.index_select(pages, 0, group.pages, out=room.take(i, shape))
+        .view(batch, num_keys, heads, -1)
+        .transpose(1, 2)
+        for i, pages in enumerate((keys, values))
     )
     bias, shared = group.bias, q.shape[1] // heads
     # Heads that share keys are further queries of one head.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
+import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
     BlockLedger,
@@ -27,8 +28,8 @@ from transformers.generation.continuous_batching.requests import (
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from torchrl_mt.engines.known_prefixes import KnownPrefixes, tail_names
-from torchrl_mt.engines.paged_attention import NAME, Layout, Span
+from torchrl_mt.engines.known_prefixes import KnownPrefixes
+from torchrl_mt.engines.paged_attention import NAME, Layout, Room, Span
 
 __all__ = ["GroupScheduler", "PrefixCache", "Tally"]
 
@@ -69,6 +70,7 @@ class PrefixCache(PagedAttentionCache):
     own_attention: bool
     """Whether tokens are read with a :class:`Layout`, not by the host's indices."""
     layout: Layout
+    room: Room
     known: KnownPrefixes
 
     @classmethod
@@ -78,8 +80,10 @@ class PrefixCache(PagedAttentionCache):
         adopted = cast(PrefixCache, cache)
         adopted.tally = tally
         adopted.own_attention = cache.config._attn_implementation == NAME
-        adopted.known = KnownPrefixes(_MEMORY * cache.num_blocks)
+        adopted.room = Room(torch.empty(0, dtype=cache.dtype, device=cache.device))
         for allocator in cache.cache_allocators.values():
+            room = _MEMORY * allocator.num_blocks
+            adopted.known = KnownPrefixes(allocator.tokens_per_page, room)
             allocator.ledger = _Ledger(adopted.known)
 
     def count(self, batch: Iterable[FutureRequestState]) -> None:
@@ -95,8 +99,8 @@ class PrefixCache(PagedAttentionCache):
                 if self.use_prefix_sharing and not vars(state).get("_counted"):
                     vars(state)["_counted"] = True
                     (allocator,) = self.cache_allocators.values()
-                    names, size = list(_page_names(state, allocator)), allocator.tokens_per_page
-                    known = self.known.length(state.initial_tokens, names, size)
+                    names = list(_page_names(state, allocator))
+                    known = self.known.length(state.initial_tokens, names)
                     tally.new_tokens += len(state.initial_tokens) - known
 
     def lay_out(self, batch: Sequence[FutureRequestState]) -> None:
@@ -161,7 +165,7 @@ class PrefixCache(PagedAttentionCache):
         parent = allocator.ledger.block_to_hash.get(table[full - 1]) if full else None
         if full and parent is None:
             return
-        name = compute_block_hash(parent, tokens[known - length : known])
+        name = self.known.add_tail(parent, tokens[known - length : known])
         allocator.ledger.register_new_hash(table[full], name)
 
     def _take_tail(self, request_id: str, prompt_ids: list[int], found: int) -> int:
@@ -172,7 +176,7 @@ class PrefixCache(PagedAttentionCache):
         (allocator,) = self.cache_allocators.values()
         ledger, table = allocator.ledger, allocator.block_table.get(request_id, [])
         parent = ledger.block_to_hash[table[-1]] if table else None
-        for length, name in tail_names(parent, prompt_ids, found, allocator.tokens_per_page):
+        for length, name in self.known.tails(parent, prompt_ids, found):
             page = ledger.hash_to_block.get(name)
             if page in ledger.cached_blocks:
                 del ledger.cached_blocks[page], ledger.block_to_hash[page]

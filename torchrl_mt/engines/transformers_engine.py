@@ -92,7 +92,7 @@ class TransformersEngine:
         max_new_tokens: int = 256,
         max_batch_tokens: int = 1024,
         cache_tokens: int = 65_536,
-        page_size: int = 16,
+        page_size: int = 32,
         prefix_sharing: bool = True,
         share_weights: bool = True,
     ) -> None:
