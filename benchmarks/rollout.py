@@ -240,7 +240,7 @@ def ledger(args: argparse.Namespace) -> Iterator[Row]:
     behind the tensors of the batch; the peak is of Python objects meanwhile, without tensors.
     """
     lengths, new = (128, 256), 100
-    repeats = 2 * args.repeats
+    repeats = 4 * args.repeats
     tokenizer = tiny_chat_tokenizer(WORDS)
     engine = ScriptedEngine(tokenizer, WORDS, length=new - 1)
     merge = MergeTurns(pad_token_id=tokenizer.pad_token_id)
@@ -318,7 +318,7 @@ def as_rst(part: Part, rows: Iterable[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a window of scheduling")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a window of scheduling")
     parser.add_argument("--episodes", type=int, default=256, help="of a batch, with the model")
     parser.add_argument("--repeats", type=int, default=5, help="the median counts")
     parser.add_argument("--device", default="cpu", help="of the model")

@@ -41,6 +41,7 @@ from torchrl.envs import AsyncEnvPool, EnvBase, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors.loop_thread import cancel_all
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -50,7 +51,7 @@ TOKENS, TOKEN_SECONDS = 16, 0.005
 MODEL_SECONDS = TOKENS * TOKEN_SECONDS
 ENV_MEDIAN, ENV_SIGMA = 0.010, 1.5
 GUESS, HINT = "8", "higher"
-WARM_UP = 3.0
+WARM_UP = 2.0
 """Seconds before a window."""
 RAW_EPISODES, RAW_BATCH = 768, 256
 ENDLESS = 10**6
@@ -136,6 +137,26 @@ def bound(episodes: int, batch: int) -> float:
         total += sum(seconds[start : start + batch])
         makespan += max(places)
     return total / CONCURRENCY / makespan
+
+
+def timers(work: Work) -> Iterator[None]:
+    """64 loops that sleep as long as conversations would, and do nothing else."""
+
+    async def converse() -> None:
+        while True:
+            for seconds in delays(next(work.episodes)):
+                await asyncio.sleep(work.ask_model())
+                await asyncio.sleep(work.ask_env(seconds))
+
+    loop = asyncio.new_event_loop()
+    tasks = [loop.create_task(converse()) for _ in range(CONCURRENCY)]
+    try:
+        while tasks:
+            loop.run_until_complete(asyncio.sleep(0.1))
+            yield None
+    finally:
+        loop.run_until_complete(cancel_all(tasks))
+        loop.close()
 
 
 # torchrl_mt
@@ -337,6 +358,8 @@ def rows(seconds: float) -> Iterator[tuple[str, ...]]:
     Args:
         seconds: how long a window is.
     """
+    work = Work()
+    yield row("no collector: timers alone", long_run(timers(work), work, WARM_UP, seconds))
     work = Work()
     with collector(work, CONCURRENCY, max_staleness=ENDLESS) as ours:
         yield row("torchrl_mt, a long run", long_run(iter(ours), work, WARM_UP, seconds))
