@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextStep
 
 from .chats import Chat
@@ -533,3 +535,27 @@ def test_a_collector_is_true_and_takes_weights_by_any_of_torchrls_names(engine):
             collector.update_policy_weights_({"a": 1}, policy={"a": 2})
         collector.set_postproc(lambda batch: batch[:1])
         assert len(next(iter(collector))) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sampling_with_weights_that_are_being_trained_is_warned_of(
+    model, tokenizer, caplog, shared
+):
+    policy = TransformersEngine(model, tokenizer, share_weights=shared)
+    with caplog.at_level(logging.WARNING, "torchrl_mt"):
+        for staleness in (None, 1):
+            MultiTurnCollector(
+                Chat, policy, episodes_per_batch=2, max_staleness=staleness
+            ).shutdown()
+    policy.close()
+    warned = [r for r in caplog.records if "share_weights=False" in r.getMessage()]
+    assert len(warned) == shared
+
+
+def test_a_policys_engine_is_ended_with_the_collector(model, tokenizer):
+    policy = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=True, return_log_probs=True
+    )
+    with MultiTurnCollector(Chat, policy, episodes_per_batch=2) as collector:
+        next(iter(collector))
+    assert not any("policy" in thread.name for thread in threading.enumerate())

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors.background import Background
-from torchrl_mt.collectors.chat import ChatTokens, OnBreak
+from torchrl_mt.collectors.chat import OnBreak
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.items import Items
@@ -30,12 +30,11 @@ from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import (
     LoopClosedError,
     LoopThread,
-    call_in_thread,
     cancel_all,
 )
+from torchrl_mt.collectors.player import EpisodePlayer
 from torchrl_mt.collectors.progress import Progress
 from torchrl_mt.collectors.resumed_engine import ResumedEngine
-from torchrl_mt.collectors.rollout import play_episode
 from torchrl_mt.collectors.scheduler import (
     CANCELLED,
     Counter,
@@ -45,7 +44,7 @@ from torchrl_mt.collectors.scheduler import (
     Scheduler,
 )
 from torchrl_mt.collectors.tally import Tally
-from torchrl_mt.collectors.workflow import Rejected, Workflow, resolve
+from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
 
@@ -171,24 +170,31 @@ class MultiTurnCollector(BaseCollector):
             )
         self.engine = as_engine(policy, tokenizer)
         self._owns_engine = self.engine is not policy
-        self._player_engine: Engine = self.engine
-        self._make_player = resolve(env, workflow_kwargs)
-        own = getattr(self.engine, "tokenizer", None)
-        self._tokenizer = own if tokenizer is None else tokenizer
-        self._on_break = on_break
-        self._chat: ChatTokens | None = None
-        if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
-            self._get_chat()
+        if max_staleness is not None and getattr(self.engine, "shares_weights", False):
+            _logger.warning(
+                "max_staleness=%d lets episodes go on while the policy is trained, but the engine "
+                "samples with the very weights that are trained: tokens would be of no known "
+                "version. Make the engine with share_weights=False.",
+                max_staleness,
+            )
+        self.limits = limits or Limits()
+        self._player = EpisodePlayer(
+            env,
+            self.engine,
+            limits=self.limits,
+            accept=accept,
+            tokenizer=tokenizer,
+            on_break=on_break,
+            workflow_kwargs=workflow_kwargs,
+        )
         self._new_items = partial(Items, data, shuffle=shuffle, cycle=cycle)
         self._seeded = data is None or shuffle
         self._items = self._new_items(seed=seed)
         self.episodes_per_batch = episodes_per_batch
         self.group_size = group_size
         self.max_concurrency = max_concurrency or episodes_per_batch
-        self.limits = limits or Limits()
         self.replay_buffer = replay_buffer
         self.total_episodes = total_episodes
-        self.accept = accept
         self.max_staleness = max_staleness
         self.sampling = dict(sampling or {})
         self.postproc = postproc
@@ -204,7 +210,7 @@ class MultiTurnCollector(BaseCollector):
         self._first_version = self.engine.version
         self._accepted_before = 0
         self._numbers, self._traj_ids = Counter(), Counter()
-        self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._tokenizer)
+        self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
         self._dump_errors = 0
         total = None if total_episodes < 0 else total_episodes
         self._progress = Progress(total) if progress else None
@@ -312,7 +318,7 @@ class MultiTurnCollector(BaseCollector):
     def _new_scheduler(self) -> Scheduler:
         """What plays the episodes to learn from."""
         return Scheduler(
-            lambda episode: self._failure_of(episode, self.sampling),
+            lambda episode: self._player.failure_of(episode, self.sampling),
             self._items,
             self._policy,
             self.max_concurrency,
@@ -320,33 +326,6 @@ class MultiTurnCollector(BaseCollector):
             numbers=self._numbers,
             traj_ids=self._traj_ids,
         )
-
-    async def _failure_of(
-        self, episode: Episode, sampling: Mapping[str, Any]
-    ) -> BaseException | None:
-        """Play one episode and return what it raised, if it did.
-
-        Returned, since ``sys.exit()`` in a task ends the loop.
-        """
-        try:
-            await play_episode(
-                *(self._make_player, self._player_engine, self._get_chat, self.limits),
-                *(episode, sampling),
-            )
-            if not (episode.is_eval or self.accept is None):
-                accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
-                if isinstance(accepted, Awaitable):
-                    accepted = await accepted
-                return None if accepted else Rejected("not_accepted")
-        except BaseException as error:
-            return error
-        return None
-
-    def _get_chat(self) -> ChatTokens:
-        """What turns messages into tokens, made when an environment first needs it."""
-        if self._chat is None:
-            self._chat = ChatTokens(self._tokenizer, on_break=self._on_break)
-        return self._chat
 
     # Collecting in the background
 
@@ -416,7 +395,7 @@ class MultiTurnCollector(BaseCollector):
         asked = {**self.sampling, **sampling}
         items = Items(data, cycle=False)
         scheduler = Scheduler(
-            lambda episode: self._failure_of(episode, asked),
+            lambda episode: self._player.failure_of(episode, asked),
             items,
             policy,
             self.max_concurrency,
@@ -477,7 +456,7 @@ class MultiTurnCollector(BaseCollector):
     @property
     def policy_version(self) -> int:
         """The engine's weight version, those of the run that this one goes on from included."""
-        return self._player_engine.version
+        return self._player.engine.version
 
     def get_policy_version(self) -> int:
         """:attr:`policy_version`, under TorchRL's other name."""
@@ -574,7 +553,7 @@ class MultiTurnCollector(BaseCollector):
         self._accepted_before = self._tally.accepted
         self._first_version = self.engine.version
         updates = state_dict["policy_version"] - self._first_version
-        self._player_engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine
+        self._player.engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine
         self._scheduler = self._new_scheduler()
 
     def _stop_for(self, what: str) -> None:

@@ -146,6 +146,11 @@ class TransformersEngine:
         self._closer = weakref.finalize(self, Manager.shut_down, self._manager)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether it generates with the parameters of ``model`` itself."""
+        return self._source is None
+
+    @property
     def version(self) -> int:
         """How many times the weights were updated."""
         return self._version

@@ -1,0 +1,83 @@
+"""Plays an episode for a collector, and tells what came in its way.
+
+Nothing that an episode raises gets past here: the others do not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_mt.collectors.chat import ChatTokens, OnBreak
+from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
+from torchrl_mt.collectors.limits import Limits
+from torchrl_mt.collectors.loop_thread import call_in_thread
+from torchrl_mt.collectors.rollout import play_episode
+from torchrl_mt.collectors.workflow import Rejected, Workflow, resolve
+from torchrl_mt.engines import Engine
+from torchrl_mt.envs import TextEnv
+
+__all__ = ["EpisodePlayer"]
+
+
+class EpisodePlayer:
+    """What every episode of a collector is played with.
+
+    Args:
+        env: an environment or a workflow, in any of the forms that a collector takes.
+        engine: samples the responses.
+        limits: what an episode may use.
+        accept: given an episode in TED; false rejects it.
+        tokenizer: renders messages; the engine's own if ``None``.
+        on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
+        workflow_kwargs: arguments for the class that ``env`` is or names.
+    """
+
+    def __init__(
+        self,
+        env: TextEnv | Workflow | type | str | Callable[[], Any],
+        engine: Engine,
+        *,
+        limits: Limits,
+        accept: Callable[[TensorDictBase], Any] | None,
+        tokenizer: Any,
+        on_break: OnBreak,
+        workflow_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.accept = accept
+        self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
+        self._make_player = resolve(env, workflow_kwargs)
+        self._on_break = on_break
+        self._chat: ChatTokens | None = None
+        if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
+            self._get_chat()
+
+    async def failure_of(
+        self, episode: Episode, sampling: Mapping[str, Any]
+    ) -> BaseException | None:
+        """Play an episode and return what it raised, if it did.
+
+        Returned, since ``sys.exit()`` in a task ends the loop.
+        """
+        try:
+            await play_episode(
+                self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
+            )
+            if not (episode.is_eval or self.accept is None):
+                accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
+                if isinstance(accepted, Awaitable):
+                    accepted = await accepted
+                return None if accepted else Rejected("not_accepted")
+        except BaseException as error:
+            return error
+        return None
+
+    def _get_chat(self) -> ChatTokens:
+        """What turns messages into tokens, made when an environment first needs it."""
+        if self._chat is None:
+            self._chat = ChatTokens(self.tokenizer, on_break=self._on_break)
+        return self._chat
