@@ -1,18 +1,15 @@
 """What the engine costs with a real model: its cache across turns, and tokens a second beside TorchRL.
 
 Every episode is a dialogue of fixed lengths, so that all sample as many tokens from prompts of as many.
-Runs alternate and medians are printed, in seconds on the clock and of the processor: on a busy machine
-trust the ratios alone.
-
-    python benchmarks/rollout_model.py
+Runs alternate and medians count, of seconds on the clock and of the processor. A token of a prompt is
+new if it did not go through the model before; of a turn's answer the last did not.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -29,7 +26,7 @@ from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_model
 
-__all__ = ["Figures", "Load", "compare", "host", "ours"]
+__all__ = ["Load", "rows"]
 
 WORDS = [f"w{i}" for i in range(1000)]
 
@@ -242,56 +239,35 @@ def compare(
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=5, help="batches of each; the median counts")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--device", default="cpu")
-    for name, value in vars(Load()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
-    load = Load(args.episodes, args.turns, args.response, args.answer)
-
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+def rows(repeats: int, device: str, load: Load | None = None) -> Iterator[tuple[str, ...]]:
+    """The table's rows, one for each contender; ratios are to TorchRL's, turn by turn, medians."""
+    load = load or Load()
     longest = load.turns * (load.response + load.answer + 8)
     model, tokenizer = tiny_chat_model(WORDS, max_position_embeddings=longest)
-    model.to(args.device)
+    cast(Any, model).to(device)
     model.generation_config.eos_token_id = None  # every answer has its full length
     runs = {
-        "LLMCollector": host(model, tokenizer, load),
-        "ours": ours(model, tokenizer, load),
-        "ours, nothing shared": ours(model, tokenizer, load, prefix_sharing=False),
+        "LLMCollector, TransformersWrapper": host(model, tokenizer, load),
+        "MultiTurnCollector": ours(model, tokenizer, load),
+        "  nothing shared between turns": ours(model, tokenizer, load, prefix_sharing=False),
     }
-    figures = compare(runs, args.repeats)
+    figures = compare(runs, repeats)
     for batches in runs.values():
         batches.close()
-
-    print(
-        f"{load.episodes} episodes of {load.turns} turns of {load.response} tokens, "
-        f"{args.threads} thread(s), {args.device}"
-    )
-    print(
-        f"{'collector':<24}{'seconds':>9}{'cpu s':>8}{'tokens/s':>10}{'x':>6}{'cpu x':>7}"
-        f"{'new':>8}{'prefill':>9}{'ratio':>7}"
-    )
-    first = figures["LLMCollector"]
+    first = next(iter(figures.values()))
     for name, taken in figures.items():
         seconds = statistics.median(one.seconds for one in taken)
-        cpu = statistics.median(one.processor for one in taken)
-        faster = statistics.median(a.seconds / b.seconds for a, b in zip(first, taken, strict=True))
-        less = statistics.median(
-            a.processor / b.processor for a, b in zip(first, taken, strict=True)
-        )
+        pairs = list(zip(first, taken, strict=True))
+        faster = statistics.median(a.seconds / b.seconds for a, b in pairs)
+        less = statistics.median(a.processor / b.processor for a, b in pairs)
         one = taken[0]
-        line = (
-            f"{name:<24}{seconds:>9.2f}{cpu:>8.2f}{one.tokens / seconds:>10.0f}{faster:>6.2f}"
-            f"{less:>7.2f}{one.new:>8}"
-        )
         # TorchRL's collector gives every turn's whole prompt to the model.
         prefill = one.prompt_tokens if one.prefill is None else one.prefill
-        print(f"{line}{prefill:>9}{prefill / one.new:>7.2f}")
-
-
-if __name__ == "__main__":
-    main()
+        yield (
+            name,
+            f"{seconds:.2f}",
+            f"{one.tokens / seconds:,.0f}",
+            f"{faster:.2f}×",
+            f"{less:.2f}×",
+            f"{prefill / one.new:.2f}",
+        )
