@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -58,13 +59,14 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.faults: list[Callable[[_Handler], None]] = []
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
+        self.connections: set[Any] = set()
         self.open = 0
         self.most_open = 0
         self.disconnected = threading.Event()
@@ -86,11 +88,13 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         with self.server.lock:
+            self.server.connections.add(self.connection)
             self.server.open += 1
             self.server.most_open = max(self.server.most_open, self.server.open)
 
     def finish(self) -> None:
         with self.server.lock:
+            self.server.connections.discard(self.connection)
             self.server.open -= 1
         super().finish()
 
@@ -140,6 +144,20 @@ def half(handler: _Handler) -> None:
     handler.close_connection = True
 
 
+def dripping(handler: _Handler) -> None:
+    """A body that never ends: a byte now and then, as proxies send to keep a connection."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    try:
+        while not handler.server.release.wait(0.02):
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+    except OSError:
+        handler.server.disconnected.set()
+    handler.close_connection = True
+
+
 def nothing(handler: _Handler) -> None:
     """A connection that is closed without an answer."""
     handler.close_connection = True
@@ -162,9 +180,9 @@ def silent(handler: _Handler) -> None:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
-    """A server, for as long as it is needed."""
-    server = Server()
+def running(port: int = 0) -> Iterator[Server]:
+    """A server, for as long as it is needed; when it ends, it hangs up on everybody."""
+    server = Server(port)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -172,5 +190,9 @@ def running() -> Iterator[Server]:
     finally:
         server.release.set()
         server.shutdown()
+        with server.lock:
+            for connection in server.connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
         server.server_close()
         thread.join()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError, Engine
@@ -113,6 +114,9 @@ def test_a_request_says_what_it_must(make, server):
             "prompt": [5, 6],
             "max_tokens": 7,
             "temperature": 0.5,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -169,7 +173,7 @@ def set_in(path, value):
         inner = choice_of(answer)
         for name in parents:
             inner = inner[name]
-        inner[last] = value(inner[last]) if callable(value) else value
+        inner[last] = value(inner.get(last)) if callable(value) else value
         return answer
 
     return change
@@ -181,7 +185,14 @@ BROKEN = [
     (lambda answer: {"choices": []}, "choices must hold one completion"),
     (lambda answer: {"choices": answer["choices"] * 2}, "choices must hold one completion"),
     (set_in(["finish_reason"], None), "finish_reason must be .* got None"),
-    (set_in(["finish_reason"], "abort"), "finish_reason must be .* got 'abort'"),
+    (set_in(["finish_reason"], "content_filter"), "finish_reason must be .* 'content_filter'"),
+    (set_in(["finish_reason"], "tool_calls"), "finish_reason must be .* got 'tool_calls'"),
+    (set_in(["token_ids"], lambda ids: [2**40, *ids[1:]]), "must be those of|must be in 0"),
+    (set_in(["prompt_token_ids"], [5]), "must be the 2 tokens that were sent, .5, 6., got .5."),
+    (
+        set_in(["logprobs", "token_logprobs"], lambda v: [-9999.0, *v[1:]]),
+        "a log-probability, got -9999.0",
+    ),
     (set_in(["logprobs"], None), "logprobs must be an object"),
     (set_in(["token_ids"], ["5"]), "token_ids must be a list of token ids"),
     (set_in(["token_ids"], [True]), "token_ids must be a list of token ids"),
@@ -291,7 +302,7 @@ def test_silence_is_tried_again(make, server):
     [
         (status(500, "out of memory"), {}, "status 500: out of memory", None),
         (half, {}, "RemoteProtocolError: ", httpx.RemoteProtocolError),
-        (silent, {"timeout": 0.1}, "ReadTimeout: nothing for 0.1 seconds", httpx.ReadTimeout),
+        (silent, {"timeout": 0.1}, "no answer within 0.1 seconds", asyncio.TimeoutError),
     ],
 )
 def test_in_the_end_it_fails_and_says_why(make, server, fault, kwargs, message, cause):
@@ -366,6 +377,104 @@ def test_one_failure_is_nobody_elses(make, server):
 
     results = asyncio.run(run())
     assert sum(isinstance(result, CompletionsError) for result in results) == 7
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_gave_up_is_asked_for_again(make, server, reason):
+    engine = make(max_retries=2)
+    left = [reason, reason]
+    server.change = lambda answer: set_in(["finish_reason"], left.pop())(answer) if left else answer
+    assert ask(engine).token_ids == sampled([5, 6], 256)[0]
+    assert len(server.seen) == 3
+    left += [reason] * 3
+    with pytest.raises(
+        CompletionsError, match=f"after 3 attempts: .*gave its answer up: finish_reason '{reason}'"
+    ):
+        ask(engine)
+
+
+def test_tokens_of_another_model_are_refused(make, server):
+    engine = make(vocab_size=26)
+    assert ask(engine, [5, 25]).token_ids
+    with pytest.raises(ValueError, match=r"token ids in 0..25, got 26"):
+        ask(engine, [5, 26])
+
+    def change(answer):
+        set_in(["token_ids"], [26])(answer)
+        set_in(["logprobs", "tokens"], ["token_id:26"])(answer)
+        return set_in(["logprobs", "token_logprobs"], [-1.0])(answer)
+
+    server.change = change
+    with pytest.raises(CompletionsError, match=r"must be in 0..25, got 26"):
+        ask(engine)
+    assert ask(make()).token_ids == [26]
+
+
+# What was sampled from
+
+
+@pytest.mark.parametrize("per_call", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "record"),
+    [
+        ({}, {}),
+        ({"temperature": 1, "top_k": 0, "top_p": 1.0, "seed": 3}, {}),
+        ({"temperature": 0.2, "top_p": 0.1}, {"temperature": 0.2, "top_p": 0.1}),
+        ({"top_k": 5, "min_p": 0.2}, {"top_k": 5, "min_p": 0.2}),
+        ({"temperature": 0, "top_k": 5}, {"temperature": 0}),
+        ({"logit_bias": {"3": 9}}, {"logit_bias": {"3": 9}}),
+    ],
+)
+def test_a_completion_says_what_it_was_sampled_from(make, server, asked, record, per_call):
+    engine = make(extra_body={} if per_call else asked)
+    answer = ask(engine, **(asked if per_call else {}))
+    assert answer.sampling == record
+    sent = {name: server.seen[0][name] for name in ("temperature", "top_k", "top_p")}
+    plain = {"temperature": 1, "top_k": -1, "top_p": 1}
+    assert sent == {
+        **plain,
+        **{k: asked[k] or plain[k] * (k == "top_k") for k in plain & asked.keys()},
+    }
+
+
+@pytest.mark.parametrize("mode", [None, "processed_logprobs", "raw_logprobs"])
+def test_what_log_probs_may_not_be_is_said_once(make, caplog, mode):
+    engine = make(logprobs_mode=mode)
+    marked = {"logprobs_mode": mode} if mode == "raw_logprobs" else {}
+    assert ask(engine).sampling == {}
+    assert not caplog.records
+    for _ in range(3):
+        assert ask(engine, temperature=0.7).sampling == {"temperature": 0.7, **marked}
+    said = [record.getMessage() for record in caplog.records]
+    expected = {
+        None: ["vLLM reports such only when started with"],
+        "processed_logprobs": [],
+        "raw_logprobs": ["are not those of what was sampled from"],
+    }[mode]
+    assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(said)
+    for _ in range(3):
+        assert ask(engine, top_p=0.7).sampling == {"top_p": 0.7, **marked}
+    truncated = [r for r in caplog.records if "{'top_p': 0.7} is truncated" in r.getMessage()]
+    assert len(truncated) == (mode != "raw_logprobs")
+
+
+def test_a_field_that_is_none_is_left_to_the_server(make, server):
+    ask(make(extra_body={"top_k": None, "min_p": None}), repetition_penalty=None)
+    assert not server.seen[0].keys() & {"top_k", "min_p", "repetition_penalty"}
+
+
+def test_a_collector_records_what_was_asked_for(make):
+    collector = MultiTurnCollector(
+        GuessNumber(16, turns=2),
+        make(temperature=0.5),
+        episodes_per_batch=2,
+        limits=Limits(max_response_tokens=9),
+        sampling={"top_p": 0.25, "top_k": 7},
+    )
+    with collector:
+        batch = next(iter(collector))
+    for name, value in {"temperature": 0.5, "top_p": 0.25, "top_k": 7}.items():
+        assert set(batch["sampling", name].tolist()) == {value}
 
 
 # Connections and loops
@@ -566,6 +675,9 @@ def test_a_server_may_say_the_version_of_every_token():
         ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
         ([5] * 30, {"max_new_tokens": 3}, ValueError, "exceed max_total_tokens=32"),
         ([5], {"stream": True}, ValueError, r"sets itself, got \['stream'\]"),
+        ([5], {"temperature": -0.1}, ValueError, "temperature must be .* not negative, got -0.1"),
+        ([5], {"top_p": "all"}, TypeError, "top_p must be a number, got 'all'"),
+        ([5], {"stop_token_ids": {3}}, TypeError, "must be fit for JSON: .*set"),
     ],
 )
 def test_bad_requests_are_refused(make, server, prompt, kwargs, error, message):
@@ -582,6 +694,9 @@ def test_bad_requests_are_refused(make, server, prompt, kwargs, error, message):
         ({"max_retries": -1}, "max_retries must not be negative, got -1"),
         ({"max_connections": 0}, "max_connections must be positive"),
         ({"extra_body": {"n": 2}}, r"extra_body must leave out .* got \['n'\]"),
+        ({"extra_body": {"top_k": -5}}, "top_k must not be negative"),
+        ({"vocab_size": 0}, "vocab_size must be positive"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode must be .* got 'raw'"),
         ({"base_url": "localhost:8000"}, "base_url must begin with http"),
     ],
 )
@@ -628,3 +743,63 @@ def test_it_plays_whole_games(engine, server):
         assert turn["tokens", "response"].tolist() == tokens
         torch.testing.assert_close(turn["log_probs", "response"], torch.tensor(log_probs))
     wait_until(lambda: server.open == 0)
+
+
+@pytest.mark.parametrize("how", ["shutdown", "async_shutdown"])
+def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, server, how):
+    gc.collect()
+    before, threads = sockets(), set(threading.enumerate())
+    server.faults = [silent] * 1000
+    collector = MultiTurnCollector(
+        GuessNumber(16, turns=3),
+        engine := make(timeout=600.0),
+        episodes_per_batch=8,
+        max_concurrency=8,
+        replay_buffer=ReplayBuffer(storage=LazyStackStorage(100)),
+    )
+    collector.start()
+    wait_until(lambda: len(server.seen) == 8)
+    assert server.open == 8
+    getattr(collector, how)()
+    wait_until(lambda: server.open == 0)
+    wait_until(lambda: sockets() == before)
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+    assert not engine._client._sessions
+
+
+def test_a_dead_server_rejects_episodes_and_the_run_goes_on_when_it_is_back(make, tokenizer):
+    """Killed in the middle of a run, and later back at the same address."""
+    with running() as first:
+        port = first.server_port
+        engine = make(f"http://127.0.0.1:{port}", max_retries=1, backoff=0.05)
+        collector = MultiTurnCollector(
+            GuessNumber(16, turns=2),
+            engine,
+            episodes_per_batch=8,
+            limits=Limits(max_turns=2, max_response_tokens=20),
+            max_consecutive_failures=100_000,
+        )
+        batches = iter(collector)
+        next(batches)
+        assert collector.stats()["rejected"] == 0
+    back = []
+
+    def restart():
+        wait_until(lambda: collector.stats()["rejected"] >= 10)
+        again = running(port)
+        back.append((again, again.__enter__()))
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        batch = next(batches)  # may hold episodes that were over before
+        batch = next(batches)
+    finally:
+        thread.join(SECONDS)
+        collector.shutdown()
+        for again, _ in back:
+            again.__exit__(None, None, None)
+    stats = collector.stats()
+    assert len(set(batch["collector", "traj_ids"].tolist())) == 8
+    assert stats["rejected"] == stats["rejected/CompletionsError"] >= 10
+    assert batch["next", "done"].sum() == 8

@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchrl_mt.http_client import TryAgainError
+
 __all__ = ["OWN_FIELDS", "Answer", "MalformedAnswerError", "completions_url", "parse_answer"]
 
 OWN_FIELDS = frozenset({"prompt", "model", "max_tokens", "n", "best_of", "stream", "echo"})
 """What a request says about itself, and what would change the shape of its answer."""
 
 _TOKEN_ID = "token_id:"
+_UNFINISHED = ("abort", "error")
+"""Finish reasons of answers that a server gave up, as it does while it takes new weights."""
+_MINUS_INFINITY = -9999.0
+"""What vLLM sends in place of minus infinity, which JSON does not have."""
+_LARGEST_ID = 2**31 - 1
 
 
 class MalformedAnswerError(ValueError):
@@ -60,16 +67,26 @@ def completions_url(base_url: str) -> str:
     return f"{url}/completions" if url.endswith("/v1") else f"{url}/v1/completions"
 
 
-def parse_answer(payload: Any, *, max_new_tokens: int, version_key: str | None = None) -> Answer:
+def parse_answer(
+    payload: Any,
+    *,
+    max_new_tokens: int,
+    prompt: Sequence[int] | None = None,
+    vocab_size: int | None = None,
+    version_key: str | None = None,
+) -> Answer:
     """Take the sampled tokens out of a server's answer.
 
     Args:
         payload: the JSON that the server sent.
         max_new_tokens: what the request allowed.
+        prompt: the tokens that were sent; a server that says which it saw must have seen these.
+        vocab_size: how many tokens the model has, if that is known.
         version_key: where the server says which weights sampled, as a dotted path in the choice or at
             the root: a number, or a list with one for each token.
 
     Raises:
+        TryAgainError: if the server gave the answer up.
         MalformedAnswerError: if a field is missing or does not fit.
 
     Examples:
@@ -89,6 +106,8 @@ def parse_answer(payload: Any, *, max_new_tokens: int, version_key: str | None =
         raise MalformedAnswerError(f"choices must hold one completion, got {_shown(choices)}.")
     choice = choices[0]
     reason = choice.get("finish_reason")
+    if reason in _UNFINISHED:
+        raise TryAgainError(f"the server gave its answer up: finish_reason {_shown(reason)}.")
     if reason not in ("stop", "length"):
         raise MalformedAnswerError(
             f'choices[0].finish_reason must be "stop" or "length", got {_shown(reason)}.'
@@ -99,7 +118,20 @@ def parse_answer(payload: Any, *, max_new_tokens: int, version_key: str | None =
             f"choices[0].logprobs must be an object with token_logprobs, got {_shown(logprobs)}: does "
             "the server support logprobs?"
         )
+    seen = choice.get("prompt_token_ids")
+    if prompt is not None and seen is not None and seen != list(prompt):
+        raise MalformedAnswerError(
+            f"choices[0].prompt_token_ids must be the {len(prompt)} tokens that were sent, "
+            f"{_shown(list(prompt))}, got {_shown(seen)}: does the server truncate prompts, or add "
+            "tokens to them?"
+        )
     token_ids = _token_ids(choice, logprobs)
+    largest = _LARGEST_ID if vocab_size is None else vocab_size - 1
+    if any(token > largest for token in token_ids):
+        raise MalformedAnswerError(
+            f"choices[0].token_ids must be in 0..{largest}, got {max(token_ids)}: does the server "
+            "serve another model?"
+        )
     log_probs = _log_probs(logprobs, len(token_ids))
     if not token_ids:
         raise MalformedAnswerError("choices[0] must hold at least one sampled token, got none.")
@@ -161,7 +193,12 @@ def _log_probs(logprobs: Mapping[str, Any], size: int) -> list[float]:
             f"{field} must hold a number for each of {size} tokens, got {got}."
         )
     for i, value in enumerate(values):
-        if not _is_number(value) or not math.isfinite(value) or value > 1e-3:
+        if (
+            not _is_number(value)
+            or not math.isfinite(value)
+            or value > 1e-3
+            or value <= _MINUS_INFINITY
+        ):
             raise MalformedAnswerError(
                 f"{field}[{i}] must be a log-probability, got {_shown(value)}."
             )

@@ -10,17 +10,31 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torchrl_mt.engines.completions_api import OWN_FIELDS, completions_url, parse_answer
 from torchrl_mt.engines.engine import Completion
-from torchrl_mt.engines.http_client import CompletionsError, HttpClient
 from torchrl_mt.engines.requests import checked_request
+from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
 from torchrl_mt.engines.weights import hand_on
+from torchrl_mt.http_client import HttpClient, HttpError
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
 
 _logger = logging.getLogger("torchrl_mt")
+
+_PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What vLLM would otherwise take from the model's generation config."""
+
+
+class CompletionsError(HttpError):
+    """A request to a completions server failed for good.
+
+    Args:
+        url: what was asked.
+        attempts: how often.
+        reason: what happened the last time.
+    """
 
 
 class CompletionsEngine:
@@ -34,9 +48,16 @@ class CompletionsEngine:
     added where they do not. Then ``finish_reason`` is still ``"stop"``, and the stop token is the next
     prompt's, not the answer's: it is not trained on.
 
-    Log-probabilities are the server's and must be those of the distribution that it samples from.
-    vLLM reports them before ``temperature``, ``top_p`` and the like act, unless it is started with
-    ``--logprobs-mode processed_logprobs``; with ``temperature=1`` alone there is no difference.
+    Sampling is from the model's own distribution unless ``temperature``, ``extra_body`` or a request
+    say otherwise: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are sent with the values
+    that change nothing, because vLLM would otherwise take them from the model's generation config. A
+    field that is ``None`` is left out, for servers that refuse it; what they do then is not known here.
+    ``Completion.sampling`` has what was asked for.
+
+    Log-probabilities are the server's. They are taken for those of the distribution that it samples
+    from, after ``temperature``, ``top_p`` and the like. vLLM reports such only if it is started with
+    ``--logprobs-mode processed_logprobs``, otherwise those of the model's own distribution; with plain
+    sampling there is no difference. ``logprobs_mode`` says which it is.
 
     Weight versions are counted here. A request during which the weights changed is stamped with the
     version at which its last attempt *began*, for all of its tokens: which were sampled before the
@@ -54,12 +75,18 @@ class CompletionsEngine:
         max_new_tokens: longest answer, unless a request says otherwise.
         max_total_tokens: most tokens of prompt and answer together (the server's ``max_model_len``);
             ``None`` leaves it to the server to refuse longer ones.
-        timeout: seconds to connect, and seconds without a byte from the server, in one attempt.
-        max_retries: how often a request is tried again after a connection error, a timeout or one of
-            the statuses 408, 425, 429 and 5xx.
+        timeout: seconds that one attempt may take in all, from connecting to the answer's last byte.
+        max_retries: how often a request is tried again after a connection error, a timeout, one of the
+            statuses 408, 425, 429 and 5xx, or an answer that the server gave up (``"abort"``).
         backoff: seconds before the first retry, about; twice as long before each further one. A
             ``Retry-After`` is kept to, if it asks for no more than ``timeout``.
         temperature: what the server divides the logits by.
+        logprobs_mode: what the server's log-probabilities are of: ``"processed_logprobs"``, the
+            distribution that it samples from, or ``"raw_logprobs"``, the model's own. ``None``: not
+            known; the former is assumed, and the log says so once when it matters. The latter are
+            marked in ``Completion.sampling`` where they are not of what was sampled from.
+        vocab_size: how many tokens the model has; prompts and answers with others fail. ``None``: not
+            known.
         max_connections: most connections at once, per event loop.
         extra_body: further fields of every request, such as ``{"top_p": 0.9, "stop_token_ids": [7]}``.
         version_key: where the answer says which weights sampled it, as a dotted path in the choice or
@@ -92,6 +119,8 @@ class CompletionsEngine:
         max_retries: int = 3,
         backoff: float = 0.5,
         temperature: float = 1.0,
+        logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None,
+        vocab_size: int | None = None,
         max_connections: int = 256,
         extra_body: Mapping[str, Any] | None = None,
         version_key: str | None = None,
@@ -100,19 +129,17 @@ class CompletionsEngine:
         for name, value in {
             "max_new_tokens": max_new_tokens,
             "max_total_tokens": 1 if max_total_tokens is None else max_total_tokens,
-            "timeout": timeout,
-            "max_connections": max_connections,
+            "vocab_size": 1 if vocab_size is None else vocab_size,
         }.items():
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}.")
-        for name, value in {
-            "max_retries": max_retries,
-            "backoff": backoff,
-            "temperature": temperature,
-        }.items():
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}.")
+        if logprobs_mode not in (None, "processed_logprobs", "raw_logprobs"):
+            raise ValueError(
+                'logprobs_mode must be "processed_logprobs", "raw_logprobs" or None, got '
+                f"{logprobs_mode!r}."
+            )
         _require_free("extra_body", extra_body or {})
+        sampling_record({"temperature": temperature, **(extra_body or {})})
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self.max_total_tokens = max_total_tokens
@@ -120,12 +147,17 @@ class CompletionsEngine:
         self._body = {
             "model": model,
             "temperature": temperature,
+            **_PLAIN,
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             **(extra_body or {}),
         }
-        self._version_key = version_key
+        self._parse = partial(parse_answer, vocab_size=vocab_size, version_key=version_key)
+        self._vocab_size = vocab_size
+        self._logprobs_mode = logprobs_mode
+        self._warn = TruncationWarning()
+        self._doubted = False
         self._on_update = on_update
         self._version = 0
         self._updating = threading.Lock()
@@ -136,13 +168,9 @@ class CompletionsEngine:
             max_retries=max_retries,
             backoff=backoff,
             max_connections=max_connections,
+            name="engine",
+            error=CompletionsError,
         )
-        if temperature != 1:
-            _logger.warning(
-                "temperature=%s: log-probabilities must be those of the divided logits; vLLM reports "
-                "such only when started with --logprobs-mode processed_logprobs.",
-                temperature,
-            )
 
     @property
     def version(self) -> int:
@@ -163,9 +191,10 @@ class CompletionsEngine:
             The sampled tokens with their log-probabilities and weight versions.
 
         Raises:
-            ValueError: if the prompt is empty, prompt and answer exceed :attr:`max_total_tokens`,
-                ``max_new_tokens`` is below 1, or ``sampling`` has a field that the engine sets.
-            TypeError: if ``prompt_ids`` are no integers.
+            ValueError: if the prompt is empty or not in the vocabulary, prompt and answer exceed
+                :attr:`max_total_tokens`, ``max_new_tokens`` is below 1, or ``sampling`` has a field
+                that the engine sets or a value out of range.
+            TypeError: if ``prompt_ids`` are no integers, or ``sampling`` has what JSON cannot say.
             CompletionsError: if the server refuses the request, keeps failing, or answers with something
                 that is no whole answer.
             RuntimeError: if the engine is closed.
@@ -177,13 +206,27 @@ class CompletionsEngine:
             longest=self.max_new_tokens,
             total=total,
             bound=f"max_total_tokens={total}",
+            vocab_size=self._vocab_size,
         )
         _require_free("sampling arguments", sampling)
-        body = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
-        parse = partial(parse_answer, max_new_tokens=limit, version_key=self._version_key)
-        answer, version = await self._client.post(body, parse, lambda: self._version)
-        versions = answer.versions or [version] * len(answer.token_ids)
-        return Completion(answer.token_ids, answer.log_probs, versions, answer.finish_reason)
+        asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
+        body = {name: value for name, value in asked.items() if value is not None}
+        if body.get("top_k") == 0:
+            body["top_k"] = _PLAIN["top_k"]  # some servers refuse 0
+        record = self._record(body)
+        begun: list[int] = []
+        answer = await self._client.post(
+            body,
+            partial(self._parse, max_new_tokens=limit, prompt=prompt),
+            on_attempt=lambda: begun.append(self._version),
+        )
+        return Completion(
+            answer.token_ids,
+            answer.log_probs,
+            answer.versions or begun[-1:] * len(answer.token_ids),
+            answer.finish_reason,
+            sampling=record,
+        )
 
     def update_weights(self, source: Any = None) -> int:
         """Have the server take new weights, then count them.
@@ -213,6 +256,34 @@ class CompletionsEngine:
     def close(self) -> None:
         """Fail what is under way and close every connection."""
         self._client.close()
+
+    def _record(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What a completion says about its distribution; warns of the first that calls for it."""
+        record = sampling_record(body, self._vocab_size)
+        if not record:
+            return record
+        if self._logprobs_mode == "raw_logprobs":
+            self._doubt(
+                "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
+                "not train on them. Completion.sampling records it.",
+                record,
+            )
+            return record | {"logprobs_mode": self._logprobs_mode}
+        if self._logprobs_mode is None:
+            self._doubt(
+                "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM "
+                "reports such only when started with --logprobs-mode processed_logprobs. Say so "
+                "with logprobs_mode=.",
+                record,
+            )
+        self._warn(record)
+        return record
+
+    def _doubt(self, message: str, record: Mapping[str, Any]) -> None:
+        """Say once what log-probabilities may not be."""
+        if not self._doubted:
+            self._doubted = True
+            _logger.warning(message, dict(record))
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

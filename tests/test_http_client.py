@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+
+import pytest
+
+from torchrl_mt.http_client import HttpClient, HttpError, TryAgainError
+
+from .engines.completions_server import dripping, nothing, running, silent, status
+
+pytest.importorskip("httpx")
+
+SECONDS = 60.0
+PATH = "/v1/completions"
+BODY = {"model": "tiny", "prompt": [5, 6], "max_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def server():
+    with running() as server:
+        yield server
+
+
+def client(server, **kwargs):
+    return HttpClient(server.url + PATH, **{"backoff": 0.01, "timeout": 10.0, **kwargs})
+
+
+def ask(client, body=BODY, parse=lambda answer: answer, **kwargs):
+    return asyncio.run(asyncio.wait_for(client.post(body, parse, **kwargs), SECONDS))
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_an_answer_is_what_was_made_of_it(server):
+    begun = []
+    got = ask(
+        client(server), parse=lambda answer: answer["model"], on_attempt=lambda: begun.append(1)
+    )
+    assert (got, begun) == ("tiny", [1])
+    assert server.seen == [BODY]
+    assert server.headers[0]["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("fault", [dripping, silent])
+def test_an_attempt_has_a_limit_in_all_and_hangs_up(server, fault):
+    server.faults = [fault] * 2
+    before = time.monotonic()
+    with pytest.raises(HttpError, match=r"2 attempts: no answer within 0\.3 seconds") as caught:
+        ask(client(server, timeout=0.3, max_retries=1))
+    assert time.monotonic() - before < 10
+    assert isinstance(caught.value.__cause__, asyncio.TimeoutError)
+    assert server.disconnected.wait(SECONDS)
+    wait_until(lambda: server.open == 0)
+
+
+def test_waiting_for_a_connection_is_not_the_attempts_time(server):
+    """Forty requests of 50 ms each through one connection, each within its second."""
+
+    def slow(handler):
+        time.sleep(0.05)
+        handler.send(200, {})
+
+    server.faults = [slow] * 40
+    asked = client(server, timeout=1.0, max_retries=0, max_connections=1)
+
+    async def run():
+        return await asyncio.gather(*(asked.post(BODY, dict) for _ in range(40)))
+
+    assert asyncio.run(run()) == [{}] * 40
+    assert server.most_open == 1
+
+
+def test_a_pause_keeps_no_connection_from_others(server):
+    server.faults = [status(503, Retry_After="5")]
+    asked = client(server, max_connections=1)
+
+    async def run():
+        first = asyncio.create_task(asked.post(BODY, dict))
+        while not server.seen:
+            await asyncio.sleep(0.002)
+        await asyncio.wait_for(asyncio.gather(*(asked.post(BODY, dict) for _ in range(5))), 4)
+        assert not first.done()
+        first.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_thousand_requests_at_once_share_the_connections(server):
+    asked = client(server, max_connections=16, timeout=SECONDS)
+    bodies = [{**BODY, "prompt": [i]} for i in range(1000)]
+
+    async def run():
+        tasks = [asyncio.create_task(asked.post(body, lambda a: a["model"])) for body in bodies]
+        await asyncio.sleep(0.05)
+        for task in tasks[::10]:
+            task.cancel()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2 * SECONDS)
+
+    got = asyncio.run(run())
+    assert sum(answer == "tiny" for answer in got) >= 900
+    assert all(
+        answer == "tiny" or (isinstance(answer, asyncio.CancelledError) and i % 10 == 0)
+        for i, answer in enumerate(got)
+    )
+    assert server.most_open <= 16
+    wait_until(lambda: server.open == 0)
+    assert not asked._sessions
+
+
+def again(left):
+    def parse(answer):
+        if left:
+            raise TryAgainError(left.pop())
+        return "done"
+
+    return parse
+
+
+def test_an_answer_may_ask_to_be_asked_for_again(server):
+    assert ask(client(server), parse=again(["busy", "busy"])) == "done"
+    assert len(server.seen) == 3
+    with pytest.raises(HttpError, match="failed after 4 attempts: busy"):
+        ask(client(server), parse=again(["busy"] * 9))
+
+
+def refuse(answer):
+    raise ValueError("no score")
+
+
+@pytest.mark.parametrize(
+    ("parse", "message"),
+    [
+        (refuse, "after 1 attempt: no score"),
+        (lambda answer: answer["rewards"], "after 1 attempt: .* lacks .*KeyError.'rewards'"),
+        (lambda answer: answer + 1, "after 1 attempt: .* lacks .*TypeError"),
+    ],
+)
+def test_an_answer_of_no_use_is_a_failure(server, parse, message):
+    with pytest.raises(HttpError, match=message):
+        ask(client(server), parse=parse)
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("code", [301, 400, 404, 422])
+def test_a_refusal_is_final(server, code):
+    server.faults = [status(code, "never")]
+    with pytest.raises(HttpError, match=f"failed after 1 attempt: status {code}: never"):
+        ask(client(server))
+
+
+@pytest.mark.parametrize("code", [408, 425, 429, 500, 503])
+def test_what_may_pass_is_tried_again(server, code):
+    server.faults = [status(code), nothing, status(code)]
+    assert ask(client(server))["model"] == "tiny"
+    assert len(server.seen) == 4
+
+
+@pytest.mark.parametrize("header", ["nan", "-3", "soon", "Mon, 99 Foo 2020 00:00:00 GMT", ""])
+def test_a_retry_after_that_says_nothing_is_none(server, header):
+    server.faults = [status(429, Retry_After=header)]
+    assert ask(client(server))["model"] == "tiny"
+
+
+@pytest.mark.parametrize("header", ["3600", "inf", "Fri, 01 Jan 2100 00:00:00 GMT"])
+def test_a_retry_after_that_is_too_long_is_final(server, header):
+    server.faults = [status(429, Retry_After=header)]
+    with pytest.raises(HttpError, match=r"1 attempt: status 429: .*the server asks to wait"):
+        ask(client(server))
+
+
+class MineError(HttpError):
+    """A caller's own."""
+
+
+def test_errors_are_of_the_kind_that_is_asked_for(server):
+    server.faults = [status(400, "bad")]
+    with pytest.raises(MineError) as caught:
+        ask(client(server, error=MineError))
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), str(copy)) == (MineError, str(caught.value))
+
+
+def test_closing_names_what_is_closed(server):
+    server.faults = [silent] * 3
+    asked = client(server, name="reward server")
+
+    async def run():
+        tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(3)]
+        while len(server.seen) < 3:
+            await asyncio.sleep(0.002)
+        await asyncio.to_thread(asked.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for failure in asyncio.run(run()):
+        assert str(failure) == "the reward server is closed: make a new one."
+    wait_until(lambda: server.open == 0)
+    assert asked.closed
+
+
+def test_a_request_that_is_cancelled_twice_leaves_no_socket(server):
+    server.faults = [silent]
+    asked = client(server)
+
+    async def run():
+        task = asyncio.create_task(asked.post(BODY, dict))
+        while not server.seen:
+            await asyncio.sleep(0.002)
+        for _ in range(20):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        while server.open:
+            await asyncio.sleep(0.002)
+
+    asyncio.run(asyncio.wait_for(run(), SECONDS))
+    assert not asked._sessions
+
+
+def test_a_client_serves_several_loops_at_once(server):
+    asked, got = client(server, max_connections=2), []
+
+    async def run():
+        return await asyncio.gather(*(asked.post(BODY, dict) for _ in range(20)))
+
+    threads = [threading.Thread(target=lambda: got.extend(asyncio.run(run()))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(got) == 60
+    assert server.most_open <= 6
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"timeout": 0}, "timeout must be positive, got 0"),
+        ({"max_connections": 0}, "max_connections must be positive"),
+        ({"max_retries": -1}, "max_retries must not be negative, got -1"),
+        ({"backoff": -1}, "backoff must not be negative"),
+    ],
+)
+def test_bad_clients_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        HttpClient("http://localhost", **kwargs)
+    with pytest.raises(ValueError, match="url must begin with http"):
+        HttpClient("localhost:80")
+
+
+@pytest.mark.parametrize("body", [{"prompt": {3}}, {"prompt": float("nan")}])
+def test_what_json_cannot_say_is_not_sent(server, body):
+    with pytest.raises(TypeError, match="must be fit for JSON"):
+        ask(client(server), body)
+    assert not server.seen
