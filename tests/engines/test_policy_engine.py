@@ -63,14 +63,31 @@ def generate_all(engine, requests, limits=None, **kwargs):
     return asyncio.run(run())
 
 
-def plain_log_probs(model, prompt, token_ids, temperature=1.0) -> torch.Tensor:
+def law_log_probs(model, prompt, token_ids, temperature=1.0, top_k=0, top_p=1.0) -> torch.Tensor:
+    """The slow and obvious reference: token by token, the distribution that it was sampled from."""
+    logits = (plain_log_probs(model, prompt, token_ids, rows=True) / temperature).double()
+    found = []
+    for row, token in zip(logits, token_ids, strict=True):
+        order = row.argsort(descending=True).tolist()
+        order = order[: top_k or len(order)]
+        kept, total, left = [], 0.0, row[order].softmax(-1).tolist()
+        for name, share in zip(order, left, strict=True):
+            if total < top_p:
+                kept.append(name)
+                total += share
+        assert token in kept
+        found.append(row[token] - row[kept].logsumexp(-1))
+    return torch.stack(found).float()
+
+
+def plain_log_probs(model, prompt, token_ids, temperature=1.0, rows=False) -> torch.Tensor:
     """The slow and obvious reference: one plain forward pass over prompt and answer."""
     ids = torch.tensor([[*prompt, *token_ids]])
     was_training = model.training
     with torch.no_grad():
-        rows = (model.eval()(ids).logits[0] / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+        scores = (model.eval()(ids).logits[0] / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
     model.train(was_training)
-    return rows.gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+    return scores if rows else scores.gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
 
 
 def assert_sampled_by(model, prompt, answer, temperature=1.0) -> None:
@@ -172,6 +189,159 @@ def test_log_probs_are_those_of_the_temperature(model, tokenizer, temperature):
     engine.close()
 
 
+LAWS = [
+    {"temperature": 0.7},
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"temperature": 0.5, "top_k": 9, "top_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("per_call", [False, True])
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_log_probs_and_record_are_those_of_what_was_sampled_from(
+    model, tokenizer, law, per_call, caplog
+):
+    engine = PolicyEngine(wrapper(model, tokenizer, **({} if per_call else law)))
+    requests = prompts(30)
+    for _ in range(2):
+        answers = generate_all(engine, requests, **(law if per_call else {}))
+        for prompt, answer in zip(requests, answers, strict=True):
+            expected = law_log_probs(model, prompt, answer.token_ids, **law)
+            torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+            assert answer.sampling == law
+    engine.close()
+    said = [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()]
+    assert len(said) == (law.keys() != {"temperature"})
+
+
+def test_requests_of_different_laws_are_answered_by_their_own(model, tokenizer):
+    engine = PolicyEngine(wrapper(model, tokenizer, temperature=0.9))
+    laws = [{}, {"top_k": 2}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1.0}, {"top_k": 99}]
+    requests = prompts(50)
+
+    async def run():
+        asked = [engine.generate(prompt, **laws[i % 5]) for i, prompt in enumerate(requests)]
+        return await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+
+    answers = asyncio.run(run())
+    engine.close()
+    for i, (prompt, answer) in enumerate(zip(requests, answers, strict=True)):
+        law = {"temperature": 0.9, **laws[i % 5]}
+        if i % 5 == 2:
+            assert answer.sampling == {"temperature": 0}
+            assert set(answer.log_probs) == {0.0}
+            logits = plain_log_probs(model, prompt, answer.token_ids, rows=True)
+            assert logits.argmax(-1).tolist() == answer.token_ids
+            continue
+        plain = {"temperature": 1.0, "top_k": 99}  # there are 26 tokens
+        assert answer.sampling == {k: v for k, v in law.items() if plain.get(k) != v}
+        expected = law_log_probs(model, prompt, answer.token_ids, **law)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_different_laws_do_not_break_batches_up(model, tokenizer):
+    engine = PolicyEngine(wrapper(model, tokenizer))
+    sizes, sampler = [], engine._answerer._sampler
+    engine._answerer._sampler = lambda *batch: sizes.append(len(batch[0])) or sampler(*batch)
+
+    async def run():
+        asked = [engine.generate([5], temperature=0.5 + i % 2) for i in range(40)]
+        await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+
+    asyncio.run(run())
+    engine.close()
+    assert sum(sizes) == 40
+    assert len(sizes) <= 4
+
+
+class Lawful(Fake):
+    """Samples by its ``generate_kwargs`` and reports log-probabilities of that, or of the model."""
+
+    def __init__(self, model, tokenizer, law, raw=False):
+        super().__init__(model, tokenizer)
+        self.generate_kwargs, self.reported = law, []
+        self.raw = raw
+
+    def forward(self, td):
+        rows, found = [ids.tolist() for ids in td["tokens", "prompt"]], []
+        width = len(td["masks", "all_attention_mask"][0])
+        for row, keep in zip(rows, td["masks", "all_attention_mask"], strict=True):
+            prompt, answer = row[width - int(keep.sum()) :], []
+            for _ in range(4):
+                logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+                logits = logits / self.generate_kwargs.get("temperature", 1)
+                kept = logits.topk(self.generate_kwargs.get("top_k", 26))
+                draw = torch.distributions.Categorical(logits=kept.values).sample()
+                answer.append(int(kept.indices[draw]))
+                if answer[-1] == self.tokenizer.eos_token_id:
+                    break
+            law = {} if self.raw else self.generate_kwargs
+            scores = law_log_probs(self.model, prompt, answer, **law)
+            found.append((answer, scores))
+            self.reported.append(scores.tolist())
+        response = torch.full((len(rows), 4), self.tokenizer.eos_token_id)
+        log_probs = torch.zeros(len(rows), 4)
+        for i, (answer, scores) in enumerate(found):
+            response[i, : len(answer)] = torch.tensor(answer)
+            log_probs[i, : len(answer)] = scores
+        out = {"tokens": {"response": response}, "log_probs": {"response": log_probs}}
+        return td.update(TensorDict(out, batch_size=td.batch_size))
+
+
+@pytest.mark.parametrize("law", [{"temperature": 0.3}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize("raw", [False, True])
+def test_right_numbers_of_a_law_are_handed_on_and_raw_ones_are_not(model, tokenizer, law, raw):
+    if "temperature" in law:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(5)  # far from uniform: the temperature tells
+    policy = Lawful(model, tokenizer, law, raw)
+    engine = PolicyEngine(policy)
+    generate_all(engine, prompts(10))
+    policy.reported.clear()
+    answers = generate_all(engine, prompts(10))
+    engine.close()
+    assert {answer.sampling[name] for answer in answers for name in law} == set(law.values())
+    for prompt, answer in zip(prompts(10), answers, strict=True):
+        expected = law_log_probs(model, prompt, answer.token_ids, **law)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-3, rtol=0)
+    handed_on = [answer.log_probs for answer in answers]
+    assert (sorted(handed_on) == sorted(policy.reported)) == (not raw)
+
+
+def test_a_temperature_that_is_asked_for_is_sampled_with(model, tokenizer):
+    engine = PolicyEngine(wrapper(model, tokenizer), temperature=1e-3)
+    for prompt, answer in zip(requests := prompts(20), generate_all(engine, requests), strict=True):
+        rows = plain_log_probs(model, prompt, answer.token_ids, rows=True)
+        for row, token in zip(rows, answer.token_ids, strict=True):
+            assert row[token] > row.max() - 0.02
+        assert answer.sampling == {"temperature": 1e-3}
+    engine.close()
+    policy = Lawful(model, tokenizer, {"temperature": 0.3})
+    with pytest.raises(ValueError, match=r"the policy's own, which is 0.3, got 0.7"):
+        PolicyEngine(policy, temperature=0.7)
+
+
+def test_what_cannot_be_checked_is_recorded_all_the_same(model, tokenizer, caplog):
+    policy = wrapper(model, tokenizer, repetition_penalty=1.5, top_k=2)
+    engine = PolicyEngine(policy, check=False)
+    answers = generate_all(engine, prompts(5))
+    engine.close()
+    assert [a.sampling for a in answers] == [{"top_k": 2, "repetition_penalty": 1.5}] * 5
+    assert sum("truncated" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_collector_records_the_law(model, tokenizer):
+    engine = PolicyEngine(wrapper(model, tokenizer, temperature=0.7))
+    collector = MultiTurnCollector(
+        GuessNumber(16, turns=2), engine, episodes_per_batch=2, sampling={"top_k": 3}
+    )
+    with collector:
+        batch = next(iter(collector))
+    assert set(batch["sampling", "top_k"].tolist()) == {3}
+    torch.testing.assert_close(batch["sampling", "temperature"], torch.full((len(batch),), 0.7))
+
+
 def test_sampling_is_from_the_models_own_distribution():
     """The host's defaults are greedy, or the best 50, or what the model's generation config says."""
     model, tokenizer = tiny_chat_model(map(str, range(80)), hidden_size=16, intermediate_size=16)
@@ -253,8 +423,8 @@ def test_a_zero_that_looks_right_is_not_the_last_word(model, tokenizer):
     sure = {"value": True}
     plain = engine._answerer._log_probs._plain
 
-    def pretend(prompts, answers, temperature):
-        rows = plain(prompts, answers, temperature)
+    def pretend(prompts, answers, law):
+        rows = plain(prompts, answers, law)
         return [[-1e-9, *row[1:]] if sure["value"] else row for row in rows]
 
     engine._answerer._log_probs._plain = pretend
@@ -559,6 +729,44 @@ def test_closing_ends_a_long_answer_early(model, tokenizer):
     assert len(sampled) < 500
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_engine_may_be_closed_from_anywhere_while_everything_runs(model, tokenizer, checked):
+    """Requests of two loops are under way, and weights are being updated."""
+    engine = PolicyEngine(wrapper(model, tokenizer), max_new_tokens=30, check=checked)
+    results, updated, begun = [], [], threading.Event()
+
+    async def ask():
+        answers = 0
+        try:
+            while True:
+                await asyncio.gather(*(engine.generate(prompt) for prompt in prompts(9)))
+                answers += 1
+                begun.set()
+        except RuntimeError as error:
+            results.append((answers, str(error)))
+
+    def update():
+        try:
+            while True:
+                updated.append(engine.update_weights())
+        except RuntimeError as error:
+            results.append((len(updated), str(error)))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(ask())) for _ in range(2)]
+    threads.append(threading.Thread(target=update))
+    for thread in threads:
+        thread.start()
+    assert begun.wait(SECONDS)
+    closers = [threading.Thread(target=engine.close) for _ in range(3)]
+    for thread in [*closers, *closers]:
+        thread.start() if thread.ident is None else thread.join(SECONDS)
+    assert not [t for t in threading.enumerate() if t.name == "torchrl_mt-policy"]
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert [message for _, message in results] == ["the engine is closed: make a new one."] * 3
+
+
 def test_an_engine_that_is_forgotten_ends_its_thread(model, tokenizer):
     engine = PolicyEngine(wrapper(model, tokenizer))
     generate_all(engine, [[5]])
@@ -730,7 +938,9 @@ def test_the_models_own_mode_is_left_alone(model, tokenizer):
         ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
-        ([5], {"top_k": 3}, TypeError, "top_k"),
+        ([5], {"min_p": 0.1, "seed": 3}, TypeError, r"takes no \['min_p', 'seed'\]"),
+        ([5], {"temperature": -1.0}, ValueError, "temperature must be .* not negative, got -1.0"),
+        ([5], {"top_p": "all"}, TypeError, "top_p must be a number, got 'all'"),
     ],
 )
 def test_bad_requests_are_refused(engine, prompt, kwargs, error, message):
@@ -741,11 +951,9 @@ def test_bad_requests_are_refused(engine, prompt, kwargs, error, message):
 @pytest.mark.parametrize(
     "generate_kwargs",
     [
-        {"top_k": 5},
-        {"top_p": 0.9},
         {"repetition_penalty": 1.2},
-        {"do_sample": False},
         {"num_beams": 2},
+        {"bad_words_ids": [[5]]},
     ],
 )
 def test_another_distribution_is_refused(model, tokenizer, generate_kwargs):
@@ -764,16 +972,32 @@ def test_vllms_sampling_parameters_count_as_well(model, tokenizer):
     (answer,) = generate_all(engine, [[5, 6]])  # reported at temperature 1
     assert_sampled_by(model, [5, 6], answer, temperature=0.5)
     engine.close()
-    policy.sampling_params.top_k = 20
-    with pytest.raises(ValueError, match="top_k"):
+    policy.sampling_params.min_p = 0.2
+    with pytest.raises(ValueError, match="min_p"):
         PolicyEngine(policy)
 
 
-def test_greedy_answers_are_to_be_had_unchecked(model, tokenizer):
-    engine = PolicyEngine(wrapper(model, tokenizer, do_sample=False), check=False)
-    answers = {tuple(answer.token_ids) for answer in generate_all(engine, [[5, 6]] * 4)}
+def test_vllms_stop_tokens_end_answers_as_well(model, tokenizer):
+    policy = Fake(model, tokenizer, lambda plain: plain)
+    policy.sampling_params = SimpleNamespace(stop_token_ids=list(range(4, 26)))
+    engine = PolicyEngine(policy)
+    answers = generate_all(engine, prompts(20))
     engine.close()
-    (answer,) = answers
+    for answer in answers:
+        stops = [token >= 4 or token == tokenizer.eos_token_id for token in answer.token_ids]
+        assert not any(stops[:-1])
+        assert answer.finish_reason == ("stop" if stops[-1] else "length")
+    assert "stop" in {answer.finish_reason for answer in answers}
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_greedy_answers_are_the_likeliest(model, tokenizer, check):
+    engine = PolicyEngine(wrapper(model, tokenizer, do_sample=False), check=check)
+    got = generate_all(engine, [[5, 6]] * 4)
+    engine.close()
+    assert all(answer.sampling == {"temperature": 0} for answer in got)
+    assert not check or {p for answer in got for p in answer.log_probs} == {0.0}
+    (answer,) = {tuple(answer.token_ids) for answer in got}
     best = model.eval()(torch.tensor([[5, 6]])).logits[0, -1].argmax()
     assert answer[0] == best
 

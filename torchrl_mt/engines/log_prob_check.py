@@ -13,7 +13,9 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.objectives.row_log_probs import micro_batches, row_log_probs
 
 __all__ = ["LogProbCheck", "LogProbError", "agrees", "plain_log_probs", "shows_the_model"]
@@ -26,6 +28,11 @@ _CERTAIN = 1e-6
 """Nats. Closer to 0 than this, rounding alone makes a log-probability 0."""
 _WORST = 5.0
 """How many times the tolerance a single number may be off."""
+_ROWS = 256
+"""How many distributions are truncated at once."""
+
+
+_PLAIN = Sampling()
 
 
 class LogProbError(RuntimeError):
@@ -35,10 +42,13 @@ class LogProbError(RuntimeError):
 class LogProbCheck:
     """Decide which log-probabilities answers get: the reported, or those of plain forward passes.
 
+    Those of a forward pass are of the distribution that was sampled from: after temperature and
+    truncation. Each such law is checked by itself, as a sampler may report for one what is right for
+    another.
+
     Args:
         model: what the answers are said to be sampled from, in the mode that it samples in; ``None``
             if it is out of reach.
-        temperature: what the sampler divides the logits by.
         check: compare the reported numbers with plain ones; otherwise they pass as they are.
         tolerance: as in :func:`agrees`; by the model's precision if ``None``.
         max_tokens: most tokens of one forward pass, padding included.
@@ -47,28 +57,27 @@ class LogProbCheck:
     def __init__(
         self,
         model: nn.Module | None,
-        temperature: float,
         check: bool,
         tolerance: float | None,
         max_tokens: int,
     ) -> None:
         self._model = model
-        self._temperature = temperature
         self._check = check
         self._tolerance = tolerance
         self._max_tokens = max_tokens
-        self._recompute: bool | None = None
+        self._recompute: dict[Sampling, bool] = {}
         self._said = False
 
     def recheck(self) -> None:
         """Compare again with the next answers."""
-        self._recompute = None
+        self._recompute.clear()
 
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         reported: Sequence[list[float] | None],
+        law: Sampling = _PLAIN,
     ) -> list[list[float]]:
         """Find the log-probabilities of a batch's answers.
 
@@ -76,37 +85,41 @@ class LogProbCheck:
             prompts: at least one token each.
             answers: the sampled tokens.
             reported: what the sampler reports for each answer, if it does.
+            law: what they were sampled with.
 
         Raises:
             LogProbError: if what is reported is wrong, or missing, and cannot be recomputed.
         """
         given = [row for row in reported if row is not None]
         complete = len(given) == len(reported)
-        if complete and (not self._check or self._recompute is False):
+        recompute = self._recompute.get(law)
+        if complete and (not self._check or recompute is False):
             return given
+        if law.temperature == 0:
+            return [[0.0] * len(answer) for answer in answers]  # the likeliest token is certain
         if self._model is None:
             raise LogProbError(
                 f"the policy reports {_shown(given[0]) if given else 'no log-probabilities'}, and there "
                 "is no model to check them with (policy.model is no nn.Module): pass model=, a model "
                 "with the same weights, or check=False if nothing is trained on the answers."
             )
-        plain = self._plain(prompts, answers, self._temperature)
-        if not self._check or not complete or self._recompute:
+        plain = self._plain(prompts, answers, law)
+        if not self._check or not complete or recompute:
             return plain
         if agrees(_flat(given), _flat(plain), self._limit):
-            if self._is_telling(prompts, answers, given):
-                self._recompute = False
+            if self._is_telling(prompts, answers, given, law):
+                self._recompute[law] = False
             return plain
         if not _flat(plain).isfinite().all() or not self._sampled_by_model(
-            prompts, answers, given, plain
+            prompts, answers, given, plain, law
         ):
             raise LogProbError(
-                f"the policy's log-probabilities are not its model's: {_describe(given, plain)} at "
-                f"temperature={self._temperature}. Does it sample with other weights or another "
-                "temperature? If the difference is rounding, raise tolerance "
+                f"the policy's log-probabilities are not its model's: {_describe(given, plain)} with "
+                f"{law.record() or 'plain sampling'}. Does it sample with other weights, or in another "
+                "way? If the difference is rounding, raise tolerance "
                 f"({self._limit}); with check=False they are handed on as they are."
             )
-        self._recompute = True
+        self._recompute[law] = True
         if not self._said:
             self._said = True
             _logger.warning(
@@ -130,17 +143,18 @@ class LogProbCheck:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         given: list[list[float]],
+        law: Sampling,
     ) -> bool:
         """Whether numbers that agree would not agree if they were wrong as samplers' numbers often are.
 
-        If the model is sure of its answers, a 0.0 that stands for "none" and numbers at another
-        temperature look right; the next answers are compared as well then.
+        If the model is sure of its answers, a 0.0 that stands for "none" and numbers of plain
+        sampling look right; the next answers are compared as well then.
         """
         if all(row[0] == 0 for row in given):
             return False
-        if self._temperature == 1:
+        if law == _PLAIN:
             return True
-        unscaled = self._plain(prompts, answers, 1.0)
+        unscaled = self._plain(prompts, answers, _PLAIN)
         return not agrees(_flat(given), _flat(unscaled), self._limit)
 
     def _sampled_by_model(
@@ -149,26 +163,25 @@ class LogProbCheck:
         answers: Sequence[Sequence[int]],
         given: list[list[float]],
         plain: list[list[float]],
+        law: Sampling,
     ) -> bool:
         """Whether what is right of the reported numbers shows that the model sampled the answers."""
         if shows_the_model(_flat(given), _flat(plain), self._limit):
             return True
-        if self._temperature == 1:
+        if law == _PLAIN:
             return False
-        unscaled = self._plain(prompts, answers, 1.0)
+        unscaled = self._plain(prompts, answers, _PLAIN)
         return shows_the_model(_flat(given), _flat(unscaled), self._limit)
 
     def _plain(
         self,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
-        temperature: float,
+        law: Sampling,
     ) -> list[list[float]]:
         """Log-probabilities by plain forward passes."""
         assert self._model is not None
-        return plain_log_probs(
-            self._model, prompts, answers, temperature=temperature, max_tokens=self._max_tokens
-        )
+        return plain_log_probs(self._model, prompts, answers, law=law, max_tokens=self._max_tokens)
 
 
 def plain_log_probs(
@@ -176,7 +189,7 @@ def plain_log_probs(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     *,
-    temperature: float,
+    law: Sampling = _PLAIN,
     max_tokens: int,
 ) -> list[list[float]]:
     """Score answers with plain forward passes, without gradients.
@@ -185,12 +198,15 @@ def plain_log_probs(
         model: a causal language model, in the mode that it samples in.
         prompts: at least one token each.
         answers: the sampled tokens.
-        temperature: what the logits are divided by.
+        law: what they were sampled with, at a temperature above 0.
         max_tokens: most tokens of one forward pass, padding included.
 
     Returns:
-        A log-probability for every sampled token.
+        A log-probability for every sampled token, after temperature and truncation. A sampled token
+        counts as one that truncation left, whatever rounding makes of it.
     """
+    if law.top_k or law.top_p < 1:
+        model, law = _Truncated(model, law), _PLAIN
     rows = [
         torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)
     ]
@@ -203,10 +219,35 @@ def plain_log_probs(
         attended = position < lengths[batch, None]
         sampled = attended & (position >= starts[batch, None])
         with torch.no_grad():
-            log_probs, _ = row_log_probs(model, tokens, attended, sampled, temperature=temperature)
+            log_probs, _ = row_log_probs(
+                model, tokens, attended, sampled, temperature=law.temperature
+            )
         for i, row, mask in zip(batch.tolist(), log_probs, sampled, strict=True):
             scores[i] = row[mask].tolist()
     return scores
+
+
+class _Truncated(nn.Module):
+    """A model whose logits are those that are sampled from; the token that follows is left in."""
+
+    def __init__(self, model: nn.Module, law: Sampling) -> None:
+        super().__init__()
+        self.model = model
+        self.law = law
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits ``[N, L, V]``."""
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        following = input_ids.roll(-1, 1).reshape(-1, 1)
+        rows = logits.reshape(-1, logits.shape[-1]).float() / self.law.temperature
+        for scores, token in zip(rows.split(_ROWS), following.split(_ROWS), strict=True):
+            kept = scores
+            if self.law.top_k:
+                kept = TopKLogitsWarper(self.law.top_k)(input_ids, kept)
+            if self.law.top_p < 1:
+                kept = TopPLogitsWarper(self.law.top_p)(input_ids, kept)
+            scores.copy_(kept.scatter(1, token, scores.gather(1, token)))
+        return rows.view(logits.shape)
 
 
 def agrees(reported: Tensor, plain: Tensor, tolerance: float) -> bool:

@@ -33,7 +33,8 @@ class _Ticket(Generic[_Q, _A]):
 class MicroBatcher(Generic[_Q, _A]):
     """Gather requests into batches.
 
-    A batch is what waits when the thread becomes free, oldest first. If answering a batch raises,
+    A batch is the oldest request that waits when the thread becomes free, and of the others, oldest
+    first, those that fit. If answering a batch raises,
     its own requests fail and the next batch is answered as if nothing had been.
 
     Args:
@@ -168,10 +169,11 @@ class MicroBatcher(Generic[_Q, _A]):
         """Take the oldest requests that fit together off the queue."""
         batch: list[_Ticket[_Q, _A]] = []
         for ticket in self._waiting:
-            together = [*(taken.request for taken in batch), ticket.request]
-            if batch and (len(batch) == self._max_batch_size or not self._fits(together)):
+            if len(batch) == self._max_batch_size:
                 break
-            batch.append(ticket)
+            # Younger ones go first where they fit; the oldest of all is always taken.
+            if not batch or self._fits([*(taken.request for taken in batch), ticket.request]):
+                batch.append(ticket)
         for ticket in batch:
             del self._waiting[ticket]
         return batch

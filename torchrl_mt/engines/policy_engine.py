@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.modules.llm import LLMWrapperBase
+from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.engines.engine import Completion, Engine
@@ -27,12 +27,20 @@ from torchrl_mt.engines.policy_sampler import (
     require_own_distribution,
 )
 from torchrl_mt.engines.requests import checked_request
+from torchrl_mt.engines.sampling import Sampling
+from torchrl_mt.engines.sampling_arguments import (
+    TruncationWarning,
+    sampling_of,
+    sampling_record,
+)
 from torchrl_mt.engines.transformers_engine import _view
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
 
 _MAX_NEW_TOKENS = 256
+_LAW = {"temperature", "top_k", "top_p"}
+"""What requests may set of :class:`Sampling`."""
 
 
 class PolicyEngine:
@@ -43,18 +51,20 @@ class PolicyEngine:
     used. A policy must not be trained *while* tokens are sampled.
 
     When first used, and again after every update, what the policy reports as log-probabilities is
-    compared with a plain forward pass of its model. If some are wrong (TorchRL 0.14's
-    ``TransformersWrapper`` reports 0.0 for the first token of every answer, and log-probabilities at
-    temperature 1 whatever the temperature), all are recomputed from then on, and the log says so
-    once. If most are wrong, or there is no model to compare with, requests fail.
+    compared with a plain forward pass of its model, after ``temperature``, ``top_k`` and ``top_p``:
+    log-probabilities are those of the distribution that was sampled from. If some are wrong (TorchRL
+    0.14's ``TransformersWrapper`` reports 0.0 for the first token of every answer, and the model's own
+    log-probabilities whatever the temperature and the truncation), all are recomputed from then on, and
+    the log says so once. If most are wrong, or there is no model to compare with, requests fail.
+    ``Completion.sampling`` has what shaped the distribution.
 
     A ``TransformersWrapper`` may have any input mode. Its sampling is from the model's own distribution:
     ``do_sample=True`` without ``top_k`` or ``top_p`` and without the model's generation config (except
-    for its stop tokens), unless its ``generate_kwargs`` say otherwise. Other policies are called with
-    ``("tokens", "prompt")`` and ``("masks", "all_attention_mask")``, padded on the left, and return
-    ``("tokens", "response")`` and ``("log_probs", "response")``: per row without padding, or padded on
-    the right if every row that ends early ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper``
-    are given rows without padding.
+    for its stop tokens), unless its ``generate_kwargs`` or a request say otherwise. Other policies are
+    called with ``("tokens", "prompt")`` and ``("masks", "all_attention_mask")``, padded on the left, and
+    return ``("tokens", "response")`` and ``("log_probs", "response")``: per row without padding, or
+    padded on the right if every row that ends early ends with a stop token. ``vLLMWrapper`` and
+    ``SGLangWrapper`` are given rows without padding.
 
     Args:
         policy: an ``LLMWrapperBase`` or any module (or callable) from TensorDict to TensorDict.
@@ -65,7 +75,9 @@ class PolicyEngine:
             ``generate_kwargs`` say, or 256. Policies other than ``TransformersWrapper`` also keep to
             their own limit: what is beyond the request's is cut off.
         temperature: what the policy divides the logits by; if ``None``, what its ``generate_kwargs``
-            say, or 1. Log-probabilities are those of the divided logits.
+            say, or 1. A ``TransformersWrapper`` is made to; what another policy says of itself must be
+            the same. At 0, or with ``do_sample=False``, the likeliest token is taken, with
+            log-probability 0.
         max_batch_size: most requests of a micro-batch.
         max_wait: seconds that a request waits at most for its micro-batch to fill up.
         check: compare the log-probabilities. Without it they are handed on as they are: do not train
@@ -79,8 +91,9 @@ class PolicyEngine:
 
     Raises:
         TypeError: if ``policy`` is no policy.
-        ValueError: if ``policy`` does not generate one answer per prompt from its model's own
-            distribution, no stop token is known, or a number is out of range.
+        ValueError: if ``policy`` does not generate one answer per prompt from a distribution that
+            follows from its model's, no stop token is known, ``temperature`` is another than the
+            policy's, or a number is out of range.
 
     Examples:
         >>> policy = TransformersWrapper(  # doctest: +SKIP
@@ -106,14 +119,25 @@ class PolicyEngine:
         on_update: Callable[[Any], Any] | None = None,
     ) -> None:
         said = generate_kwargs_of(policy)
-        if temperature is None:
-            # Greedy answers have the model's own log-probabilities.
-            temperature = float(said.get("temperature") or 1.0)
+        arguments = dict(said)
+        if temperature is not None:
+            own = sampling_of(said).temperature
+            if (
+                {"temperature", "do_sample"} & said.keys()
+                and own != temperature
+                and not isinstance(policy, TransformersWrapper)
+            ):
+                raise ValueError(
+                    f"temperature must be the policy's own, which is {own}, got {temperature}: set "
+                    "it on the policy."
+                )
+            arguments["temperature"] = temperature
+            if temperature > 0:
+                arguments.pop("do_sample", None)
         if max_new_tokens is None:
             max_new_tokens = int(said.get("max_new_tokens") or _MAX_NEW_TOKENS)
         for name, value in {
             "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
             "max_batch_size": max_batch_size,
             "max_forward_tokens": max_forward_tokens,
             "tolerance": 1 if tolerance is None else tolerance,
@@ -123,7 +147,7 @@ class PolicyEngine:
         if not max_wait >= 0:
             raise ValueError(f"max_wait must not be negative, got {max_wait}.")
         if check:
-            require_own_distribution(policy)
+            require_own_distribution(arguments)
         self.tokenizer = getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
         self.max_new_tokens = max_new_tokens
         if model is None and isinstance(getattr(policy, "model", None), nn.Module):
@@ -134,13 +158,21 @@ class PolicyEngine:
         self.max_total_tokens = _positions(view)
         """Most tokens of prompt and answer together that the model can place; ``None``: not known."""
         self._vocab_size = _vocab_size(view)
+        self._law = sampling_of(arguments, self._vocab_size)
+        # What else shapes the distribution is the policy's own affair.
+        self._bent = {
+            name: value
+            for name, value in sampling_record(arguments, self._vocab_size).items()
+            if name not in _LAW
+        }
+        self._warn = TruncationWarning()
         stop_ids = _stop_ids(self.tokenizer, model, said)
         self._on_update = on_update
         self._closing = threading.Event()
+        sampler = PolicySampler(policy, view, self.tokenizer, stop_ids, self._closing)
+        self._takes_arguments = sampler.takes_arguments
         self._answerer = _Answerer(
-            PolicySampler(policy, view, self.tokenizer, stop_ids, self._closing),
-            stop_ids,
-            LogProbCheck(view, temperature, check, tolerance, max_forward_tokens),
+            sampler, stop_ids, LogProbCheck(view, check, tolerance, max_forward_tokens)
         )
         self._batcher: MicroBatcher[_Request, Completion] = MicroBatcher(
             self._answerer.answer,
@@ -165,22 +197,27 @@ class PolicyEngine:
         Args:
             prompt_ids: the tokens that the model sees, at least one.
             max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
-            **sampling: none is supported for single requests; set them on the policy.
+            **sampling: with a ``TransformersWrapper``, ``temperature`` (at 0 the likeliest token is
+                taken, with log-probability 0), ``top_k`` and ``top_p`` instead of the policy's;
+                requests that differ in these are answered in different batches. No other argument, and
+                none with another policy, is supported.
 
         Returns:
             The sampled tokens with their log-probabilities, and the version that sampled all of them.
 
         Raises:
             ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
-                :attr:`max_total_tokens`, or if ``max_new_tokens`` is below 1.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is given.
+                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument
+                is out of range.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
             RuntimeError: if the engine is closed, the policy raised (which is the cause), or its
                 log-probabilities are refused.
         """
-        if sampling:
+        unknown = sorted(sampling.keys() - (_LAW if self._takes_arguments else set()))
+        if unknown:
             raise TypeError(
-                f"PolicyEngine.generate takes no {sorted(sampling)}: sampling arguments are set on "
-                "the policy."
+                f"PolicyEngine.generate takes no {unknown}: sampling arguments are set on the policy; "
+                "of a request to a TransformersWrapper one may set temperature, top_k and top_p."
             )
         total = self.max_total_tokens
         prompt, limit = checked_request(
@@ -191,7 +228,14 @@ class PolicyEngine:
             bound=f"the {total} tokens that the model's positions allow",
             vocab_size=self._vocab_size,
         )
-        return await self._batcher.ask(_Request(prompt, limit))
+        law = self._law
+        if sampling:
+            asked = sampling_of(sampling, self._vocab_size)
+            given = (name for name, value in sampling.items() if value is not None)
+            law = law.changed(**{name: getattr(asked, name) for name in given})
+        record = law.record() | self._bent
+        self._warn(record)
+        return await self._batcher.ask(_Request(prompt, limit, law, record))
 
     def update_weights(
         self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
@@ -241,15 +285,19 @@ class _Request:
 
     prompt: list[int]
     limit: int
+    law: Sampling
+    record: dict[str, Any]
 
 
 class _Fits:
-    """Whether requests may share a batch, in which every answer may become as long as the longest."""
+    """Whether requests may share a batch, which has one law, and whose answers may all become long."""
 
     def __init__(self, max_total_tokens: int | None) -> None:
         self._max_total_tokens = max_total_tokens
 
     def __call__(self, requests: list[_Request]) -> bool:
+        if requests[-1].law != requests[0].law:
+            return False
         if self._max_total_tokens is None:
             return True
         longest = max(len(request.prompt) for request in requests)
@@ -272,12 +320,13 @@ class _Answerer:
 
     def answer(self, requests: list[_Request]) -> list[Completion]:
         """Sample an answer to every request."""
-        prompts = [request.prompt for request in requests]
-        drawn = self._sampler(prompts, [request.limit for request in requests])
+        prompts, law = [request.prompt for request in requests], requests[0].law
+        drawn = self._sampler(prompts, [request.limit for request in requests], law)
         log_probs = self._log_probs(
             prompts,
             [answer.token_ids for answer in drawn],
             [answer.reported for answer in drawn],
+            law,
         )
         return [
             Completion(
@@ -285,8 +334,9 @@ class _Answerer:
                 scores,
                 [self.version] * len(answer.token_ids),
                 "stop" if answer.token_ids[-1] in self._stop_ids else "length",
+                sampling=request.record,
             )
-            for answer, scores in zip(drawn, log_probs, strict=True)
+            for request, answer, scores in zip(requests, drawn, log_probs, strict=True)
         ]
 
     def updated(self) -> int:
@@ -308,7 +358,11 @@ def _stop_ids(
     """Every token that ends an answer: by tokenizer, model and policy."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     known: list[Any] = [getattr(tokenizer, "eos_token_id", None)]
-    for ids in (configured, generate_kwargs.get("eos_token_id")):
+    for ids in (
+        configured,
+        generate_kwargs.get("eos_token_id"),
+        generate_kwargs.get("stop_token_ids"),  # vLLM's
+    ):
         known += ids if isinstance(ids, list) else [ids]
     stop_ids = frozenset(token for token in known if token is not None and token >= 0)
     if not stop_ids:

@@ -18,24 +18,10 @@ from torch import nn
 from torchrl.modules.llm import LLMWrapperBase, SGLangWrapper, TransformersWrapper, vLLMWrapper
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
-__all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
+from torchrl_mt.engines.sampling import Sampling
+from torchrl_mt.engines.sampling_arguments import NEUTRAL
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "do_sample": (None, True),
-    "top_k": (None, 0, -1),
-    "top_p": (None, 1),
-    "min_p": (None, 0),
-    "num_beams": (None, 1),
-    "repetition_penalty": (None, 1),
-    "encoder_repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "diversity_penalty": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
-    "force_words_ids": (None, []),
-}
-"""Of what bends the distribution that is sampled from, the values that do not."""
+__all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +38,9 @@ class PolicySampler:
     """Sample a batch of answers with a TorchRL policy.
 
     A ``TransformersWrapper`` is rebuilt around ``model`` for tokens in and out and padded output (its
-    unpadded output leaves out every sampled token that equals the padding token), and samples from the
-    model's own distribution unless its ``generate_kwargs`` say otherwise. Any other policy is used as it
-    is, in evaluation mode, and its answers are cut to the limit.
+    unpadded output leaves out every sampled token that equals the padding token), and samples by the law
+    that it is given. Any other policy is used as it is, in evaluation mode, and its answers are cut to
+    the limit.
 
     Args:
         policy: what samples.
@@ -80,7 +66,8 @@ class PolicySampler:
         self._stop_ids = stop_ids
         pad = getattr(tokenizer, "pad_token_id", None)
         self._pad_id: int = min(stop_ids) if pad is None else pad
-        self._takes_limit = isinstance(policy, TransformersWrapper)
+        self.takes_arguments = isinstance(policy, TransformersWrapper)
+        """Whether limit and law are what a call says, or the policy's own affair."""
         # These read prompts row by row and would take padding for a part of the prompt.
         self._ragged = isinstance(policy, (vLLMWrapper, SGLangWrapper))
         if isinstance(policy, TransformersWrapper):
@@ -98,20 +85,27 @@ class PolicySampler:
         self._tokens = getattr(policy, "tokens_key", "tokens")
         self._log_probs = getattr(policy, "log_probs_key", "log_probs")
 
-    def __call__(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[Drawn]:
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        law: Sampling = Sampling(),  # noqa: B008 - it is frozen
+    ) -> list[Drawn]:
         """Sample an answer to every prompt.
 
         Args:
             prompts: at least one token each.
             limits: the longest answer to each.
+            law: what to sample with, if the policy takes arguments.
 
         Raises:
             RuntimeError: if what the policy returns is not one answer to each of the prompts.
         """
-        if self._takes_limit:
+        if self.takes_arguments:
             # The policy is our own: nobody else reads these.
             generate_kwargs: dict[str, Any] = self._policy.generate_kwargs  # type: ignore[attr-defined]
             generate_kwargs["max_new_tokens"] = max(limits)
+            generate_kwargs.update(_law_kwargs(law))
         batch = self._batch(prompts)
         with torch.no_grad(), _evaluating(self._policy):
             out = self._policy(batch)
@@ -178,31 +172,29 @@ def generate_kwargs_of(policy: Any) -> Mapping[str, Any]:
     """How a policy was told to sample, by transformers' names; empty if it does not say."""
     kwargs = getattr(policy, "generate_kwargs", None)
     if isinstance(kwargs, Mapping):
-        return kwargs
+        return {name: value for name, value in kwargs.items() if value is not None}
     params = getattr(policy, "sampling_params", None)  # vLLM's
-    names = {
-        "max_tokens": "max_new_tokens",
-        "n": "num_return_sequences",
-        "temperature": "temperature",
-    }
-    names |= {name: name for name in _NEUTRAL}
+    names = {name: name for name in (*NEUTRAL, "temperature", "top_k", "top_p", "stop_token_ids")}
+    names |= {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
     return {names[name]: getattr(params, name) for name in names if hasattr(params, name)}
 
 
-def require_own_distribution(policy: Any) -> None:
-    """Refuse a policy that says it does not sample from its model's own distribution.
+def require_own_distribution(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments after which a sampler's distribution cannot be computed from its model's.
+
+    Temperature, ``top_k`` and ``top_p`` are accounted for.
+
+    Args:
+        arguments: how a policy samples, by :func:`generate_kwargs_of`.
 
     Raises:
-        ValueError: if it truncates or penalises, or does not sample at all.
+        ValueError: if it penalises, searches, or truncates otherwise.
     """
-    kwargs = generate_kwargs_of(policy)
     bent = {
-        name: kwargs[name]
-        for name, neutral in _NEUTRAL.items()
-        if name in kwargs and kwargs[name] not in neutral
+        name: arguments[name]
+        for name, neutral in NEUTRAL.items()
+        if name in arguments and arguments[name] not in neutral
     }
-    if kwargs.get("temperature") == 0:
-        bent["temperature"] = 0
     if bent:
         raise ValueError(
             f"policy must sample from its model's own distribution, got generate_kwargs {bent}: "
@@ -267,20 +259,29 @@ def _rebuilt(
         inplace=False,
         num_samples=None,
     )
-    given = dict(own.generate_kwargs)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    if given.get("do_sample") is False or given.get("temperature") == 0:
-        sampling = {"do_sample": False}
-        given = {name: given[name] for name in given.keys() - {"temperature", "top_k", "top_p"}}
-    ends = StoppingCriteriaList([_Closing(closing)])
+    given = dict(generate_kwargs_of(own))
+    for name in _law_kwargs(Sampling()):
+        given.pop(name, None)
+    ends = StoppingCriteriaList([*given.pop("stopping_criteria", []), _Closing(closing)])
     own.generate_kwargs = {
-        **sampling,
         **given,
         "eos_token_id": sorted(stop_ids),
         "pad_token_id": pad_id,
         "stopping_criteria": ends,
     }
     return own
+
+
+def _law_kwargs(law: Sampling) -> dict[str, Any]:
+    """A law by transformers' names."""
+    if law.temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    return {
+        "do_sample": True,
+        "temperature": float(law.temperature),
+        "top_k": law.top_k,
+        "top_p": float(law.top_p),
+    }
 
 
 class _Closing:
