@@ -218,6 +218,8 @@ def test_a_request_that_is_cancelled_twice_leaves_no_socket(server):
         task = asyncio.create_task(asked.post(BODY, dict))
         while not server.seen:
             await asyncio.sleep(0.002)
+        await asyncio.gather(*(asked.post(BODY, dict) for _ in range(5)))
+        assert server.open > 2
         for _ in range(20):
             task.cancel()
             await asyncio.sleep(0)

@@ -293,8 +293,8 @@ class Lawful(Fake):
 @pytest.mark.parametrize("raw", [False, True])
 def test_right_numbers_of_a_law_are_handed_on_and_raw_ones_are_not(model, tokenizer, law, raw):
     if "temperature" in law:
-        with torch.no_grad():
-            model.lm_head.weight.mul_(5)  # far from uniform: the temperature tells
+        with torch.no_grad():  # neither uniform nor certain: the temperature tells
+            model.lm_head.weight.div_(model.eval()(torch.tensor([[5, 6, 7, 8]])).logits.std())
     policy = Lawful(model, tokenizer, law, raw)
     engine = PolicyEngine(policy)
     generate_all(engine, prompts(10))

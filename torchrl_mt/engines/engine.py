@@ -23,7 +23,8 @@ class Completion:
         versions: the weight version that sampled each.
         finish_reason: ``"stop"`` if the model ended its answer by itself, ``"length"`` if it was cut.
         sampling: the arguments that shaped the distribution where they differ from plain sampling at
-            temperature 1, such as ``temperature``, ``top_k`` and ``top_p``.
+            temperature 1, such as ``temperature``, ``top_k`` and ``top_p``. An engine that can give no
+            log-probabilities of that distribution says so here.
 
     Raises:
         ValueError: if the lists differ in length.

@@ -6,6 +6,7 @@ recomputed where enough of them show that the model is the right one, and refuse
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Sequence
@@ -237,7 +238,10 @@ class _Truncated(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits ``[N, L, V]``."""
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        accepted = inspect.signature(self.model.forward).parameters
+        options = {"use_cache": False} if "use_cache" in accepted else {}
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
         following = input_ids.roll(-1, 1).reshape(-1, 1)
         rows = logits.reshape(-1, logits.shape[-1]).float() / self.law.temperature
         for scores, token in zip(rows.split(_ROWS), following.split(_ROWS), strict=True):
