@@ -27,6 +27,7 @@ from torchrl_mt.engines.continuous_batching import Manager
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.requests import checked_request, integers
 from torchrl_mt.engines.sampling import Sampling, random_word
+from torchrl_mt.engines.sampling_arguments import TruncationWarning
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
 
 __all__ = ["TransformersEngine"]
@@ -110,7 +111,7 @@ class TransformersEngine:
                 raise ValueError(f"{name} must be positive, got {value}.")
         self._sampling = Sampling().changed(temperature, top_k, top_p)
         self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
-        self._warned = False
+        self._warn = TruncationWarning()
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -330,14 +331,7 @@ class TransformersEngine:
                     "top_k and top_p are engine-wide where generation is captured in CUDA graphs: give "
                     "TransformersEngine a top_k or top_p (0 or 1 will do), then requests may differ."
                 )
-            if not self._warned:
-                self._warned = True
-                _logger.warning(
-                    "Sampling with %s is truncated: its log-probabilities are renormalised over the "
-                    "tokens that were left, so importance ratios against the full distribution of "
-                    "the model are biased. Completion.sampling records it.",
-                    record,
-                )
+            self._warn(record)
         return record
 
     def _check_open(self) -> None:
