@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import re
@@ -551,28 +552,110 @@ def test_close_leaves_no_subprocess():
         env.step("hello")
 
 
-def test_close_waits_for_the_step_under_way():
-    entered, go_on = threading.Event(), threading.Event()
+class Slow:
+    """A factory of environments whose tool waits until it may go on."""
 
-    def slow():
-        entered.set()
-        assert go_on.wait(30)
-        return "done"
+    def __init__(self):
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.made = []
 
-    env = ChatEnvAdapter(lambda: ChatEnv().append_transform(SimpleToolTransform({"slow": slow})))
+    def __call__(self):
+        def slow():
+            self.entered.set()
+            assert self.go_on.wait(30)
+            return "done"
+
+        env = ChatEnv().append_transform(SimpleToolTransform({"slow": slow}))
+        self.made.append(env.append_transform(Closing()))
+        return self.made[-1]
+
+    def closed(self):
+        return [env.transform[-1].closed for env in self.made]
+
+
+def test_close_does_not_wait_for_the_step_under_way_which_closes_itself():
+    slow = Slow()
+    env = ChatEnvAdapter(slow)
     env.reset("hello")
     steps = []
     stepping = threading.Thread(target=lambda: steps.append(env.step("<tool>slow\n</tool>")))
     stepping.start()
-    assert entered.wait(30)
-    closing = threading.Thread(target=env.close)
-    closing.start()
-    assert closing.is_alive()
-    go_on.set()
+    assert slow.entered.wait(30)
+    env.close()
+    env.close()
+    assert slow.closed() == [0]
+    slow.go_on.set()
     stepping.join(30)
-    closing.join(30)
     assert steps[0].messages[0]["content"].endswith("done")
-    assert env._env is None
+    assert slow.closed() == [1]
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step("hi")
+
+
+def test_a_reset_after_a_close_during_a_step_has_an_environment():
+    slow = Slow()
+    env = ChatEnvAdapter(slow)
+    env.reset("hello")
+    stepping = threading.Thread(target=env.step, args=["<tool>slow\n</tool>"])
+    stepping.start()
+    assert slow.entered.wait(30)
+    env.close()
+    resetting = threading.Thread(target=env.reset, args=["again"])
+    resetting.start()
+    slow.go_on.set()
+    stepping.join(30)
+    resetting.join(30)
+    assert slow.closed() == [1, 0]
+    assert not env.step("hi").done
+    env.close()
+    assert slow.closed() == [1, 1]
+
+
+def test_a_close_during_a_reset_closes_what_it_makes():
+    entered, go_on = threading.Event(), threading.Event()
+    made = []
+
+    def factory():
+        entered.set()
+        assert go_on.wait(30)
+        made.append(ChatEnv().append_transform(Closing()))
+        return made[-1]
+
+    env = ChatEnvAdapter(factory)
+    resetting = threading.Thread(target=env.reset, args=["hello"])
+    resetting.start()
+    assert entered.wait(30)
+    env.close()
+    go_on.set()
+    resetting.join(30)
+    assert made[0].transform[-1].closed == 1
+
+
+@given(st.lists(st.sampled_from(["step", "close", "reset"]), min_size=2, max_size=12))
+@settings(max_examples=20, deadline=None)
+def test_whatever_meets_in_an_adapter_every_environment_is_closed_once(calls):
+    made = []
+
+    def factory():
+        made.append(ChatEnv().append_transform(Closing()))
+        return made[-1]
+
+    env = ChatEnvAdapter(factory)
+    env.reset("hello")
+
+    def call(name):
+        with contextlib.suppress(RuntimeError):  # no episode under way
+            {"step": lambda: env.step("hi"), "reset": lambda: env.reset("hello")}.get(
+                name, env.close
+            )()
+
+    threads = [threading.Thread(target=call, args=[name]) for name in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    env.close()
+    assert [environment.transform[-1].closed for environment in made] == [1] * len(made)
 
 
 def test_a_copy_shares_the_factory_and_nothing_else(adapter):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class ChatEnvAdapter(TextEnv):
         self.reward_key = reward_key
         self._draws = _Draws()
         self._lock = threading.Lock()
+        self._is_to_close = False
         self._env: EnvBase | None = None
         self._root: TensorDictBase | None = None
         self._given: set[str] = set()
@@ -119,7 +121,7 @@ class ChatEnvAdapter(TextEnv):
                 that needs what only a policy could give it (tokens, log-probabilities); or if ``data``
                 does not tell the prompt.
         """
-        with self._lock, torch.no_grad():
+        with self._alone():
             env = self.factory()
             if not isinstance(env, EnvBase):
                 raise TypeError(
@@ -153,7 +155,7 @@ class ChatEnvAdapter(TextEnv):
             RuntimeError: if no episode is under way, or the environment changed messages that the
                 model has already seen or written.
         """
-        with self._lock, torch.no_grad():
+        with self._alone():
             if self._env is None or self._root is None:
                 raise RuntimeError(
                     "ChatEnvAdapter.step was called with no episode under way: call reset first."
@@ -184,9 +186,33 @@ class ChatEnvAdapter(TextEnv):
             )
 
     def close(self) -> None:
-        """Close the environment, once a step under way has ended."""
-        with self._lock:
-            self._close()
+        """Close the environment: at once, or when a step or reset under way in another thread ends.
+
+        Returns at once in the second case, since that may never end.
+        """
+        self._is_to_close = True
+        self._close_if_asked()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Use the environment while no other thread does; it is closed if one has asked for it."""
+        try:
+            with self._lock, torch.no_grad():
+                if self._is_to_close:  # Asked before this began: not what this is about to make.
+                    self._is_to_close = False
+                    self._close()
+                yield
+        finally:
+            self._close_if_asked()
+
+    def _close_if_asked(self) -> None:
+        """Close, unless who holds the lock will do so: they look here once they have released it."""
+        while self._is_to_close and self._lock.acquire(blocking=False):
+            try:
+                self._is_to_close = False
+                self._close()
+            finally:
+                self._lock.release()
 
     def _close(self) -> None:
         env, self._env, self._root = self._env, None, None
