@@ -296,14 +296,14 @@ def test_a_slow_environment_delays_only_itself(guesser):
     data = [{"turns": 3}, *[{"turns": 2}] * 19]
     with MultiTurnCollector(Slow, guesser, data, episodes_per_batch=20) as collector:
         done_before_the_slow_one = []
-        play = collector._failure_of
+        play = collector._player.failure_of
 
         async def watched(episode, sampling):
             failure = await play(episode, sampling)
             done_before_the_slow_one.append(episode.data["turns"])
             return failure
 
-        collector._failure_of = watched
+        collector._player.failure_of = watched
         next(iter(collector))
     assert done_before_the_slow_one == [2] * 19 + [3]
 

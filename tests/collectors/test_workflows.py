@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.envs.llm import ChatEnv
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.workflow import resolve
+from torchrl_mt.envs import TextEnv, TextStep
 
 from .scripted import ScriptedEngine
 
@@ -234,6 +237,53 @@ def test_names_and_classes_are_resolved(engine):
 def test_what_cannot_play_is_refused_by_name(env, kwargs, error, message):
     with pytest.raises(error, match=message):
         resolve(env, kwargs)
+
+
+class Room(TextEnv):
+    """Has arguments, and holds what cannot be copied."""
+
+    def __init__(self, size, *, doors=1):
+        self.lock = threading.Lock()
+
+    def reset(self, data=None):
+        return [{"role": "user", "content": "guess"}]
+
+    def step(self, response):
+        return TextStep(done=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs", "message"),
+    [
+        (Room, {}, r"Room\(size, \*, doors=1\).*missing a required argument: 'size'"),
+        (Room, {"size": 1, "door": 2}, "unexpected keyword argument 'door'"),
+        (f"{__name__}.Room", {"size": 1, "door": 2}, "unexpected keyword argument 'door'"),
+        (Play, {"call": 2}, "unexpected keyword argument 'call'"),
+        (ChatEnv, {"batchsize": 2}, "unexpected keyword argument 'batchsize'"),
+        (TextEnv, {}, r"TextEnv has no \['reset', 'step'\]"),
+        (lambda size: Room(size), None, "must be called without arguments: .*'size'"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_play(env, kwargs, message):
+    with pytest.raises(TypeError, match=message):
+        resolve(env, kwargs)
+
+
+def test_what_cannot_be_copied_is_refused_before_play():
+    with pytest.raises(TypeError, match=r"Room.*cannot pickle.*lambda: Room\(\.\.\.\)") as caught:
+        resolve(Room(1))
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("code", ["undefined", "1 / 0", "import no_such_module", "def"])
+def test_a_module_that_fails_is_named(tmp_path, monkeypatch, code):
+    (tmp_path / "broken_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ImportError, match=r"env 'broken_module\.Env': importing .* failed"
+    ) as caught:
+        resolve("broken_module.Env")
+    assert type(caught.value.__cause__).__name__ in caught.value.args[0]
 
 
 def test_each_episode_has_its_own_context(engine):

@@ -1,38 +1,47 @@
 """An event loop in a thread of its own, driven from ordinary code.
 
 Works where a loop runs already (a notebook), lets Ctrl-C through even where a blocking call never
-returns, and leaves nothing behind when closed but such calls, in threads that die with the process.
+returns, and leaves nothing when closed but such calls, in threads that die with the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import contextvars
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from torchrl_mt.collectors.behind import Behind, cancel_all, make_task
 
 __all__ = ["LoopClosedError", "LoopThread", "call_in_thread", "cancel_all"]
 
 _T = TypeVar("_T")
+CLOSE_SECONDS = 10.0
+"""Seconds for the background to end where who closes a loop does not say how many."""
+INTERRUPT_SECONDS = 5.0
+"""Seconds for the background to end before an interrupt goes on; it may take longer."""
 _PATIENCE = 5.0
 """Seconds for tasks to end when nobody asked to close: at garbage collection or interpreter exit."""
 _GRACE = 0.5
 """Seconds for a loop to stop whose tasks did not end in time."""
 
 
-async def call_in_thread(function: Callable[..., _T], *args: Any) -> _T:
+async def call_in_thread(
+    function: Callable[..., _T], *args: Any, unclaimed: Callable[[_T], object] | None = None
+) -> _T:
     """Call a blocking function in a thread of its own.
 
     Unlike ``asyncio.to_thread``, a call that never returns keeps neither the process from ending nor
-    other calls from beginning.
+    other calls from beginning. It runs in a copy of the caller's context.
 
     Args:
         function: what to call.
         *args: its arguments.
+        unclaimed: called, in a thread too, with a result that came after the caller was cancelled or
+            its loop closed.
 
     Returns:
         What it returned.
@@ -58,14 +67,37 @@ async def call_in_thread(function: Callable[..., _T], *args: Any) -> _T:
         except BaseException as error:
             hand_back(returned.set_exception, error)
         else:
-            hand_back(returned.set_result, result)
+            hand_back(returned.set_result, result, unclaimed)
 
-    def hand_back(setter: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: None if returned.done() else setter(value))
+    def hand_back(
+        setter: Callable[[Any], None], value: Any, too_late: Callable[[Any], object] | None = None
+    ) -> None:
+        def settle() -> None:
+            if not returned.done():
+                setter(value)
+            elif too_late is not None:
+                _start(too_late, value)
 
-    threading.Thread(target=work, name="torchrl_mt-call", daemon=True).start()
-    return await returned
+        try:
+            loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            if too_late is not None:
+                too_late(value)
+
+    _start(work)
+    try:
+        return await returned
+    except asyncio.CancelledError:
+        # The result may have come in the same iteration as the cancellation.
+        arrived = returned.done() and not returned.cancelled() and returned.exception() is None
+        if unclaimed is not None and arrived:
+            _start(unclaimed, returned.result())
+        raise
+
+
+def _start(function: Callable[..., object], *args: Any) -> None:
+    """Call a function in a thread that dies with the process."""
+    threading.Thread(target=function, args=args, name="torchrl_mt-call", daemon=True).start()
 
 
 class LoopThread:
@@ -85,6 +117,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(make_task)
         # A daemon, so that a script which dies without closing does not hang on it.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -129,13 +162,15 @@ class LoopThread:
             self._jobs.waiting.discard(future)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Cancel what runs and end the thread.
+        """Cancel what runs, wait for the background, and end the thread.
 
         Args:
-            timeout: seconds to wait for what runs; as long as it takes if ``None``.
+            timeout: seconds to wait for both; if ``None``, as long as it takes for what runs and
+                :data:`CLOSE_SECONDS` for the background.
 
         Returns:
-            Whether everything has ended. What has not is left behind in a daemon thread.
+            Whether everything has ended in time, or was given up after :data:`CLOSE_SECONDS`. What has
+            not is left behind in a daemon thread.
         """
         with self._lock:
             first = self._closer.detach() is not None
@@ -157,11 +192,12 @@ class _Job:
         self.task: asyncio.Task[Any] | None = None
 
     def end_in(self, loop: asyncio.AbstractEventLoop) -> concurrent.futures.Future[None]:
-        """Have the task cancelled; the future is done once it has ended."""
+        """Have the task cancelled; the future is done once it has ended, and what it left behind."""
         return asyncio.run_coroutine_threadsafe(self._end(), loop)
 
     async def _end(self) -> None:
         await cancel_all([] if self.task is None else [self.task])
+        await Behind.of(asyncio.get_running_loop()).wait(INTERRUPT_SECONDS)
 
 
 class _Jobs:
@@ -181,34 +217,38 @@ class _Jobs:
         finally:
             self._tasks.discard(task)
 
-    def settle_in(self, loop: asyncio.AbstractEventLoop) -> concurrent.futures.Future[None]:
-        """Have everything in the loop cancelled; the future is done once it has ended."""
-        return asyncio.run_coroutine_threadsafe(self._settle(), loop)
+    def settle_in(
+        self, loop: asyncio.AbstractEventLoop, seconds: float
+    ) -> concurrent.futures.Future[bool]:
+        """Have everything in the loop end, the background in so many seconds.
 
-    async def _settle(self) -> None:
-        """Let the coroutines end what they began, then cancel what is left."""
+        The future is done once it has ended; it tells whether the background did by itself.
+        """
+        return asyncio.run_coroutine_threadsafe(self._settle(seconds), loop)
+
+    async def _settle(self, seconds: float) -> bool:
+        """Let the coroutines end what they began, cancel what is left, and wait for the background."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        behind = Behind.of(loop)
         await cancel_all(set(self._tasks))
+        await cancel_all(asyncio.all_tasks() - set(behind.tasks) - {asyncio.current_task()})
+        in_time = await behind.settle(max(deadline - loop.time(), 0.0))
         await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
-
-
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        return in_time
 
 
 def _close(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, jobs: _Jobs, timeout: float | None
 ) -> bool:
     """End a loop and its thread; tell whether all of it has ended in time."""
-    settled = jobs.settle_in(loop)
-    in_time = bool(concurrent.futures.wait([settled], timeout).done)
+    settled = jobs.settle_in(loop, CLOSE_SECONDS if timeout is None else timeout)
+    # A background that is given up still has to end.
+    concurrent.futures.wait([settled], None if timeout is None else timeout + _GRACE)
     for future in tuple(jobs.waiting):
         future.cancel()
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(None if in_time else _GRACE)
+    thread.join(None if settled.done() else _GRACE)
     if not thread.is_alive():
         loop.close()
-    return in_time
+    return settled.done() and (timeout is None or settled.result())

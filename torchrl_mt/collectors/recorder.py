@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import index
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.ledger import Line
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.engines import Completion, Engine
+from torchrl_mt.engines.sampling import random_word
 
 __all__ = ["LimitReached", "Recorder", "within"]
 
@@ -45,7 +49,13 @@ class Recorder:
         episode: the ledger to fill.
         limits: what the episode may use. The engine's ``max_total_tokens`` and ``max_new_tokens``, if it
             has such, bound the conversation and each response like the limits of the same meaning.
-        sampling: arguments for every call, unless the call has its own.
+        sampling: arguments for every call, unless the call has its own. ``max_new_tokens`` bounds the
+            responses like ``limits.max_response_tokens``. ``seed`` stands for a seed of 31 bits for each
+            call, which follows from it, the episode's group and rank, and the call's number.
+
+    Raises:
+        ValueError: if ``max_new_tokens`` is below 1.
+        TypeError: if ``seed`` is no integer.
     """
 
     def __init__(
@@ -56,15 +66,23 @@ class Recorder:
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.engine = engine
-        self.limits = limits.within(engine)
         self._episode = episode
         self._sampling = dict(sampling or {})
+        self._seed = _member_seed(self._sampling.pop("seed", None), episode)
+        longest = self._sampling.pop("max_new_tokens", None)
+        self.limits = _bounded(limits, longest).within(engine)
+        self.reached: StopReason | None = None
+        """The limit that the last calls were refused for, or that one ran into; a limit of time is never
+        forgotten."""
+        self._refused_at = 0
+        """How many calls had begun when the last was refused."""
         self._lines: list[Line] = []
         """What the model has seen, the line that was added to last at the end."""
         self._order: list[int] = []
         """When the calls behind the turns began, counted."""
         self._calls = self._running = 0
-        self._closed = False
+        self.closed = False
+        """Whether the episode is over, or its time is up."""
 
     @property
     def version(self) -> int:
@@ -102,17 +120,19 @@ class Recorder:
         """
         self._check_open()
         limits = self.limits
-        if limits.max_turns is not None and len(self._order) + self._running >= limits.max_turns:
-            raise LimitReached(StopReason.MAX_TURNS)
         budget, reached = limits.response_budget(len(prompt_ids))
+        if limits.max_turns is not None and len(self._order) + self._running >= limits.max_turns:
+            raise self._refusal(StopReason.MAX_TURNS)
         if budget == 0:
-            raise LimitReached(reached)
+            raise self._refusal(reached)
         if max_new_tokens is not None:
             budget = max_new_tokens if budget is None else min(budget, max_new_tokens)
         line = self._line_of(prompt_ids)
         prompt, call = line.prompt(), self._calls
         self._calls += 1
         self._running += 1
+        if self._seed is not None:
+            sampling.setdefault("seed", _bits(self._seed, call))
         begin = time.perf_counter()
         try:
             answer = await within(
@@ -121,6 +141,7 @@ class Recorder:
                 ),
                 limits.turn_timeout,
                 StopReason.TURN_TIMEOUT,
+                time_is_up=partial(self._refusal, StopReason.TURN_TIMEOUT),
             )
         finally:
             self._running -= 1
@@ -129,6 +150,8 @@ class Recorder:
         place = bisect(self._order, call)
         self._order.insert(place, call)
         self._episode.turns.insert(place, turn)
+        if self.reached is not None and not self.reached.of_time and call >= self._refused_at:
+            self.reached = None  # Whoever plays has found a way around it.
         if len(line) == len(prompt):
             line.add(answer.token_ids)
         return answer
@@ -146,10 +169,17 @@ class Recorder:
 
     def close(self) -> None:
         """Answer no more: the episode is over."""
-        self._closed = True
+        self.closed = True
+
+    def _refusal(self, reason: StopReason) -> LimitReached:
+        """What a call is refused by, remembered in case that whoever plays swallows it."""
+        if self.reached is None or not self.reached.of_time:
+            self.reached = reason
+            self._refused_at = self._calls
+        return LimitReached(reason)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the episode is over: its engine answers no more")
 
     def _line_of(self, prompt: Sequence[int]) -> Line:
@@ -165,8 +195,42 @@ class Recorder:
         return line
 
 
-async def within(work: Coroutine[Any, Any, _T], seconds: float | None, reason: StopReason) -> _T:
+def _bounded(limits: Limits, max_new_tokens: int | None) -> Limits:
+    """The limits, with responses no longer than ``max_new_tokens``."""
+    if max_new_tokens is None:
+        return limits
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+    longest = min(max_new_tokens, limits.max_response_tokens or max_new_tokens)
+    return replace(limits, max_response_tokens=longest)
+
+
+def _member_seed(seed: Any, episode: Episode) -> int | None:
+    """The seed of one member of a group."""
+    if seed is None:
+        return None
+    try:
+        seed = index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an integer, got {seed!r}.") from None
+    return random_word(random_word(seed, episode.group), episode.rank)
+
+
+def _bits(seed: int, call: int) -> int:
+    """The seed of a call; of 31 bits, since not every server takes more."""
+    return random_word(seed, call) >> 33
+
+
+async def within(
+    work: Coroutine[Any, Any, _T],
+    seconds: float | None,
+    reason: StopReason,
+    *,
+    time_is_up: Callable[[], object] | None = None,
+) -> _T:
     """What the coroutine returns, or ``LimitReached`` if that takes too long.
+
+    Then ``time_is_up`` is called, before the coroutine learns of it.
 
     As a task of its own, so that an error of its own that looks like ours is not taken for it.
     """
@@ -177,6 +241,8 @@ async def within(work: Coroutine[Any, Any, _T], seconds: float | None, reason: S
         await asyncio.wait([task], timeout=seconds)
         if task.done():
             return task.result()
+        if time_is_up is not None:
+            time_is_up()
         raise LimitReached(reason)
     finally:
         if not task.done():

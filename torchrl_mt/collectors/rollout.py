@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors import context
+from torchrl_mt.collectors.behind import Behind
 from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
-from torchrl_mt.collectors.workflow import Player, Rejected, enter_result
+from torchrl_mt.collectors.workflow import (
+    MakePlayer,
+    Player,
+    Rejected,
+    Workflow,
+    enter_result,
+)
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 
-__all__ = ["play_chat", "play_episode"]
+__all__ = ["play_chat", "play_episode", "play_workflow"]
 
 _T = TypeVar("_T")
+_logger = logging.getLogger("torchrl_mt")
 
 
 async def play_episode(
-    make_player: Callable[[], Player],
+    make_player: MakePlayer,
     engine: Engine,
     make_chat: Callable[[], ChatTokens],
     limits: Limits,
@@ -60,6 +69,7 @@ async def play_episode(
             _play(make_player, recorder, make_chat, episode),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
+            time_is_up=recorder.close,
         )
     except LimitReached as limit:
         if not episode.turns:
@@ -70,35 +80,54 @@ async def play_episode(
 
 
 async def _play(
-    make_player: Callable[[], Player],
+    make_player: MakePlayer,
     recorder: Recorder,
     make_chat: Callable[[], ChatTokens],
     episode: Episode,
 ) -> None:
     """Play the episode by an environment or a workflow."""
-    player = make_player()
-    if isinstance(player, TextEnv):
-        await play_chat(player, recorder, make_chat(), episode)
+    player = await _made(make_player)
+    if not isinstance(player, TextEnv):
+        await play_workflow(player, recorder, episode)
         return
-    result = None
     try:
-        result = await player.arun_episode(recorder, episode.data)
+        await play_chat(player, recorder, make_chat(), episode)
+    finally:
+        _close(player)
+
+
+async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode) -> None:
+    """Have a workflow play an episode.
+
+    Args:
+        workflow: what plays.
+        recorder: the engine that it is given.
+        episode: the episode that the recorder fills.
+    """
+    escaped = result = None
+    try:
+        result = await workflow.arun_episode(recorder, episode.data)
     except LimitReached as limit:
-        if limit.reason.of_time:
-            episode.turns.clear()  # What they were worth will never be known.
-        raise
+        escaped = limit
     except asyncio.CancelledError:
         episode.turns.clear()
         raise
+    # A workflow may swallow what ends it, but a limit of time is no reward.
+    reached = StopReason.EPISODE_TIMEOUT if recorder.closed else recorder.reached
+    if reached is not None and reached.of_time:
+        episode.turns.clear()  # What they were worth will never be known.
+        raise LimitReached(reached)
+    if escaped is not None:
+        raise escaped
     enter_result(episode, result)
-    episode.stop_reason = StopReason.DONE
+    episode.stop_reason = reached or StopReason.DONE
 
 
 async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode: Episode) -> None:
     """Play an episode in an environment that talks.
 
     Args:
-        env: an environment that no other episode uses; it is closed at the end, whatever that is.
+        env: an environment that no other episode uses.
         recorder: answers the prompts, and enters them as turns.
         chat: turns messages into tokens.
         episode: the episode that the recorder fills.
@@ -139,6 +168,8 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             turn.reward, turn.info = _reward(step), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be")
+            if recorder.closed:  # The environment went on when its time was up.
+                raise LimitReached(StopReason.EPISODE_TIMEOUT)
             answered = True
             if step.done:
                 episode.stop_reason = StopReason.TRUNCATED if step.truncated else StopReason.DONE
@@ -155,8 +186,36 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
     finally:
         if not answered:
             recorder.drop_last()
-        if type(env).close is not TextEnv.close:
-            await _ask(env, env.close)
+
+
+async def _made(make_player: MakePlayer) -> Player:
+    """The player of an episode, made without holding up the others."""
+    if make_player.at_once:
+        return make_player()
+    return await call_in_thread(make_player, unclaimed=_close_unused)
+
+
+def _close_unused(player: Player) -> None:
+    """Close an environment that was made too late; to be called in a thread, with or without a loop."""
+    if isinstance(player, TextEnv):
+        try:
+            closing = player.close()
+            if inspect.isawaitable(closing):
+                asyncio.run(_awaited(closing))
+        except BaseException as error:
+            _logger.warning("closing %s failed.", type(player).__name__, exc_info=error)
+
+
+async def _awaited(value: Awaitable[_T]) -> _T:
+    """What may be awaited, as the coroutine that a loop runs."""
+    return await value
+
+
+def _close(env: TextEnv) -> None:
+    """Close an environment; nobody waits for that."""
+    if type(env).close is not TextEnv.close:
+        behind = Behind.of(asyncio.get_running_loop())
+        behind.begin(_ask(env, env.close), f"closing {type(env).__name__}")
 
 
 async def _answer(env: TextEnv, response: str, limits: Limits, used: float) -> TextStep:

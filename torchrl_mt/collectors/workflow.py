@@ -8,7 +8,10 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -24,6 +27,9 @@ from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 __all__ = ["Rejected", "Workflow", "enter_result", "resolve"]
 
 Player: TypeAlias = "TextEnv | Workflow"
+
+_AT_ONCE = 0.002
+"""Seconds that the making of a player may hold up the others."""
 
 
 @runtime_checkable
@@ -67,7 +73,20 @@ class Rejected(Exception):
         self.cause = cause
 
 
-def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> Callable[[], Player]:
+class MakePlayer(Protocol):
+    """Makes the player of an episode, in any thread."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether that takes no time to speak of."""
+        ...
+
+    def __call__(self) -> Player:
+        """A player for one episode; a workflow may be the same each time."""
+        ...
+
+
+def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakePlayer:
     """What makes the player of an episode.
 
     Args:
@@ -77,19 +96,23 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> Calla
         workflow_kwargs: arguments for the class.
 
     Raises:
-        TypeError: if it is none of these.
-        ImportError: if the string names nothing; says what was tried.
+        TypeError: if it is none of these, an instance that cannot be copied, a class or callable that
+            takes other arguments, or a class without a method that it needs.
+        ImportError: if the string names nothing or what it names cannot be imported; says what was
+            tried.
     """
     if isinstance(env, str):
         env = _named(env)
     kwargs = dict(workflow_kwargs or {})
-    if inspect.isclass(env):
+    if isinstance(env, type):
+        can_play = issubclass(env, (TextEnv, EnvBase)) or hasattr(env, "arun_episode")
+        if not can_play:
+            raise _not_a_player(f"the class {env.__name__}")
+        _require_fit(env, kwargs)
         if issubclass(env, TextEnv):
-            return lambda: env(**kwargs)
+            return _Make(partial(env, **kwargs), at_once=env.inline)
         if issubclass(env, EnvBase):
             return _MadeBy(partial(env, **kwargs))
-        if not hasattr(env, "arun_episode"):
-            raise _not_a_player(f"the class {env.__name__}")
         env, kwargs = env(**kwargs), {}
     if kwargs:
         raise TypeError(
@@ -97,15 +120,17 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> Calla
             f"{sorted(kwargs)}"
         )
     if isinstance(env, TextEnv):
-        return lambda: copy.deepcopy(env)
+        is_quick = _seconds_to_copy(env) < _AT_ONCE
+        return _Make(partial(copy.deepcopy, env), at_once=env.inline and is_quick)
     if hasattr(env, "arun_episode"):
         if not inspect.iscoroutinefunction(env.arun_episode):
             raise TypeError(
                 f"{type(env).__name__}.arun_episode must be an async method: async def "
                 "arun_episode(self, engine, data)"
             )
-        return lambda: env
+        return _Make(lambda: env, at_once=True)
     if callable(env) and not isinstance(env, EnvBase):
+        _require_no_arguments(env)
         return _MadeBy(env)
     raise _not_a_player(type(env).__name__)
 
@@ -171,12 +196,79 @@ def _numbers(values: Sequence[Any]) -> list[float]:
     return [float(value) for value in values]
 
 
+def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a class that cannot be made with these arguments."""
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise TypeError(
+            f"env must define all methods that it needs, but {cls.__name__} has no {missing}."
+        )
+    # TorchRL's environments are made by a metaclass, whose signature says nothing.
+    function: Any = vars(cls).get("__init__", EnvBase.__init__) if issubclass(cls, EnvBase) else cls
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C
+        return
+    try:
+        signature.bind(*(() if function is cls else (None,)), **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"workflow_kwargs must be the arguments of {cls.__name__}{signature}, got "
+            f"{sorted(kwargs)}: {error}"
+        ) from None
+
+
+def _require_no_arguments(factory: Callable[..., Any]) -> None:
+    """Refuse a callable that cannot be called as it is."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(
+            f"env, a callable that makes an environment, must be called without arguments: {error}"
+        ) from None
+
+
+def _seconds_to_copy(env: TextEnv) -> float:
+    """How long it takes to copy an environment; one that cannot be copied is refused."""
+    begin = time.perf_counter()
+    try:
+        copy.deepcopy(env)
+        return time.perf_counter() - begin
+    except Exception as error:
+        name = type(env).__name__
+        raise TypeError(
+            f"env is copied for each episode, but this {name} cannot be copied "
+            f"({type(error).__name__}: {error}): give the class {name}, with its arguments as "
+            f"workflow_kwargs, or a callable that makes one, lambda: {name}(...)."
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Make:
+    """Players made by a function."""
+
+    make: Callable[[], Player]
+    at_once: bool
+
+    def __call__(self) -> Player:
+        return self.make()
+
+
 class _MadeBy:
     """Players made by a factory; TorchRL's environments are adapted."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._factory = factory
         self._adapter: ChatEnvAdapter | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def at_once(self) -> bool:
+        return self._adapter is not None
 
     def __call__(self) -> Player:
         if self._adapter is None:
@@ -186,8 +278,9 @@ class _MadeBy:
             if not isinstance(made, EnvBase):
                 raise _not_a_player(f"a callable that makes {type(made).__name__}")
             made.close()
-            # Its copies share what they draw of a data loader, so that groups share an item.
-            self._adapter = ChatEnvAdapter(self._factory)
+            with self._lock:
+                # Its copies share what they draw of a data loader, so that groups share an item.
+                self._adapter = self._adapter or ChatEnvAdapter(self._factory)
         return copy.deepcopy(self._adapter)
 
 
@@ -206,9 +299,9 @@ def _named(name: str) -> Any:
         raise ImportError(f'env must be named as "package.module.Class", got {name!r}')
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         raise ImportError(
-            f"env {name!r}: importing the module {module_name!r} failed: {error}"
+            f"env {name!r}: importing the module {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error
     try:
         return getattr(module, attribute)

@@ -108,4 +108,9 @@ class TextEnv(ABC):
         """
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - optional on purpose
-        """Release what the environment holds; it is not used afterwards."""
+        """Release what the environment holds; it is not used afterwards.
+
+        A collector closes an environment when its episode is over, however that ended, and goes on
+        meanwhile; an error here is logged. A plain method may run while a call that was given up, since
+        it took too long, is still under way in another thread.
+        """

@@ -1,0 +1,352 @@
+"""Closing an environment: after its episode, beside the others, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.transforms import Transform
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector, context, loop_thread
+from torchrl_mt.envs import TextEnv, TextStep
+
+from .scripted import ScriptedEngine
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return ScriptedEngine(
+        tokenizer, lambda _: [tokenizer.convert_tokens_to_ids("8"), tokenizer.eos_token_id]
+    )
+
+
+@pytest.fixture
+def hang():
+    """What never returns, while the test lasts."""
+    event = threading.Event()
+    yield event.wait
+    event.set()
+
+
+class Once(TextEnv):
+    """One turn; ``close`` is what the test makes of it."""
+
+    inline = True
+
+    def reset(self, data=None):
+        self.data = data
+        return [{"role": "user", "content": "guess"}]
+
+    def step(self, response):
+        return TextStep(reward=1.0, done=True)
+
+
+@pytest.mark.parametrize("name", ["tool_timeout", "turn_timeout", "episode_timeout"])
+def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(engine, hang, name):
+    closed = threading.Event()
+
+    class Hangs(Transform):
+        def _step(self, tensordict, next_tensordict):
+            hang()
+            return next_tensordict
+
+        def _reset(self, tensordict, tensordict_reset):
+            return tensordict_reset
+
+        def close(self):
+            closed.set()
+
+    collector = MultiTurnCollector(
+        lambda: ChatEnv().append_transform(Hangs()),
+        engine,
+        [{"query": "guess"}],
+        episodes_per_batch=1,
+        max_consecutive_failures=1,
+        limits=Limits(**{name: 0.3}, max_turns=2),
+    )
+    with pytest.raises(RuntimeError, match=name):
+        next(iter(collector))
+    assert collector.stats()[f"rejected/{name}"] == 1
+    collector.shutdown()
+    # Whoever made the collector wait is closed when it comes back.
+    closed.clear()
+    hang.__self__.set()
+    assert closed.wait(30)
+
+
+@pytest.mark.parametrize("inner", ["thread", "async"])
+@pytest.mark.parametrize(
+    "limits", [Limits(), Limits(tool_timeout=0.2, turn_timeout=0.2), Limits(episode_timeout=0.3)]
+)
+def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, limits, inner):
+    monkeypatch.setattr(loop_thread, "CLOSE_SECONDS", 0.2)
+
+    class Hangs(Once):
+        inline = False
+
+        def close(self):
+            if self.data["hangs"]:
+                hang()
+
+    class HangsAsync(Once):
+        async def close(self):
+            if self.data["hangs"]:
+                await asyncio.sleep(3600)
+
+    with MultiTurnCollector(
+        Hangs if inner == "thread" else HangsAsync,
+        engine,
+        [{"hangs": True}, {"hangs": False}],
+        episodes_per_batch=4,
+        total_episodes=8,
+        limits=limits,
+    ) as collector:
+        batches = list(collector)
+        assert len(batches) == 2
+        for batch in batches:
+            assert set(batch["stop_reason"]) == {"done"}
+            assert batch["next", "terminated"].all()
+            assert (batch["next", "reward"] == 1).all()
+        assert collector.stats()["rejected"] == 0
+        caplog.set_level(logging.WARNING, logger="torchrl_mt")
+    assert "4 environments did not close within 0.2 seconds" in caplog.text
+
+
+def test_shutdown_waits_for_a_close_as_long_as_it_is_told(engine, hang):
+    class Hangs(Once):
+        inline = False
+
+        def close(self):
+            hang()
+
+    collector = MultiTurnCollector(Hangs, engine, episodes_per_batch=1)
+    next(iter(collector))
+    with pytest.raises(TimeoutError, match=r"did not end within timeout=0\.1"):
+        collector.shutdown(timeout=0.1)
+    assert not collector._thread._thread.is_alive()
+
+
+def test_a_close_is_waited_for_with_what_it_has_begun(engine):
+    closed = []
+
+    class Slow(Once):
+        async def close(self):
+            async def slowly():
+                await asyncio.sleep(0.2)
+                closed.append(context.get().task_id)
+
+            await asyncio.gather(slowly(), asyncio.wait_for(slowly(), 30))
+
+    data = [{"task_id": k} for k in range(3)]
+    with MultiTurnCollector(Slow, engine, data, episodes_per_batch=3) as collector:
+        next(iter(collector))
+    assert sorted(closed) == [0, 0, 1, 1, 2, 2]
+
+
+def test_an_interrupt_lets_environments_close_with_what_they_have_begun(engine):
+    closed = []
+
+    class Slow(Once):
+        async def step(self, response):
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+            await asyncio.sleep(3600)
+
+        async def close(self):
+            await asyncio.wait_for(asyncio.sleep(0.2), 30)
+            closed.append(1)
+
+    for kwargs in ({}, {"max_staleness": 1}):
+        closed.clear()
+        with MultiTurnCollector(Slow, engine, episodes_per_batch=1, **kwargs) as collector:
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(collector))
+            assert len(closed) == 1
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("error", [OSError("no sandbox"), SystemExit(3)])
+def test_a_close_that_fails_is_logged_once_and_costs_nothing(engine, caplog, inline, error):
+    class Fails(Once):
+        def close(self):
+            raise error
+
+    Fails.inline = inline
+    caplog.set_level(logging.WARNING, logger="torchrl_mt")
+    with MultiTurnCollector(Fails, engine, episodes_per_batch=4, total_episodes=8) as collector:
+        assert sum(len(batch) for batch in collector) == 8
+    assert collector.stats()["accepted"] == collector.stats()["started"] == 8
+    (record,) = caplog.records
+    assert "closing Fails failed" in record.message
+    assert record.exc_info[1] is error
+
+
+def test_an_environment_is_closed_where_the_tokenizer_cannot_talk(engine, hang):
+    closed = threading.Event()
+
+    class Closes(Once):
+        def close(self):
+            closed.set()
+
+    class Silent:
+        def __call__(self, *_, **__):
+            raise OSError("no tokenizer")
+
+    with MultiTurnCollector(
+        lambda: Closes(), engine, episodes_per_batch=1, max_consecutive_failures=1
+    ) as collector:
+        collector._player._get_chat = Silent()
+        with pytest.raises(RuntimeError, match="OSError: no tokenizer"):
+            next(iter(collector))
+    assert closed.is_set()
+
+
+def test_an_interrupt_gets_through_a_close_that_never_returns():
+    code = """
+    import os, signal, threading, time
+    from torchrl_mt.collectors import MultiTurnCollector, loop_thread
+    from torchrl_mt.envs import TextEnv
+    from torchrl_mt.testing import tiny_chat_tokenizer
+    from tests.collectors.scripted import ScriptedEngine
+
+    loop_thread.INTERRUPT_SECONDS = 0.5
+    tokenizer = tiny_chat_tokenizer("guess 8")
+    engine = ScriptedEngine(tokenizer, lambda _: [5, tokenizer.eos_token_id])
+
+    class Blocks(TextEnv):
+        def reset(self, data=None):
+            return [{"role": "user", "content": "guess"}]
+
+        def step(self, response):
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            threading.Event().wait()
+
+        def close(self):
+            threading.Event().wait()
+
+    collector = MultiTurnCollector(Blocks, engine, episodes_per_batch=1)
+    try:
+        next(iter(collector))
+    except KeyboardInterrupt:
+        print("interrupted", collector.stats()["rejected/cancelled"])
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["interrupted", "1"]
+
+
+# Making
+
+
+@pytest.mark.parametrize("how", ["factory", "copy", "slow copy", "class"])
+def test_an_environment_is_made_beside_the_others(engine, how):
+    """The loop goes on while one is made: another episode is played to its end meanwhile."""
+    one, other = threading.Event(), threading.Event()
+    made = []
+
+    def make():
+        if made:
+            made.append(2)
+            assert one.wait(30)
+        else:
+            made.append(1)
+
+    class Env(Once):
+        inline = how == "slow copy"
+
+        def __init__(self):
+            if "copy" not in how:
+                make()
+
+        def __deepcopy__(self, memo):
+            if other.is_set():
+                make()
+            else:
+                time.sleep(0.02)
+            return Env()
+
+        def step(self, response):
+            one.set()
+            return super().step(response)
+
+    env = {"factory": lambda: Env(), "class": Env}.get(how) or Env()
+    with MultiTurnCollector(env, engine, episodes_per_batch=2) as collector:
+        other.set()
+        assert len(next(iter(collector))) == 2
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("down", [False, True])
+def test_what_is_made_too_late_is_closed(engine, is_async, down):
+    entered, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Once):
+        def close(self):
+            closed.set()
+
+    class LateAsync(Once):
+        async def close(self):
+            await asyncio.sleep(0)
+            closed.set()
+
+    def factory():
+        if context.get().task_id == 0:
+            entered.set()
+            assert go_on.wait(30)
+            return LateAsync() if is_async else Late()
+        return Once()
+
+    with MultiTurnCollector(
+        factory,
+        engine,
+        [{"task_id": 0}, {"task_id": 1}],
+        episodes_per_batch=1,
+        max_concurrency=1,
+        max_consecutive_failures=2,
+        limits=Limits(episode_timeout=0.2),
+    ) as collector:
+        next(iter(collector))
+        assert collector.stats()["rejected/episode_timeout"] == 1
+        assert entered.is_set()
+        if down:
+            collector.shutdown()
+        go_on.set()
+        assert closed.wait(30)
+
+
+def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
+    """Also if they are made at once: what they draw of a data loader is theirs together."""
+    from torchrl_mt.collectors.workflow import resolve
+
+    made = []
+
+    def factory():
+        time.sleep(0.05)
+        made.append(ChatEnv())
+        return made[-1]
+
+    make = resolve(factory)
+    players = []
+    threads = [threading.Thread(target=lambda: players.append(make())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len({id(player._draws) for player in players}) == 1
+    assert len({id(player) for player in players}) == 4

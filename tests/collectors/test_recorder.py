@@ -1,0 +1,307 @@
+"""What an episode's engine allows, remembers and asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
+from torchrl_mt.envs import TextEnv, TextStep
+
+from .scripted import ScriptedEngine
+
+
+class Asked(ScriptedEngine):
+    """Remembers the arguments of every call; slow from call ``slow_from`` on."""
+
+    slow_from = 10**9
+
+    def __init__(self, tokenizer, rule):
+        super().__init__(tokenizer, rule)
+        self.asked = []
+
+    async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
+        self.asked.append({"max_new_tokens": max_new_tokens, **sampling})
+        if len(self.asked) > self.slow_from:
+            await asyncio.sleep(3600)
+        return await super().generate(prompt_ids, max_new_tokens=max_new_tokens, **sampling)
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return Asked(tokenizer, lambda prompt: [prompt[-1] + 1, tokenizer.eos_token_id])
+
+
+class Play:
+    """Three calls; a limit is dealt with by ``caught``."""
+
+    def __init__(self, caught):
+        self.caught = caught
+
+    async def arun_episode(self, engine, data):
+        prompt = [5, 6]
+        try:
+            for _ in range(3):
+                answer = await engine.generate(prompt)
+                prompt = [*prompt, *answer.token_ids, 7]
+        except Exception:
+            return await self.caught(engine)
+        return 1.0
+
+
+async def give_up(engine):
+    return 0.25
+
+
+async def give_up_late(engine):
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        return 0.25
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_time_limit_that_a_workflow_caught_is_no_reward(engine, first):
+    engine.slow_from = first
+    with (
+        MultiTurnCollector(
+            Play(give_up),
+            engine,
+            episodes_per_batch=1,
+            max_consecutive_failures=1,
+            limits=Limits(turn_timeout=0.1),
+        ) as collector,
+        pytest.raises(RuntimeError, match="turn_timeout"),
+    ):
+        next(iter(collector))
+    assert collector.stats()["rejected/turn_timeout"] == 1
+
+
+def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine):
+    class Retries:
+        async def arun_episode(self, recorder, data):
+            engine.slow_from = 0
+            try:
+                await recorder.generate([5, 6])
+            except LimitReached:
+                engine.slow_from = 10**9
+            await recorder.generate([5, 6])
+            return 1.0
+
+    with (
+        MultiTurnCollector(
+            Retries(),
+            engine,
+            episodes_per_batch=1,
+            max_consecutive_failures=1,
+            limits=Limits(turn_timeout=0.1),
+        ) as collector,
+        pytest.raises(RuntimeError, match="turn_timeout"),
+    ):
+        next(iter(collector))
+
+
+def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(engine):
+    class Swallows:
+        async def arun_episode(self, engine, data):
+            await engine.generate([5, 6])
+            return await give_up_late(engine)
+
+    with (
+        MultiTurnCollector(
+            Swallows(),
+            engine,
+            episodes_per_batch=1,
+            max_consecutive_failures=1,
+            limits=Limits(episode_timeout=0.1),
+        ) as collector,
+        pytest.raises(RuntimeError, match="episode_timeout"),
+    ):
+        next(iter(collector))
+
+
+def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(engine):
+    class Swallows(TextEnv):
+        def reset(self, data=None):
+            self.turns = 0
+            return [{"role": "user", "content": "guess"}]
+
+        async def step(self, response):
+            self.turns += 1
+            if self.turns == 2:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+            return TextStep(reward=1.0, done=self.turns == 2)
+
+    with MultiTurnCollector(
+        Swallows,
+        engine,
+        episodes_per_batch=1,
+        max_consecutive_failures=1,
+        limits=Limits(episode_timeout=0.5),
+    ) as collector:
+        batch = next(iter(collector))
+    assert batch["stop_reason"] == ["episode_timeout"]
+    assert batch["next", "truncated"].all()
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns"), [(Limits(max_turns=1), 1), (Limits(max_episode_tokens=6), 2)]
+)
+def test_a_limit_that_a_workflow_caught_is_why_it_ended_and_its_reward_stands(
+    engine, limits, turns
+):
+    with MultiTurnCollector(
+        Play(give_up), engine, episodes_per_batch=1, max_consecutive_failures=1, limits=limits
+    ) as collector:
+        batch = next(iter(collector))
+    (reason,) = (name for name in ("max_turns", "max_episode_tokens") if getattr(limits, name))
+    assert batch["stop_reason"] == [*[""] * (turns - 1), reason]
+    assert batch["next", "reward"].flatten().tolist() == [*[0.0] * (turns - 1), 0.25]
+    assert batch["next", "truncated"].flatten().tolist() == [*[False] * (turns - 1), True]
+    assert not batch["next", "terminated"].any()
+
+
+def test_a_limit_that_a_workflow_found_a_way_around_is_not_why_it_ended(engine):
+    class Shortens:
+        async def arun_episode(self, engine, data):
+            with pytest.raises(LimitReached):
+                await engine.generate([5] * 8)
+            await engine.generate([5] * 4)
+            return 1.0
+
+    with MultiTurnCollector(
+        Shortens(),
+        engine,
+        episodes_per_batch=1,
+        max_consecutive_failures=1,
+        limits=Limits(max_episode_tokens=8),
+    ) as collector:
+        batch = next(iter(collector))
+    assert batch["stop_reason"] == ["done"]
+    assert batch["next", "terminated"].all()
+
+
+def test_a_call_that_was_under_way_is_no_way_around_a_limit(engine):
+    class AtOnce:
+        async def arun_episode(self, engine, data):
+            first = asyncio.ensure_future(engine.generate([5]))
+            await asyncio.sleep(0)
+            with pytest.raises(LimitReached):
+                await engine.generate([6])
+            await first
+            return 1.0
+
+    with MultiTurnCollector(
+        AtOnce(),
+        engine,
+        episodes_per_batch=1,
+        max_consecutive_failures=1,
+        limits=Limits(max_turns=1),
+    ) as collector:
+        batch = next(iter(collector))
+    assert batch["stop_reason"] == ["max_turns"]
+
+
+# Sampling
+
+
+class Talk(TextEnv):
+    inline = True
+
+    def reset(self, data=None):
+        self.turns = 0
+        return [{"role": "user", "content": "guess"}]
+
+    def step(self, response):
+        self.turns += 1
+        return TextStep([{"role": "user", "content": "higher"}], reward=1.0, done=self.turns == 2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "budget"),
+    [
+        (Limits(), 8, 8),
+        (Limits(max_response_tokens=4), 8, 4),
+        (Limits(max_response_tokens=9), 8, 8),
+        (Limits(max_response_tokens=9), None, 9),
+    ],
+)
+def test_max_new_tokens_among_the_sampling_arguments_is_a_budget(engine, limits, asked, budget):
+    with MultiTurnCollector(
+        Talk,
+        engine,
+        episodes_per_batch=1,
+        max_consecutive_failures=1,
+        limits=limits,
+        sampling={"max_new_tokens": asked},
+    ) as collector:
+        next(iter(collector))
+        assert {call["max_new_tokens"] for call in engine.asked} == {budget}
+        engine.asked.clear()
+        collector.evaluate([0], max_new_tokens=3)
+        assert {call["max_new_tokens"] for call in engine.asked} == {3}
+
+
+def test_an_answer_cut_by_max_new_tokens_has_reached_the_limit_of_a_response(engine):
+    with MultiTurnCollector(
+        Talk,
+        engine,
+        episodes_per_batch=1,
+        limits=Limits(max_episode_tokens=500),
+        sampling={"max_new_tokens": 1},
+    ) as collector:
+        assert next(iter(collector))["stop_reason"] == ["max_response_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"seed": "x"}, "seed must be an integer, got 'x'"),
+    ],
+)
+def test_bad_sampling_arguments_are_named(engine, sampling, message):
+    with (
+        MultiTurnCollector(
+            Talk, engine, episodes_per_batch=1, max_consecutive_failures=1, sampling=sampling
+        ) as collector,
+        pytest.raises(RuntimeError, match=message),
+    ):
+        next(iter(collector))
+
+
+def seeds(engine, seed, **kwargs):
+    engine.asked.clear()
+    with MultiTurnCollector(
+        Talk, engine, episodes_per_batch=12, group_size=3, sampling={"seed": seed}, **kwargs
+    ) as collector:
+        next(iter(collector))
+    return [call["seed"] for call in engine.asked]
+
+
+def test_a_seed_makes_a_run_repeat_and_no_two_calls_alike(engine):
+    first = seeds(engine, 7)
+    assert len(set(first)) == len(first) == 24
+    assert all(0 <= seed < 2**31 for seed in first)
+    # Whatever order the episodes are played in.
+    assert sorted(seeds(engine, 7, max_concurrency=1)) == sorted(first)
+    assert not set(seeds(engine, 8)) & set(first)
+
+
+def test_a_call_may_have_a_seed_of_its_own(engine):
+    class Seeds:
+        async def arun_episode(self, engine, data):
+            await engine.generate([5], seed=3)
+            await engine.generate([5], seed=None)
+            await engine.generate([5])
+            return 1.0
+
+    with MultiTurnCollector(
+        Seeds(), engine, episodes_per_batch=1, sampling={"seed": 7}
+    ) as collector:
+        next(iter(collector))
+    assert [call["seed"] for call in engine.asked][:2] == [3, None]
+    assert engine.asked[2]["seed"] not in (3, None, 7)
