@@ -6,18 +6,19 @@ token lies in exactly one row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from torchrl_mt.transforms.row_plan import plan_rows
+
 __all__ = ["MergeTurns"]
 
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
-_TOKEN_BYTES = 8
 
 
 class MergeTurns(Transform):
@@ -121,10 +122,18 @@ class MergeTurns(Transform):
                 "MergeTurns needs a flat, non-empty batch of turns, got batch size "
                 f"{list(tensordict.batch_size)}: flatten it with reshape(-1)."
             )
-        prompt, response = _token_ids(tensordict, _PROMPT), _token_ids(tensordict, _RESPONSE)
+        prompts, given = _token_ids(tensordict, _PROMPT)
+        responses, sizes = _token_ids(tensordict, _RESPONSE)
+        if 0 in given:
+            raise ValueError(
+                f"MergeTurns: turn {given.index(0)} of the batch has an empty prompt, and nothing "
+                "predicts the first token of a row: begin prompts with a token (a begin-of-sequence "
+                "token will do), and drop turns in which the model was not called."
+            )
+        response = torch.cat(list(responses))
         ids = _column(tensordict, self.traj_key)
         episode = _episode_index(tensordict, ids, self.traj_key)
-        plan = _plan(prompt, response, episode.tolist())
+        plan = plan_rows(prompts, response, sizes, episode.tolist())
         length = max(plan.row_length)
         if self.max_length is not None and length > self.max_length:
             which = int(episode[plan.row_turn[plan.row_length.index(length)]])
@@ -133,14 +142,15 @@ class MergeTurns(Transform):
                 f"max_length={self.max_length}: raise it, or bound episodes where they are collected."
             )
 
-        device = prompt.flat.device
-        row, known, turn = (
-            torch.tensor(x, device=device) for x in (plan.row, plan.known, plan.turn)
+        device = response.device
+        row, known, turn, prompt_size, size = (
+            torch.tensor(x, device=device) for x in (plan.row, plan.known, plan.turn, given, sizes)
         )
         row_turn = torch.tensor(plan.row_turn, device=device)
-        start, added = row * length, prompt.size - known
-        given = _ranges(start + known, added)
-        sampled = _ranges(start + prompt.size, response.size)
+        added = prompt_size - known
+        start = row * length
+        new = _ranges(start + known, added)
+        sampled = _ranges(start + prompt_size, size)
         shape = (len(plan.row_turn), length)
 
         def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
@@ -149,11 +159,10 @@ class MergeTurns(Transform):
             out.view(-1).scatter_(0, at, values)
             return out
 
-        tokens = table(self.pad_token_id, torch.int64, sampled, response.flat)
-        new = _ranges(_starts(prompt.size) + known, added)
-        tokens.view(-1).scatter_(0, given, prompt.flat.index_select(0, new))
-        turns = table(-1, torch.int64, sampled, turn.repeat_interleave(response.size))
-        turns.view(-1).scatter_(0, given, turn.repeat_interleave(added))
+        tokens = table(self.pad_token_id, torch.int64, sampled, response.long())
+        tokens.view(-1).scatter_(0, new, plan.added.to(device))
+        turns = table(-1, torch.int64, sampled, turn.repeat_interleave(size))
+        turns.view(-1).scatter_(0, new, turn.repeat_interleave(added))
         group = _column(tensordict, "group")
         index = episode[row_turn]
         traj = index if ids is None else ids[row_turn].long()
@@ -169,10 +178,10 @@ class MergeTurns(Transform):
             "episode_index": index.clone(),
             "fork": torch.tensor(plan.row_fork, device=device),
         }
-        log_probs = _sampled_leaf(tensordict, ("log_probs", "response"), response)
+        log_probs = _sampled_leaf(tensordict, ("log_probs", "response"), sizes)
         if log_probs is not None:
             rows["log_probs", "full"] = table(0.0, torch.float32, sampled, log_probs.float())
-        versions = _sampled_leaf(tensordict, ("versions", "response"), response)
+        versions = _sampled_leaf(tensordict, ("versions", "response"), sizes)
         if versions is not None:
             full = table(-1, torch.int64, sampled, versions.long())
             newest = full.amax(-1)
@@ -188,7 +197,7 @@ class MergeTurns(Transform):
             rows["rewards", "full"] = rewards
         returns = _column(tensordict, ("next", "return"))
         if returns is not None:
-            values = returns.float().repeat_interleave(response.size)
+            values = returns.float().repeat_interleave(size)
             rows["rewards", "to_go"] = table(0.0, torch.float32, sampled, values)
         return TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
 
@@ -198,84 +207,6 @@ class MergeTurns(Transform):
             "MergeTurns acts on whole episodes and not on the steps of an environment: append it to a "
             "replay buffer, or call it on a batch."
         )
-
-
-class _Ragged(NamedTuple):
-    """One tensor for every turn, end to end."""
-
-    flat: Tensor
-    size: Tensor
-    sizes: list[int]
-
-
-class _Plan(NamedTuple):
-    """Where every turn goes."""
-
-    row: list[int]
-    """The turn's row."""
-    known: list[int]
-    """How many tokens of the turn's prompt its row held before; 0 where the turn starts a row."""
-    reward: list[tuple[int, int]]
-    """The row and the column on which the turn's reward lies."""
-    turn: list[int]
-    """The turn's number within its episode."""
-    row_turn: list[int]
-    """The turn of the batch that starts each row."""
-    row_fork: list[int]
-    """Each row's number within its episode."""
-    row_length: list[int]
-    """Each row's length, in tokens."""
-
-
-def _plan(prompt: _Ragged, response: _Ragged, episode: list[int]) -> _Plan:
-    """Give every turn the longest row of its episode that its prompt starts with, or a new one."""
-    plan = _Plan([], [], [], [], [], [], [])
-    prompts, responses = _as_bytes(prompt), _as_bytes(response)
-    heads: list[bytes] = []  # the tokens so far of the present episode's rows
-    last_sampled: tuple[int, int] | None = None  # where the episode's last sampled token lies
-    for k, (given, sampled) in enumerate(zip(prompts, responses, strict=True)):
-        if not given:
-            raise ValueError(
-                f"MergeTurns: turn {k} of the batch has an empty prompt, and nothing predicts the first "
-                "token of a row: begin prompts with a token (a begin-of-sequence token will do), and "
-                "drop turns in which the model was not called."
-            )
-        if k == 0 or episode[k] != episode[k - 1]:
-            heads, last_sampled, first = [], None, k
-        mine, size = -1, -1
-        for i, head in enumerate(heads):
-            if len(head) >= size and given.startswith(head):
-                mine, size = i, len(head)
-        if mine < 0:
-            mine, size = len(heads), 0
-            plan.row_turn.append(k)
-            plan.row_fork.append(mine)
-            plan.row_length.append(0)
-            heads.append(b"")
-        row = len(plan.row_turn) - len(heads) + mine
-        heads[mine] = given + sampled
-        plan.row_length[row] = prompt.sizes[k] + response.sizes[k]
-        if sampled:
-            if last_sampled is None:
-                # The rewards of the turns before waited for the episode's first sampled token.
-                plan.reward[first:] = [(row, prompt.sizes[k])] * (k - first)
-            last_sampled = row, plan.row_length[row] - 1
-        plan.row.append(row)
-        plan.known.append(size // _TOKEN_BYTES)
-        plan.reward.append(last_sampled or (row, plan.row_length[row] - 1))
-        plan.turn.append(k - first)
-    return plan
-
-
-def _as_bytes(ragged: _Ragged) -> list[bytes]:
-    """Each turn's int64 tokens as bytes, whose prefix test is the tokens' own."""
-    buffer = ragged.flat.cpu().numpy().tobytes()
-    out, at = [], 0
-    for size in ragged.sizes:
-        end = at + size * _TOKEN_BYTES
-        out.append(buffer[at:end])
-        at = end
-    return out
 
 
 def _starts(size: Tensor) -> Tensor:
@@ -289,45 +220,48 @@ def _ranges(start: Tensor, size: Tensor) -> Tensor:
     return shift + torch.arange(len(shift), device=start.device)
 
 
-def _ragged(tensordict: TensorDictBase, key: NestedKey) -> _Ragged | None:
-    """The leaf of every turn, or ``None`` if the batch has no such leaf."""
+def _leaves(
+    tensordict: TensorDictBase, key: NestedKey
+) -> tuple[Sequence[Tensor], list[int]] | None:
+    """The vector of every turn and how long each is, or ``None`` if the batch has no such leaf."""
     leaves = tensordict.get(key, None, as_list=True)
     if leaves is None:
         return None
     if isinstance(leaves, Tensor):
         leaves = leaves.unbind(0)
-    for k, leaf in enumerate(leaves):
-        if leaf.ndim != 1:
+    shapes = [leaf.shape for leaf in leaves]
+    for k, shape in enumerate(shapes):
+        if len(shape) != 1:
             raise ValueError(
-                f"MergeTurns: {key} must be 1-D in every turn, got shape {list(leaf.shape)} in turn {k}."
+                f"MergeTurns: {key} must be 1-D in every turn, got shape {list(shape)} in turn {k}."
             )
-    sizes = [leaf.shape[0] for leaf in leaves]
-    flat = torch.cat(list(leaves))
-    return _Ragged(flat, torch.tensor(sizes, device=flat.device), sizes)
+    return leaves, [shape[0] for shape in shapes]
 
 
-def _token_ids(tensordict: TensorDictBase, key: NestedKey) -> _Ragged:
-    """The token ids of every turn, as int64."""
-    ragged = _ragged(tensordict, key)
-    if ragged is None:
+def _token_ids(tensordict: TensorDictBase, key: NestedKey) -> tuple[Sequence[Tensor], list[int]]:
+    """The token ids of every turn, and how many there are."""
+    found = _leaves(tensordict, key)
+    if found is None:
         raise KeyError(f"MergeTurns needs {key} in the batch, got the keys {_keys(tensordict)}.")
-    if ragged.flat.is_floating_point() or ragged.flat.dtype == torch.bool:
-        raise ValueError(f"MergeTurns: {key} must be of an integer dtype, got {ragged.flat.dtype}.")
-    return ragged._replace(flat=ragged.flat.long())
+    for dtype in {leaf.dtype for leaf in found[0]}:
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise ValueError(f"MergeTurns: {key} must be of an integer dtype, got {dtype}.")
+    return found
 
 
-def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, response: _Ragged) -> Tensor | None:
+def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, expected: list[int]) -> Tensor | None:
     """A leaf with one value for every sampled token, end to end, or ``None`` if there is none."""
-    ragged = _ragged(tensordict, key)
-    if ragged is None:
+    found = _leaves(tensordict, key)
+    if found is None:
         return None
-    for k, (size, expected) in enumerate(zip(ragged.sizes, response.sizes, strict=True)):
-        if size != expected:
-            raise ValueError(
-                f"MergeTurns: {key} must have one value for each of the {expected} response tokens of "
-                f"turn {k}, got {size}."
-            )
-    return ragged.flat
+    leaves, sizes = found
+    if sizes != expected:
+        k = next(k for k, size in enumerate(sizes) if size != expected[k])
+        raise ValueError(
+            f"MergeTurns: {key} must have one value for each of the {expected[k]} response tokens of "
+            f"turn {k}, got {sizes[k]}."
+        )
+    return torch.cat(list(leaves))
 
 
 def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:

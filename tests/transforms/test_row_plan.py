@@ -1,0 +1,164 @@
+"""Rows cost what they hold: prompts that share memory are neither copied nor compared again."""
+
+from __future__ import annotations
+
+import tracemalloc
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.transforms import MergeTurns, row_plan
+from torchrl_mt.transforms.row_plan import plan_rows
+
+from .test_merge_turns import batches, reference_rows
+
+ANSWER, NEWS = 60, 4
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of every tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {place(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        self.nbytes += sum(
+            x.untyped_storage().nbytes()
+            for x in tree_leaves(out)
+            if isinstance(x, torch.Tensor) and place(x) not in given
+        )
+        return out
+
+
+def place(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def cost(function) -> int:
+    """All bytes of tensors that a call makes, and the most that it holds of everything else."""
+    with Allocated() as made:
+        tracemalloc.start()
+        function()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return made.nbytes + peak
+
+
+def dialogue(turns: int, shared: bool = True) -> LazyStackedTensorDict:
+    """One long conversation, as collectors and stores give it: prompts are views of one line."""
+    step = ANSWER + NEWS
+    line = torch.arange(8 + turns * step) % 97
+    steps = []
+    for k in range(turns):
+        prompt = line[: 8 + k * step]
+        steps.append(
+            TensorDict(
+                {
+                    ("tokens", "prompt"): prompt if shared else prompt.clone(),
+                    ("tokens", "response"): line[len(prompt) : len(prompt) + ANSWER],
+                    ("log_probs", "response"): torch.zeros(ANSWER),
+                    ("versions", "response"): torch.zeros(ANSWER, dtype=torch.int64),
+                    ("next", "reward"): torch.ones(1),
+                    ("next", "done"): torch.tensor([k == turns - 1]),
+                    ("collector", "traj_ids"): torch.tensor(0),
+                }
+            )
+        )
+    return LazyStackedTensorDict(*steps, stack_dim=0)
+
+
+def test_the_cost_of_a_dialogue_is_linear_in_its_length():
+    dialogues = [dialogue(turns) for turns in (64, 128, 256, 512)]
+    costs = [cost(partial(MergeTurns(), batch)) for batch in dialogues]
+    for before, after in pairwise(costs):
+        assert after <= 2.2 * before
+
+
+def test_so_it_is_when_read_from_a_buffer():
+    def read(turns):
+        buffer = ReplayBuffer(
+            storage=EpisodeStorage(turns), writer=EpisodeWriter(), transform=MergeTurns()
+        )
+        buffer.extend(dialogue(turns))
+        rows = []
+        spent = cost(lambda: rows.append(buffer[:]))
+        assert rows[0]["masks", "all_assistant_mask"].sum() == turns * ANSWER
+        return spent
+
+    costs = [read(turns) for turns in (64, 128, 256)]
+    for before, after in pairwise(costs):
+        assert after <= 2.2 * before
+
+
+def test_long_prompts_of_their_own_are_compared_where_they_lie():
+    batch = dialogue(256, shared=False)
+    prompts = batch.get(("tokens", "prompt"), as_list=True)
+    given = sum(prompt.nbytes for prompt in prompts)
+    long = given - sum(p.nbytes for p in prompts if len(p) <= row_plan._SHORT)
+    assert long > given / 2
+    assert cost(lambda: MergeTurns()(batch)) < given / 5
+
+
+def in_one_place(prompts: list[list[int]], stride: int) -> list[torch.Tensor]:
+    """Prompts as views of as few tensors as possible."""
+    lines: dict[tuple[int, ...], torch.Tensor] = {}
+    for prompt in sorted(map(tuple, prompts), key=len, reverse=True):
+        if not any(line[: len(prompt)] == prompt for line in lines):
+            memory = torch.full((len(prompt), stride), -1)
+            memory[:, 0] = torch.tensor(prompt)
+            lines[prompt] = memory[:, 0]
+    return [
+        next(t[: len(p)] for line, t in lines.items() if line[: len(p)] == tuple(p))
+        for p in prompts
+    ]
+
+
+@given(batches, st.sampled_from([1, 2]), st.sampled_from([0, 3, 1024]), st.booleans())
+def test_views_copies_and_any_layout_make_the_same_rows(episodes, stride, short, mixed):
+    turns = [turn for episode in episodes for turn in episode]
+    prompts = in_one_place([turn.prompt for turn in turns], stride)
+    responses = torch.tensor([t for turn in turns for t in turn.response], dtype=torch.int64)
+    sizes = [len(turn.response) for turn in turns]
+    episode = [e for e, episode in enumerate(episodes) for _ in episode]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_plan, "_SHORT", short)
+        patch.setattr(row_plan, "_BLOCK", 16)
+        plan = plan_rows(prompts, responses.int() if mixed else responses, sizes, episode)
+    expected = reference_rows(episodes)
+    assert plan.row_length == [len(row.tokens) for row in expected]
+    assert plan.row_fork == [row.fork for row in expected]
+    rows = [[] for _ in expected]
+    added, answers = plan.added.tolist(), responses.tolist()
+    for row, known, turn in zip(plan.row, plan.known, turns, strict=True):
+        assert known == len(rows[row])
+        new = len(turn.prompt) - known
+        rows[row] += added[:new] + answers[: len(turn.response)]
+        added, answers = added[new:], answers[len(turn.response) :]
+    assert rows == [row.tokens for row in expected]
+    assert not added
+    assert not answers
+
+
+def test_a_place_alone_does_not_make_two_vectors_the_same():
+    """Vectors that begin in one place may go on differently."""
+    memory = torch.arange(40)
+    prompts = [memory[:5], memory[:20:2]]
+    plan = plan_rows(prompts, torch.tensor([5, 0]), [1, 1], [0, 0])
+    assert plan.row == [0, 1]
+    plan = plan_rows([memory[:5], memory[:9]], torch.tensor([5, 0]), [1, 1], [0, 0])
+    assert plan.row == [0, 0]
+    # Another answer to the first prompt than the line goes on with.
+    plan = plan_rows([memory[:5], memory[:9]], torch.tensor([6, 0]), [1, 1], [0, 0])
+    assert plan.row == [0, 1]
