@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
@@ -19,11 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
+from torchrl_mt.collectors import (
+    Episode,
+    MultiTurnCollector,
+    StopReason,
+    Turn,
+    episodes_to_tensordict,
+)
 from torchrl_mt.collectors.dump import EpisodeDump, episode_records
 from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
+
+from .scripted import ScriptedEngine
 
 FORK = multiprocessing.get_context("fork")
 FIELDS = [
@@ -71,6 +80,7 @@ def played(draw) -> Episode:
     episode = Episode(
         draw(st.sampled_from([None, {"task_id": "t"}, {"other": 1}])),
         group=draw(st.integers(0, 3)),
+        rank=2,
         traj_id=draw(st.integers(0, 9)),
         stop_reason=draw(st.sampled_from(list(StopReason))),
     )
@@ -91,7 +101,7 @@ def played(draw) -> Episode:
 @given(episode=played())
 def test_records_are_the_training_rows(episode):
     rows = MergeTurns()(episodes_to_tensordict([episode]))
-    records = episode_records(episode, sample_idx=2)
+    records = episode_records(episode)
     assert len(records) == len(rows)
     for fork, (record, row) in enumerate(zip(records, rows.unbind(0), strict=True)):
         kept = row["masks", "all_attention_mask"]
@@ -99,7 +109,7 @@ def test_records_are_the_training_rows(episode):
         sampled = row["masks", "all_assistant_mask"][kept].tolist()
         versions = [v for v in row["versions", "full"][kept].tolist() if v >= 0]
         assert record["fork"] == fork == row["fork"]
-        assert record["num_forks"] == len(rows) - 1
+        assert record["num_forks"] == episode.num_forks == len(rows) - 1
         assert record["seqlen"] == len(tokens)
         assert record["prompt"] + record["completion"] == tokens
         assert record["prompt_len"] == len(record["prompt"])
@@ -165,10 +175,12 @@ def test_characters_that_are_cut_between_prompt_and_completion_are_decoded_apart
 def test_episodes_are_filed_by_version_and_ranked_in_their_groups(tmp_path):
     dump = EpisodeDump(tmp_path / "new" / "folder")
 
-    def played_by(version, group):
-        return Episode(None, group, 0, [Turn([1], answer([2], version), [])], StopReason.DONE)
+    def played_by(version, group, rank=0):
+        turns = [Turn([1], answer([2], version), [])]
+        return Episode(None, group, 0, turns, StopReason.DONE, rank=rank)
 
-    dump.write_all([played_by(1, 0), played_by(2, 1), played_by(2, 0), played_by(2, 1)])
+    # Of group 1, the second member is missing.
+    dump.write_all([played_by(1, 0), played_by(2, 1), played_by(2, 0, 1), played_by(2, 1, 2)])
     dump.write_all([played_by(2, 5)], is_eval=True)
     dump.write(Episode(None, 7, 0, [Turn([1], answer([]), [])], StopReason.DONE))
     dump.write(Episode({"task_id": torch.tensor(3)}, 8))
@@ -180,7 +192,7 @@ def test_episodes_are_filed_by_version_and_ranked_in_their_groups(tmp_path):
     }
     assert lines == {
         "1.jsonl": [(0, 0)],
-        "2.jsonl": [(1, 0), (0, 1), (1, 1)],
+        "2.jsonl": [(1, 0), (0, 1), (1, 2)],
         "eval/2.jsonl": [(5, 0)],
         "-1.jsonl": [(7, 0), (8, 0)],
     }
@@ -192,7 +204,10 @@ def test_episodes_are_filed_by_version_and_ranked_in_their_groups(tmp_path):
 
 def test_the_task_id_of_a_tensordict_is_found():
     def task_id(data):
-        return episode_records(Episode(data, group=5))[0]["task_id"]
+        episode = Episode(data, group=5)
+        assert type(episode.task_id) is int
+        assert episode_records(episode)[0]["task_id"] == episode.task_id
+        return episode.task_id
 
     assert task_id(TensorDict({"task_id": torch.tensor(7)})) == 7
     assert task_id(TensorDict({"x": torch.tensor(7)})) == 5
@@ -336,6 +351,82 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path, monkeypatch):
     assert path.read_bytes() == b""
     append_lines(path, [to_line(1)])
     assert read(path) == [1]
+
+
+@pytest.mark.parametrize("room", [0, 5, 30, 61, 100])
+def test_a_disk_that_fills_up_leaves_all_lines_of_a_call_or_none(tmp_path, monkeypatch, room):
+    """The first episode's file is whole before the disk is full, the second's never begun."""
+    dump, write, left = EpisodeDump(tmp_path), os.write, 10**6
+
+    def full(file, data):
+        nonlocal left
+        written = write(file, data[: min(left, 7)]) if left else 0
+        left -= written
+        if not written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written
+
+    def forked(version, traj_id):
+        turns = [Turn([1], answer([2], version)), Turn([3], answer([4], version))]
+        return Episode(None, 0, traj_id, turns, StopReason.DONE)
+
+    dump.write(forked(0, 0))
+    before = (tmp_path / "0.jsonl").read_bytes()
+    monkeypatch.setattr(os, "write", full)
+    left = len(before) + room
+    with pytest.raises(OSError, match="No space"):
+        dump.write_all([forked(0, 1), forked(1, 2)])
+    monkeypatch.undo()
+    assert [line["traj_id"] for line in read(tmp_path / "0.jsonl")] == [0, 0, 1, 1]
+    assert (tmp_path / "1.jsonl").read_bytes() == b""
+    dump.write(forked(1, 2))
+    assert [line["fork"] for line in read(tmp_path / "1.jsonl")] == [0, 1]
+
+
+def test_lines_of_a_forking_workflow(tokenizer, tmp_path):
+    words = tokenizer("guess 1 to 16")["input_ids"]
+    end = tokenizer.eos_token_id
+
+    class Agents:
+        async def arun_episode(self, engine, data):
+            main = [words[0], words[1]]
+            first = await engine.generate(main)
+            engine.engine.version += 1
+            await engine.generate([words[2]])  # a sub-agent
+            await engine.generate([*main, *first.token_ids, words[3]])
+            return [0.0, 0.5, 1.0]
+
+    engine = ScriptedEngine(tokenizer, lambda prompt: [prompt[-1], end])
+    data = [{"task_id": "a"}, {"task_id": "b"}]
+    with MultiTurnCollector(
+        Agents(),
+        engine,
+        data,
+        episodes_per_batch=4,
+        group_size=2,
+        max_concurrency=1,
+        dump_dir=tmp_path,
+    ) as collector:
+        next(iter(collector))
+        assert collector.stats()["forks"] == 4
+    lines = [line for path in sorted(tmp_path.glob("*.jsonl")) for line in read(path)]
+    assert len(lines) == 8
+    for main, sub in zip(lines[::2], lines[1::2], strict=True):
+        version = main["traj_id"]
+        same = ("task_id", "group", "sample_idx", "traj_id", "reward", "stop_reason", "num_forks")
+        assert [main[key] for key in same] == [sub[key] for key in same]
+        assert (main["task_id"], main["group"]) == [("a", 0), ("b", 1)][version // 2]
+        assert main["sample_idx"] == version % 2
+        assert (main["reward"], main["stop_reason"], main["num_forks"]) == (1.5, "done", 1)
+        assert (main["fork"], sub["fork"]) == (0, 1)
+        assert (main["seqlen"], main["prompt_len"]) == (7, 2)
+        assert (sub["seqlen"], sub["prompt_len"]) == (3, 1)
+        assert (main["head_version"], main["tail_version"]) == (version, version + 1)
+        assert (sub["head_version"], sub["tail_version"]) == (version + 1, version + 1)
+        assert (main["prompt"], main["completion"]) == ("guess 1", " 1 <end> 16 16 <end>")
+        assert (sub["prompt"], sub["completion"]) == ("to", " to <end>")
+        assert [span["turn"] for span in main["turns"]] == [0, 2]
+        assert [span["turn"] for span in sub["turns"]] == [1]
 
 
 def test_a_short_write_is_finished(tmp_path, monkeypatch):

@@ -7,9 +7,8 @@ sampled, in which turn and by which weights.
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,56 +48,47 @@ class EpisodeDump:
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         self.tokenizer = tokenizer
 
-    def write(self, episode: Episode, *, sample_idx: int = 0, is_eval: bool = False) -> None:
+    def write(self, episode: Episode, *, is_eval: bool = False) -> None:
         """Append an episode's lines.
 
         Args:
             episode: a finished episode.
-            sample_idx: its place in its group.
             is_eval: whether it was played to evaluate the policy.
         """
-        self._append([(episode, sample_idx)], is_eval)
+        self.write_all([episode], is_eval=is_eval)
 
     def write_all(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
-        """Append the lines of whole groups.
+        """Append the lines of several episodes.
+
+        Where it raises, no file has lines of this call that are not whole, and no file has only some
+        of those that were meant for it.
 
         Args:
-            episodes: finished episodes, those of a group in the order of their places in it.
+            episodes: finished episodes.
             is_eval: whether they were played to evaluate the policy.
         """
-        seen: Counter[int] = Counter()
-        ranked = []
-        for episode in episodes:
-            ranked.append((episode, seen[episode.group]))
-            seen[episode.group] += 1
-        self._append(ranked, is_eval)
-
-    def _append(self, ranked: Iterable[tuple[Episode, int]], is_eval: bool) -> None:
-        """Append episodes, with their places in their groups."""
         folder = self.dump_dir / "eval" if is_eval else self.dump_dir
         lines: defaultdict[int, list[bytes]] = defaultdict(list)
-        for episode, sample_idx in ranked:
-            records = episode_records(episode, self.tokenizer, sample_idx=sample_idx)
+        for episode in episodes:
+            records = episode_records(episode, self.tokenizer)
             version = max(record["tail_version"] for record in records)
             lines[version] += map(to_line, records)
         for version, of_version in lines.items():
             append_lines(folder / f"{version}.jsonl", of_version)
 
 
-def episode_records(
-    episode: Episode, tokenizer: Any = None, *, sample_idx: int = 0
-) -> list[dict[str, Any]]:
+def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, Any]]:
     """Describe an episode, one record for every row that ``MergeTurns`` makes of it.
 
     Args:
         episode: a finished episode.
         tokenizer: decodes the tokens, special ones included; token ids are kept if ``None``.
-        sample_idx: the episode's place in its group.
 
     Returns:
         At least one dict of what JSON can hold (see :func:`~torchrl_mt.collectors.jsonl.to_json`), with
 
-        - ``task_id``: the data's own, or else the group's id; ``group``, ``sample_idx``, ``traj_id``;
+        - ``task_id``: the data's own, or else the group's id; ``group``; ``sample_idx``, the episode's
+          place in it; ``traj_id``;
         - ``fork``: 0 for the episode's first row, then counting up; ``num_forks``: how many rows there
           are beyond the first;
         - ``seqlen``: tokens of the row; ``prompt_len``: those before its first sampled token (all of
@@ -118,15 +108,15 @@ def episode_records(
         ValueError: if a turn has an empty prompt.
     """
     turns = episode.turns
-    rows = _rows(episode) if turns else [_Row([], [], [], [])]
-    home = [_row_of(k, turn.prompt_ids, rows) for k, turn in enumerate(turns)]
+    rows = _rows(episode) if turns else [_Row([], [], [])]
+    home = episode.row_plan().row
     of_episode = {
-        "task_id": _task_id(episode),
+        "task_id": episode.task_id,
         "group": episode.group,
-        "sample_idx": sample_idx,
+        "sample_idx": episode.rank,
         "traj_id": episode.traj_id,
         "num_forks": len(rows) - 1,
-        "reward": float(sum(turn.reward for turn in turns)),
+        "reward": float(episode.reward),
         "rewards": [turn.reward for turn in turns],
         "stop_reason": episode.stop_reason,
         "num_turns": len(turns),
@@ -158,7 +148,6 @@ class _Row(NamedTuple):
     tokens: list[int]
     sampled: list[bool]
     versions: list[int]
-    turns: list[int]
 
 
 def _rows(episode: Episode) -> list[_Row]:
@@ -167,7 +156,6 @@ def _rows(episode: Episode) -> list[_Row]:
         ("tokens", "full"),
         ("masks", "all_assistant_mask"),
         ("versions", "full"),
-        ("turns", "full"),
     )
     rows = MergeTurns()(episodes_to_tensordict([episode]))
     columns = [rows[key] for key in keys]
@@ -175,19 +163,6 @@ def _rows(episode: Episode) -> list[_Row]:
         _Row(*(column[fork][kept].tolist() for column in columns))
         for fork, kept in enumerate(rows["masks", "all_attention_mask"])
     ]
-
-
-def _row_of(k: int, prompt: Sequence[int], rows: Sequence[_Row]) -> int:
-    """The row that a turn went on with or began."""
-    for fork, row in enumerate(rows):
-        if k in row.turns:
-            return fork
-    # It added nothing: its row, the latest of equal ones, was its prompt.
-    return max(
-        fork
-        for fork, row in enumerate(rows)
-        if row.tokens[: bisect_left(row.turns, k)] == list(prompt)
-    )
 
 
 def _span(k: int, turn: Turn) -> dict[str, Any]:
@@ -217,10 +192,3 @@ def _texts(tokens: list[int], prompt_len: int, tokenizer: Any) -> tuple[Any, Any
         # Many tokenizers write a word at the beginning of a text unlike one in the middle.
         return prompt, whole[len(prompt) :]
     return prompt, text(tokens[prompt_len:])
-
-
-def _task_id(episode: Episode) -> Any:
-    """The task's id in the data, or else the group's."""
-    data = episode.data
-    named = isinstance(data, Mapping) and "task_id" in data.keys()  # noqa: SIM118  (TensorDict)
-    return data["task_id"] if named else episode.group

@@ -18,12 +18,13 @@ from tensordict import (
     NonTensorStack,
     TensorDict,
     TensorDictBase,
-    lazy_stack,
 )
 
+from torchrl_mt.collectors.extra import join_extra
 from torchrl_mt.collectors.ledger import Prompt
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.engines import Completion
+from torchrl_mt.transforms.row_plan import RowPlan, plan_rows
 
 __all__ = ["Episode", "Turn", "episodes_to_tensordict"]
 
@@ -77,9 +78,11 @@ class Episode:
     @property
     def task_id(self) -> Any:
         """The ``"task_id"`` of the item, if it has one; else the id of the group."""
-        if isinstance(self.data, Mapping) and "task_id" in self.data:
-            return self.data["task_id"]
-        return self.group
+        data = self.data
+        if not (isinstance(data, Mapping) and "task_id" in data.keys()):  # noqa: SIM118  (TensorDict)
+            return self.group
+        found = data["task_id"]
+        return found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
 
     @property
     def reward(self) -> float:
@@ -98,10 +101,22 @@ class Episode:
 
     @property
     def num_forks(self) -> int:
-        """How many turns were given a prompt that does not extend the turn before."""
-        return sum(
-            not _extends(turn.prompt_ids, before)
-            for before, turn in zip(self.turns, self.turns[1:], strict=False)
+        """How many training rows it has beyond the first."""
+        return max(len(self.row_plan().row_turn) - 1, 0)
+
+    def age(self, version: int) -> int | None:
+        """How many versions its oldest token is behind ``version``; ``None`` if none was sampled."""
+        versions = [v for turn in self.turns for v in turn.completion.versions]
+        return version - min(versions) if versions else None
+
+    def row_plan(self) -> RowPlan:
+        """Which training row each turn goes on with."""
+        answers = [turn.completion.token_ids for turn in self.turns]
+        return plan_rows(
+            _prompts([turn.prompt_ids for turn in self.turns]),
+            torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64),
+            [len(answer) for answer in answers],
+            [0] * len(answers),
         )
 
 
@@ -119,8 +134,12 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took, ``("sampling", ...)`` the
         ``"temperature"``, ``"top_k"`` (0 is none) and ``"top_p"`` of the sampling. The non-tensor
         columns are ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or
-        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Entries that all episodes'
+        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Entries that the episodes'
         workflows returned are added.
+
+    Raises:
+        ValueError: if the entries that workflows returned differ from episode to episode, or are named
+            like one of the above.
 
     Examples:
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [0], "stop"), messages=[])
@@ -195,21 +214,8 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         },
         [size],
     )
-    extra = [episode.extra for episode in episodes if episode.extra is not None]
-    if len(extra) == len(episodes):
-        batch.update(lazy_stack([step for entries in extra for step in entries.unbind(0)]))
-    return batch
-
-
-def _extends(prompt: Sequence[int], before: Turn) -> bool:
-    """Whether a prompt begins with the turn before: its prompt and its response."""
-    answer = list(before.completion.token_ids)
-    start, stop = len(before.prompt_ids), len(before.prompt_ids) + len(answer)
-    if len(prompt) < stop or list(prompt[start:stop]) != answer:
-        return False
-    if isinstance(prompt, Prompt) and prompt.goes_on_from(before.prompt_ids):
-        return True
-    return list(prompt[:start]) == list(before.prompt_ids)
+    extra = join_extra([episode.extra for episode in episodes])
+    return batch if extra is None else batch.update(extra)
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -70,7 +70,7 @@ def to_json(value: Any) -> Any:
 
 
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines to a file, one after the other with no other writer's line between them.
+    """Append lines to a file, all or none, with no other writer's line between them.
 
     What a killed writer left of a line is cut off first. Where the file system knows no locks, lines
     are still appended by a single call each, but are not safe from a disk that fills up or a kill.
@@ -88,15 +88,14 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> None:
     # A descriptor of its own for every call: locks then exclude threads as well as processes.
     locked = _lock(file)
     try:
-        if locked:
-            _cut_torn_line(file)
-        for line in lines:
-            try:
+        end = _cut_torn_line(file) if locked else 0
+        try:
+            for line in lines:
                 _write(file, line)
-            except BaseException:
-                if locked:
-                    _cut_torn_line(file)
-                raise
+        except BaseException:
+            if locked:
+                os.ftruncate(file, end)
+            raise
     finally:
         if locked:
             # A process forked meanwhile has the file open too: closing it would not unlock it.
@@ -122,8 +121,8 @@ def _write(file: int, line: bytes) -> None:
         left = left[os.write(file, left) :]
 
 
-def _cut_torn_line(file: int) -> None:
-    """Cut off what follows the last end of a line."""
+def _cut_torn_line(file: int) -> int:
+    """Cut off what follows the last end of a line; where that is."""
     size = end = os.fstat(file).st_size
     while end:
         start = max(end - _BLOCK, 0) if end < size else end - 1
@@ -135,6 +134,7 @@ def _cut_torn_line(file: int) -> None:
         end = start
     if end < size:
         os.ftruncate(file, end)
+    return end
 
 
 def _plain(value: Any, around: tuple[int, ...]) -> Any:

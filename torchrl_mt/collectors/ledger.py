@@ -59,14 +59,6 @@ class Prompt(Sequence[int]):
     def __repr__(self) -> str:
         return f"Prompt({list(self)})"
 
-    def goes_on_from(self, before: Sequence[int]) -> bool:
-        """Whether the prompt is known to begin with ``before``, without comparing the tokens."""
-        return (
-            isinstance(before, Prompt)
-            and before._tokens is self._tokens
-            and before._length <= self._length
-        )
-
     @property
     def line(self) -> list[int]:
         """The list that prompts which go on from each other share: not to be changed."""

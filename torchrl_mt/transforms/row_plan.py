@@ -138,6 +138,8 @@ def _agree(a: _Line, b: _Line, size: int) -> bool:
 
 def _lines(leaves: Sequence[Tensor], lengths: list[int]) -> list[_Line]:
     """For each vector the longest that begins where it does, in host memory, by one transfer."""
+    if not leaves:
+        return []
     if not all(leaf.is_contiguous() for leaf in leaves):
         leaves = [leaf.contiguous() for leaf in leaves]
     places = [leaf.data_ptr() for leaf in leaves]
