@@ -119,6 +119,9 @@ def plan_rows(
 def _starts_with(line: _Line, head: _Head) -> bool:
     """Whether a line starts with what a row holds."""
     length, before, size, sampled = head
+    if isinstance(line, bytes) and isinstance(before, bytes):
+        same = line.startswith(sampled, size)
+        return same and (line is before or line.startswith(before[:size]))
     # The response first: it is short, and differs wherever rows that began alike went apart.
     if bytes(line[size:length]) != sampled:
         return False
@@ -143,10 +146,11 @@ def _lines(leaves: Sequence[Tensor], lengths: list[int]) -> list[_Line]:
     if not all(leaf.is_contiguous() for leaf in leaves):
         leaves = [leaf.contiguous() for leaf in leaves]
     places = [leaf.data_ptr() for leaf in leaves]
-    longest: dict[int, int] = {}
-    for k, place in enumerate(places):
-        if lengths[k] > lengths[longest.setdefault(place, k)]:
-            longest[place] = k
+    longest = dict(zip(places, range(len(places)), strict=True))
+    if len(longest) < len(places):
+        for k, place in enumerate(places):
+            if lengths[k] > lengths[longest[place]]:
+                longest[place] = k
     lines: dict[int, _Line] = {}
     copied = longest
     if leaves[0].device.type == "cpu":
