@@ -298,8 +298,8 @@ def test_a_slow_environment_delays_only_itself(guesser):
         done_before_the_slow_one = []
         play = collector._player.failure_of
 
-        async def watched(episode, sampling):
-            failure = await play(episode, sampling)
+        async def watched(episode, *rest):
+            failure = await play(episode, *rest)
             done_before_the_slow_one.append(episode.data["turns"])
             return failure
 

@@ -466,6 +466,33 @@ def test_a_restarted_run_neither_repeats_nor_skips_items(engine, shuffle, stalen
     assert sorted(seen) == list(range(12))
 
 
+def test_batches_of_a_few_more_episodes_do_not_use_up_the_next(engine):
+    """Two groups of which one is short, then a third: five episodes in place of four."""
+
+    class Short(Chat):
+        played = 0
+
+        async def step(self, response):
+            Short.played += 1
+            if Short.played % 4 == 0:
+                raise OSError("a member is missing")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        *(Short, engine),
+        episodes_per_batch=4,
+        group_size=2,
+        max_staleness=0,
+        incomplete_groups="keep",
+        max_concurrency=1,
+    ) as collector:
+        batches = collector.iterator()
+        for _ in range(12):
+            assert len(next(batches)) >= 4
+            engine.update_weights(None)
+        assert rule(collector.stats())
+
+
 def test_episodes_are_dumped(engine, tmp_path):
     data = [{"turns": 2, "task_id": "a"}, {"turns": 1}]
     with MultiTurnCollector(

@@ -12,6 +12,7 @@ from torchrl.envs.llm import ChatEnv
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.workflow import resolve
+from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
 
@@ -35,6 +36,11 @@ class Play:
             answer = await engine.generate(prompt)
             prompt = [*prompt, *answer.token_ids, 7]
         return self.result(data) if callable(self.result) else self.result
+
+
+def played_with(**entries):
+    """What a workflow returns of one turn."""
+    return TensorDict({"next": {"reward": torch.ones(1, 1)}, **entries}, [1])
 
 
 def collect(env, engine, n=2, **kwargs):
@@ -315,3 +321,46 @@ def test_each_episode_has_its_own_context(engine):
     ]
     with pytest.raises(LookupError, match="no episode is being played"):
         context.get()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        1.0,
+        played_with(rank=torch.ones(1)),
+        played_with(score=torch.ones(1, 2)),
+        played_with(score=torch.ones(1).long()),
+        played_with(score=torch.ones(1), stop_reason=torch.ones(1)),
+        played_with(score=torch.ones(1), sampling={"temperature": torch.ones(1)}),
+    ],
+)
+def test_entries_unlike_the_first_episode_s_reject_that_episode_alone(engine, others):
+    env = Play(lambda data: others if data["k"] % 2 else played_with(score=torch.ones(1)), calls=1)
+    data = [{"k": k} for k in range(8)]
+    batch, stats = collect(env, engine, 4, data=data, max_concurrency=1)
+    assert [item["k"] for item in batch["data"]] == [0, 2, 4, 6]
+    assert batch["score"].tolist() == [1] * 4
+    assert stats["rejected/ValueError"] == stats["rejected"] == 3
+
+
+def test_evaluation_has_entries_of_its_own(engine):
+    env = Play(lambda data: played_with(**data), calls=1)
+    scored, ranked = {"score": torch.ones(1)}, {"rank": torch.ones(1)}
+    with MultiTurnCollector(
+        env, engine, [scored], episodes_per_batch=1, max_consecutive_failures=2, max_concurrency=1
+    ) as collector:
+        assert next(iter(collector))["score"].tolist() == [1]
+        batch = collector.evaluate([ranked, scored])
+        assert batch["rank"].tolist() == [1]
+        assert collector.stats()["eval/rejected/ValueError"] == 1
+
+
+def test_episodes_without_tokens_are_not_stale(engine):
+    class Silent(ScriptedEngine):
+        async def generate(self, prompt_ids, **kwargs):
+            return Completion([], [], [], "stop")
+
+    silent = Silent(engine.tokenizer, engine.rule)
+    silent.version = 500
+    _, stats = collect(Play(), silent, 1)
+    assert stats["staleness/max"] == 0

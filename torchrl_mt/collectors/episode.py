@@ -90,11 +90,6 @@ class Episode:
         return sum(turn.reward for turn in self.turns)
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest weight version that sampled one of its tokens; 0 if none was sampled."""
-        return min((v for turn in self.turns for v in turn.completion.versions), default=0)
-
-    @property
     def num_tokens(self) -> int:
         """How many tokens were sampled."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)

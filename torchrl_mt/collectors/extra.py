@@ -7,13 +7,14 @@ itself: so nothing that was returned is lost on the way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, lazy_stack
 from tensordict.utils import is_non_tensor
 
-__all__ = ["LEDGER_KEYS", "ExtraKinds", "check_extra", "join_extra"]
+__all__ = ["LEDGER_KEYS", "ExpectedExtra", "ExtraKinds", "check_extra", "join_extra"]
 
 LEDGER_KEYS: tuple[tuple[str, ...], ...] = (
     ("tokens",),
@@ -84,6 +85,18 @@ def check_extra(extra: TensorDictBase | None, expected: ExtraKinds | None = None
             f"{difference}, unlike in the first episode"
         )
     return found
+
+
+@dataclass
+class ExpectedExtra:
+    """What is known of the entries that episodes are to have."""
+
+    kinds: ExtraKinds | None = None
+    """Fixed by the first episode that is checked."""
+
+    def check(self, extra: TensorDictBase | None) -> None:
+        """Refuse entries unlike those of the first episode; see :func:`check_extra`."""
+        self.kinds = check_extra(extra, self.kinds)
 
 
 def join_extra(extras: Sequence[TensorDictBase | None]) -> TensorDictBase | None:

@@ -89,8 +89,9 @@ class Line:
     def holds(self, prompt: Sequence[int]) -> bool:
         """Whether ``prompt`` begins with all that the line holds."""
         size = len(self._tokens)
-        if isinstance(prompt, Prompt):
-            return prompt._tokens is self._tokens or (
-                len(prompt) >= size and prompt[:size] == self._tokens
-            )
-        return len(prompt) >= size and list(prompt[:size]) == self._tokens
+        if isinstance(prompt, Prompt) and prompt._tokens is self._tokens:
+            return True
+        if len(prompt) < size:
+            return False
+        beginning = prompt[:size]
+        return (beginning if isinstance(beginning, list) else list(beginning)) == self._tokens

@@ -25,6 +25,7 @@ from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.chat import OnBreak
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
+from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import (
@@ -209,6 +210,7 @@ class MultiTurnCollector(BaseCollector):
         self._eval_traj_ids = Counter()
         self._first_version = self.engine.version
         self._accepted_before = 0
+        self._extra = ExpectedExtra()
         self._numbers, self._traj_ids = Counter(), Counter()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
         self._dump_errors = 0
@@ -318,7 +320,7 @@ class MultiTurnCollector(BaseCollector):
     def _new_scheduler(self) -> Scheduler:
         """What plays the episodes to learn from."""
         return Scheduler(
-            lambda episode: self._player.failure_of(episode, self.sampling),
+            lambda episode: self._player.failure_of(episode, self.sampling, self._extra),
             self._items,
             self._policy,
             self.max_concurrency,
@@ -393,9 +395,9 @@ class MultiTurnCollector(BaseCollector):
             n, self._policy.max_retries, "keep", self._policy.max_consecutive_failures
         )
         asked = {**self.sampling, **sampling}
-        items = Items(data, cycle=False)
+        items, extra = Items(data, cycle=False), ExpectedExtra()
         scheduler = Scheduler(
-            lambda episode: self._player.failure_of(episode, asked),
+            lambda episode: self._player.failure_of(episode, asked, extra),
             items,
             policy,
             self.max_concurrency,

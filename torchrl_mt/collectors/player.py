@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 
 from torchrl_mt.collectors.chat import ChatTokens, OnBreak
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
+from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.rollout import play_episode
@@ -57,11 +58,16 @@ class EpisodePlayer:
             self._get_chat()
 
     async def failure_of(
-        self, episode: Episode, sampling: Mapping[str, Any]
+        self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedExtra
     ) -> BaseException | None:
         """Play an episode and return what it raised, if it did.
 
         Returned, since ``sys.exit()`` in a task ends the loop.
+
+        Args:
+            episode: the ledger to fill.
+            sampling: arguments for the engine's ``generate``.
+            expected: the entries that the other episodes' workflows returned.
         """
         try:
             await play_episode(
@@ -71,7 +77,9 @@ class EpisodePlayer:
                 accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
                 if isinstance(accepted, Awaitable):
                     accepted = await accepted
-                return None if accepted else Rejected("not_accepted")
+                if not accepted:
+                    return Rejected("not_accepted")
+            expected.check(episode.extra)
         except BaseException as error:
             return error
         return None

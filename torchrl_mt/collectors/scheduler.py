@@ -116,7 +116,8 @@ class Scheduler:
         self._changed = asyncio.Event()
         self._freed = asyncio.Event()
         self._items_left = True
-        self._given_out = 0
+        self._given_out = self._last_given_out = 0
+        """Episodes, in all and in the last batch; none beyond the size that was asked for."""
         self.ready = 0
         """Episodes that wait to be given out."""
         self._failures = 0
@@ -137,9 +138,9 @@ class Scheduler:
         return self._given_out + self.ready + self.under_way
 
     def take_back(self, groups: list[Group]) -> None:
-        """Groups that were given out could not be delivered: their items are played again."""
+        """Groups that were given out last could not be delivered: their items are played again."""
+        self._given_out -= self._last_given_out
         for group in groups:
-            self._given_out -= len(group.episodes)
             self._put_back(group)
 
     async def gather(self, size: int, may_begin: Callable[[], bool] = lambda: True) -> list[Group]:
@@ -224,13 +225,14 @@ class Scheduler:
     def _take(self, size: int) -> list[Group]:
         """Take ready groups, the first to come to their end first."""
         taken: list[Group] = []
-        while self._ready and size > 0:
+        number = 0
+        while self._ready and number < size:
             taken.append(self._ready.popleft())
-            number = len(taken[-1].episodes)
-            size -= number
-            # In this order, no other thread finds them nowhere.
-            self._given_out += number
-            self.ready -= number
+            number += len(taken[-1].episodes)
+        # A batch of a few more must not leave less than a batch for the next, or that would never come.
+        self._last_given_out = min(number, size)
+        self._given_out += self._last_given_out
+        self.ready -= number
         return taken
 
     async def _change(self, seconds: float | None = None) -> None:

@@ -64,8 +64,8 @@ class Tally:
                 self._counts["tokens"] += episode.num_tokens
                 self._counts["forks"] += episode.num_forks
                 self._new_tokens += episode.num_tokens
-                ages.append(version - episode.oldest_version)
-            self._ages = ages
+                ages.append(episode.age(version))
+            self._ages = [age for age in ages if age is not None]
 
     def reject(self, episodes: Iterable[Episode], cause: str) -> None:
         """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
