@@ -703,7 +703,7 @@ def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
 
         if {closes}:
             def close(self):
-                print("closed")
+                print("closed ", end="")
 
     collector = MultiTurnCollector(Blocks, engine, episodes_per_batch=2)
     try:
