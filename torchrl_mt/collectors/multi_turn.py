@@ -578,7 +578,8 @@ class MultiTurnCollector(BaseCollector):
         Repeated calls do nothing.
 
         Args:
-            timeout: seconds to wait for environments to close; as long as it takes if ``None``.
+            timeout: seconds to wait for all of it; if ``None``, as long as it takes for what runs, and
+                ten seconds for environments that are slow to close.
             close_env: not used: environments are closed with their episodes.
             raise_on_error: raise if the time is over, rather than only log a warning.
 
