@@ -14,8 +14,11 @@ from torchrl_mt.objectives.functional._checks import (
     check_shape,
     check_unit_interval,
 )
-from torchrl_mt.objectives.functional.recurrence import sampled_recurrence
-from torchrl_mt.objectives.functional.sampled import next_sampled, rewards_on_sampled
+from torchrl_mt.objectives.functional.recurrence import (
+    first_sampled,
+    sampled_recurrence,
+    sampled_so_far,
+)
 
 
 def masked_gae(
@@ -57,9 +60,15 @@ def masked_gae(
     check_shape("value", value, reward.shape)
     check_unit_interval("gamma", gamma)
     check_unit_interval("lmbda", lmbda)
-    reward = rewards_on_sampled(reward, mask)
-    value = torch.where(mask, value.float(), 0.0)
-    next_value = torch.nn.functional.pad(value, (0, 1)).gather(-1, next_sampled(mask))
-    delta = torch.where(mask, reward + gamma * next_value - value, 0.0)
-    advantage = sampled_recurrence(delta, mask, gamma * lmbda)
-    return advantage, advantage + value
+    if not mask.numel():
+        return reward.float(), reward.float()
+    count = sampled_so_far(mask)
+    value = torch.where(mask, value.float(), torch.zeros((), device=value.device))
+    x, share = reward.float(), gamma * (1.0 - lmbda)
+    if share:
+        # The lambda-return is R[i] = r[i] + share * V[i + 1] + gamma * lmbda * R[i + 1]: each value
+        # but a row's first counts at the sampled token before it, the owner of what stands there.
+        later = value.scatter(-1, first_sampled(count), 0.0)[..., 1:]
+        x = torch.cat([x[..., :-1] + share * later, x[..., -1:]], dim=-1)
+    returns = sampled_recurrence(x, mask, gamma * lmbda, count=count)
+    return returns - value, returns

@@ -1,15 +1,19 @@
-"""The reverse linear recurrence ``y[t] = x[t] + decay[t] * y[t + 1]`` along the last dimension.
+"""Linear recurrences that run backwards in time: returns, advantages and traces are all one of these.
 
-Returns, advantages and traces are all this recurrence with their own ``x`` and ``decay``; it takes
-O(log S) tensor operations and never divides by a power of the discount. A factor for every position
-is what holes and unequal gaps between turns ask for; whole episodes end to end with one discount, as
-transforms see them, have the lighter :func:`torchrl_mt.transforms.returns.discounted_returns`.
+Never a step per token: a running sum where the discount is one number, O(log S) tensor operations
+where every position has a factor of its own. No sum is divided by a power of the discount that could
+have vanished, so rows of any length and discounts down to 0 are exact.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from torchrl_mt.objectives.functional._checks import check_mask
+from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 
 
 def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
@@ -48,25 +52,100 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sampled_recurrence(x: Tensor, mask: Tensor, decay: float) -> Tensor:
+def sampled_recurrence(
+    x: Tensor, mask: Tensor, decay: float, *, count: Tensor | None = None
+) -> Tensor:
     """Solve ``y[i] = x[i] + decay * y[i + 1]`` over a row's sampled tokens ``i`` only.
 
-    Accumulated in float64 where the device has it: a long row raises the decay to large powers.
+    What lies on a masked token belongs to the last sampled token before it, or to the row's first
+    sampled token if none is before. Accumulated in float64 where the device has it.
 
     Args:
-        x: ``[..., S]`` floating, finite; zero on masked tokens.
+        x: ``[..., S]`` floating.
         mask: ``[..., S]`` bool, true on sampled tokens.
-        decay: Factor per sampled token.
+        decay: Factor per sampled token, in [0, 1]; 0 hands nothing on, 1 all.
+        count: ``mask.cumsum(-1)``, if it is at hand.
 
     Returns:
         ``[..., S]`` float32, zero on masked tokens.
 
+    Raises:
+        ValueError: If shapes differ.
+        TypeError: If ``mask`` is not boolean.
+
     Examples:
         >>> mask = torch.tensor([True, False, True])
-        >>> sampled_recurrence(torch.tensor([1.0, 0.0, 4.0]), mask, 0.5)
-        tensor([3., 0., 4.])
+        >>> sampled_recurrence(torch.tensor([1.0, 2.0, 4.0]), mask, 0.5)
+        tensor([5., 0., 4.])
     """
-    dtype = accumulation_dtype(x.device)
-    # A masked token hands on what comes after it: factor 1, so no time passes.
-    factors = torch.ones_like(x, dtype=dtype).masked_fill(mask, decay)
-    return torch.where(mask, reverse_linear_recurrence(x.to(dtype), factors).float(), 0.0)
+    check_mask("mask", mask, x.shape)
+    if not x.numel():
+        return x.float()
+    if decay == 0.0:
+        return rewards_on_sampled(x, mask)
+    count = sampled_so_far(mask) if count is None else count
+    y = _suffix_sums(x.to(accumulation_dtype(x.device)), count, decay).to(torch.float32, copy=True)
+    # Up to the first sampled token no time passes: what all of it amounts to stands at the start.
+    y.scatter_(-1, first_sampled(count), y[..., :1].clone())
+    return torch.where(mask, y, torch.zeros_like(y))
+
+
+def sampled_so_far(mask: Tensor) -> Tensor:
+    """Count the sampled tokens up to and including each position: ``[..., S]`` int32."""
+    return mask.contiguous().cumsum(dim=-1, dtype=torch.int32)
+
+
+def first_sampled(count: Tensor) -> Tensor:
+    """Find each row's first sampled token, or its last token if it has none: ``[..., 1]`` int64.
+
+    ``count`` is that of :func:`sampled_so_far`, of at least one position.
+    """
+    one = count.new_ones(*count.shape[:-1], 1)
+    return torch.searchsorted(count, one).clamp_(max=count.shape[-1] - 1)
+
+
+def _suffix_sums(x: Tensor, count: Tensor, decay: float) -> Tensor:
+    """Sum ``decay ** (number[u] - number[t]) * x[u]`` over ``u >= t``: ``[..., S]``.
+
+    ``number`` is the sampled token that a position belongs to: 1, 2, ... in each row.
+    """
+    size = x.shape[-1]
+    blocks, length = _blocks(size, decay, x.dtype)
+    fill = blocks * length - size
+    if fill:
+        x = torch.nn.functional.pad(x, (0, fill))
+        count = torch.cat([count, count[..., -1:].expand(*count.shape[:-1], fill)], dim=-1)
+    x, count = x.unflatten(-1, (blocks, length)), count.unflatten(-1, (blocks, length))
+    start = count[..., 0].clamp(min=1)
+    if blocks > 1:
+        count = count - (start - 1).unsqueeze(-1)
+    # Entry 0 is for tokens before the first sampled one, which are numbered with it.
+    powers = decay ** torch.arange(-1, length, dtype=x.dtype, device=x.device).clamp(min=0)
+    weight = powers.index_select(0, count.flatten()).view_as(x)
+    sums = (x * weight).flip(-1).cumsum(dim=-1).flip(-1)
+    if blocks > 1:
+        span = start[..., 1:] - start[..., :-1]
+        sums = sums + _from_later_blocks(sums[..., 0], decay ** span.to(x.dtype))
+    return (sums / weight).flatten(-2)[..., :size]
+
+
+def _from_later_blocks(sums: Tensor, through: Tensor) -> Tensor:
+    """What each block's later ones add to its sums: ``[..., blocks, 1]``.
+
+    ``sums`` is ``[..., blocks]``, each block's own at its start, and ``through`` the factor from one
+    start to the next, ``[..., blocks - 1]``.
+    """
+    at_start = reverse_linear_recurrence(sums, torch.nn.functional.pad(through, (0, 1)))
+    # Masked, not multiplied by 0: what comes later may be infinite.
+    handed = torch.where(through == 0, 0.0, through * at_start[..., 1:])
+    return torch.nn.functional.pad(handed, (0, 1)).unsqueeze(-1)
+
+
+def _blocks(size: int, decay: float, dtype: torch.dtype) -> tuple[int, int]:
+    """Cut ``size`` positions into equal blocks over which no power of ``decay`` underflows."""
+    if decay == 1.0:
+        return 1, size
+    # The other half of the exponents' range is left to what is multiplied by the power.
+    longest = max(1, int(0.5 * math.log(torch.finfo(dtype).tiny) / math.log(decay)))
+    blocks = -(-size // longest)
+    return blocks, -(-size // blocks)

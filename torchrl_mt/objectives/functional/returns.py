@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_mask, check_unit_interval
 from torchrl_mt.objectives.functional.recurrence import sampled_recurrence
-from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 
 
 def masked_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -40,4 +39,4 @@ def masked_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """
     check_mask("mask", mask, reward.shape)
     check_unit_interval("gamma", gamma)
-    return sampled_recurrence(rewards_on_sampled(reward, mask), mask, gamma)
+    return sampled_recurrence(reward, mask, gamma)

@@ -31,12 +31,10 @@ def rewards_on_sampled(reward: Tensor, mask: Tensor) -> Tensor:
     check_mask("mask", mask, reward.shape)
     if not mask.numel():
         return reward.float()
-    position = torch.arange(mask.shape[-1], device=mask.device)
-    last = torch.where(mask, position, -1).cummax(dim=-1).values
-    first = mask.int().argmax(dim=-1, keepdim=True)
-    owner = torch.where(last < 0, first, last)
-    moved = torch.zeros_like(reward, dtype=torch.float32).scatter_add(-1, owner, reward.float())
-    return torch.where(mask, moved, 0.0)
+    number = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    per_token = torch.zeros_like(reward, dtype=torch.float32)
+    per_token = per_token.scatter_add(-1, number, reward.float())
+    return torch.where(mask, per_token.gather(-1, number), 0.0)
 
 
 def next_sampled(mask: Tensor) -> Tensor:
