@@ -5,6 +5,7 @@ policy sampled, and may have holes and padding anywhere. Any floating type in, f
 """
 
 from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total
+from torchrl_mt.objectives.functional.bilevel_gae import bilevel_gae
 from torchrl_mt.objectives.functional.gae import masked_gae
 from torchrl_mt.objectives.functional.group import group_advantage
 from torchrl_mt.objectives.functional.kl import kl_estimate
@@ -23,6 +24,7 @@ from torchrl_mt.objectives.functional.recurrence import (
 )
 from torchrl_mt.objectives.functional.returns import masked_returns
 from torchrl_mt.objectives.functional.sampled import next_sampled, rewards_on_sampled
+from torchrl_mt.objectives.functional.turn_gae import turn_gae
 from torchrl_mt.objectives.functional.turns import (
     TurnIndex,
     index_turns,
@@ -36,6 +38,7 @@ __all__ = [
     "TurnIndex",
     "aggregate",
     "aggregation_total",
+    "bilevel_gae",
     "group_advantage",
     "index_turns",
     "kl_estimate",
@@ -51,6 +54,7 @@ __all__ = [
     "sampled_recurrence",
     "token_entropy",
     "token_log_probs",
+    "turn_gae",
     "turn_normalize",
     "turn_returns",
 ]

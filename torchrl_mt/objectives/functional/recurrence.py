@@ -16,7 +16,7 @@ from torchrl_mt.objectives.functional._checks import check_mask
 from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 
 
-def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
+def reverse_linear_recurrence(x: Tensor, decay: Tensor, *, longest: int | None = None) -> Tensor:
     """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` with ``y[S] = 0``, all positions at once.
 
     Recursive doubling: after ``k`` passes, ``y[t]`` is the sum over ``2**k`` positions from ``t``
@@ -26,6 +26,8 @@ def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
     Args:
         x: ``[..., S]`` floating.
         decay: ``[..., S]`` floating; the last position's is not used.
+        longest: Greatest number of positions that a value reaches, itself included, before a factor
+            of 0 stops it; by default all. Fewer passes are made the shorter it is.
 
     Returns:
         ``[..., S]``, of the type of ``x``.
@@ -34,7 +36,8 @@ def reverse_linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
         >>> reverse_linear_recurrence(torch.tensor([1.0, 1.0, 4.0]), torch.full((3,), 0.5))
         tensor([2.5000, 3.0000, 4.0000])
     """
-    y, reach, size = x, 1, x.shape[-1]
+    y, reach = x, 1
+    size = x.shape[-1] if longest is None else min(longest, x.shape[-1])
     while reach < size:
         near, far = slice(None, -reach), slice(reach, None)
         # Masked, not multiplied by 0: what lies beyond a boundary may be infinite.

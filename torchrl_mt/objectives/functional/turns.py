@@ -34,6 +34,8 @@ class TurnIndex:
     """``[M]`` int64: the turn (0 to K - 1) of each of the ``M`` sampled tokens, row-major."""
     first_token: Tensor
     """``[K]`` int64: each turn's first sampled token, as an index into the flattened rows."""
+    last_token: Tensor
+    """``[K]`` int64: each turn's last sampled token, as an index into the flattened rows."""
     episode: Tensor
     """``[K]`` int64: episode of each turn; the episodes that have one, numbered from 0."""
     turn: Tensor
@@ -59,6 +61,18 @@ class TurnIndex:
         opens[1:] = self.episode[1:] != self.episode[:-1]
         return opens
 
+    def discount_to_next(self, gamma: float) -> Tensor:
+        """Discount from each turn to the next one of its episode, 0 if none is: ``[K]``.
+
+        Time is the difference of turn ids: a turn without a sampled token took its time.
+        """
+        discount = torch.zeros(
+            self.turn.shape, dtype=accumulation_dtype(self.turn.device), device=self.turn.device
+        )
+        wait = (self.turn[1:] - self.turn[:-1]).clamp(min=0)
+        discount[:-1] = torch.where(self.opens_episode()[1:], 0.0, gamma ** wait.to(discount.dtype))
+        return discount
+
 
 def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> TurnIndex:
     """Find the turns of a batch of rows.
@@ -82,7 +96,8 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     """
     if mask.ndim != 2:
         raise ValueError(f"mask must have shape [N, S], got {tuple(mask.shape)}.")
-    check_mask("mask", mask, turns.shape)
+    check_mask("mask", mask, mask.shape)
+    check_shape("turns", turns, mask.shape)
     if episode is None:
         row = torch.arange(mask.shape[0], device=mask.device)
     else:
@@ -91,7 +106,7 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     token = mask.flatten().nonzero().squeeze(-1)
     turn = turns.flatten()[token].long()
     if not token.numel():
-        return TurnIndex(mask, token, token, turn, turn)
+        return TurnIndex(mask, token, token, token, turn, turn)
     low, high = (int(bound) for bound in turn.aminmax())
     if low < 0:
         raise ValueError(
@@ -101,9 +116,10 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     key = row[token // mask.shape[1]] * (high + 1) + turn
     key, of_token = torch.unique(key, return_inverse=True)
     first = torch.full_like(key, mask.numel()).scatter_reduce(0, of_token, token, "amin")
+    last = torch.zeros_like(key).scatter_reduce(0, of_token, token, "amax")
     # Episodes without a sampled token have no turn, and get no number.
     numbered = torch.unique_consecutive(key // (high + 1), return_inverse=True)[1]
-    return TurnIndex(mask, of_token, first, numbered, key % (high + 1))
+    return TurnIndex(mask, of_token, first, last, numbered, key % (high + 1))
 
 
 def turn_returns(
@@ -157,10 +173,7 @@ def turn_returns(
     # their spread.
     dtype = accumulation_dtype(reward.device)
     earned = index.total(rewards_on_sampled(reward, mask).to(dtype))
-    wait = index.turn[1:] - index.turn[:-1]
-    decay = torch.zeros_like(earned)
-    decay[:-1] = torch.where(index.opens_episode()[1:], 0.0, gamma ** wait.clamp(min=0).to(dtype))
-    return index.write(reverse_linear_recurrence(earned, decay).float())
+    return index.write(reverse_linear_recurrence(earned, index.discount_to_next(gamma)).float())
 
 
 def turn_normalize(
