@@ -1,5 +1,6 @@
 """Groups are told apart by id; lone members and equal groups are finite, gradients included."""
 
+from math import sqrt
 from statistics import mean, stdev
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from torchrl_mt.objectives.functional import group_advantage, outcome_advantage
 
-KINDS = ["grpo", "dr_grpo", "rloo", "batch"]
+KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"]
+LENGTHS = {"opo", "reinforce_baseline", "batch"}
+"""Kinds that are tested with lengths; the last two also go without."""
 
 
 @st.composite
@@ -22,27 +25,65 @@ def members(draw):
     return returns, group, torch.rand(n, generator=g) < 0.8
 
 
-def loop(returns, group, kind, valid, lone_value=0.0):
+def lengths_of(kind, returns):
+    """A length for each member, from its return: permutes with it."""
+    return (returns * 30).long() + 1 if kind in LENGTHS else None
+
+
+def weighted_mean(x, weight):
+    return sum(a * w for a, w in zip(x, weight, strict=True)) / sum(weight)
+
+
+def whiten(x, everyone, weight):
+    """Distance of ``x`` from the weighted mean of everyone in unbiased standard deviations."""
+    if max(everyone) - min(everyone) < 1e-12:
+        return 0.0
+    center = weighted_mean(everyone, weight)
+    square = sum(w * (y - center) ** 2 for y, w in zip(everyone, weight, strict=True))
+    return (x - center) / (sqrt(square / (sum(weight) - 1)) + 1e-6)
+
+
+def one(x, peers, batch, lengths, kind):
+    """The formula of each paper for one valid member that is not alone."""
+    returns, peer_lengths = zip(*peers, strict=True)
+    center = mean(returns)
+    if max(returns) == min(returns) and kind not in ("batch", "reinforce++"):
+        return 0.0
+    if kind == "dr_grpo":
+        return x - center
+    if kind == "rloo":
+        others = list(returns)
+        others.remove(x)
+        return x - mean(others)
+    if kind == "max_rl":
+        return (x - center) / (center + 1e-6) if center > 0 else 0.0
+    if kind == "opo":
+        return x - weighted_mean(returns, peer_lengths)
+    if kind == "grpo":
+        return (x - center) / (stdev(returns) + 1e-6)
+    if kind == "reinforce_baseline":
+        return whiten(x - center, batch, lengths)
+    return whiten(x, returns, peer_lengths)
+
+
+def loop(returns, group, kind, valid, lone_value=0.0, lengths=None):
+    weight = [1] * len(group) if lengths is None else lengths.tolist()
+    ids = [0 if kind in ("batch", "reinforce++") else k for k in group.tolist()]
+    rows = list(zip(returns.double().tolist(), ids, valid.tolist(), weight, strict=True))
+    peers = [[(y, w) for y, c, v, w in rows if v and c == k] for _, k, _, _ in rows]
+    compared = [
+        (x - mean(y for y, _ in of), w)
+        for (x, _, v, w), of in zip(rows, peers, strict=True)
+        if v and len(of) > 1
+    ]
     out = []
-    for i, (x, k) in enumerate(zip(returns.double().tolist(), group.tolist(), strict=True)):
-        peers = [
-            y
-            for y, c, v in zip(
-                returns.double().tolist(), group.tolist(), valid.tolist(), strict=True
-            )
-            if v and (c == k or kind == "batch")
-        ]
-        if not valid[i]:
+    for (x, _, v, _), of in zip(rows, peers, strict=True):
+        if not v:
             out.append(0.0)
-        elif len(peers) == 1:
+        elif len(of) == 1:
             out.append(lone_value)
-        elif kind == "rloo":
-            out.append(x - (sum(peers) - x) / (len(peers) - 1))
-        elif kind == "dr_grpo":
-            out.append(x - mean(peers))
         else:
-            spread = max(peers) > min(peers)
-            out.append((x - mean(peers)) / (stdev(peers) + 1e-6) if spread else 0.0)
+            out.append(one(x, of, *zip(*compared, strict=True), kind))
     return torch.tensor(out, dtype=torch.float64)
 
 
@@ -50,11 +91,13 @@ def loop(returns, group, kind, valid, lone_value=0.0):
 @given(batch=members())
 def test_advantage_is_the_formula(kind, batch):
     returns, group, valid = batch
-    got = group_advantage(returns, group, kind, valid=valid, lone_value=-0.5)
-    expected = loop(returns, group, kind, valid, -0.5)
+    lengths = lengths_of(kind, returns)
+    got = group_advantage(returns, group, kind, valid=valid, lone_value=-0.5, lengths=lengths)
+    expected = loop(returns, group, kind, valid, -0.5, lengths)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-4)
-    everyone = group_advantage(returns, group, kind)
-    expected = loop(returns, group, kind, torch.ones_like(valid))
+    lengths = lengths if kind == "opo" else None
+    everyone = group_advantage(returns, group, kind, lengths=lengths)
+    expected = loop(returns, group, kind, torch.ones_like(valid), lengths=lengths)
     torch.testing.assert_close(everyone.double(), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -63,8 +106,12 @@ def test_advantage_is_the_formula(kind, batch):
 def test_position_does_not_matter(kind, batch, seed):
     returns, group, valid = batch
     order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
-    got = group_advantage(returns, group, kind, valid=valid)
-    permuted = group_advantage(returns[order], group[order], kind, valid=valid[order])
+    lengths = lengths_of(kind, returns)
+    got = group_advantage(returns, group, kind, valid=valid, lengths=lengths)
+    lengths = None if lengths is None else lengths[order]
+    permuted = group_advantage(
+        returns[order], group[order], kind, valid=valid[order], lengths=lengths
+    )
     torch.testing.assert_close(got[order], permuted, atol=1e-5, rtol=1e-5)
 
 
@@ -72,8 +119,9 @@ def test_position_does_not_matter(kind, batch, seed):
 @given(batch=members())
 def test_values_and_gradients_are_finite(kind, batch):
     returns, group, valid = batch
+    lengths = lengths_of(kind, returns)
     returns.requires_grad_()
-    advantage = group_advantage(returns, group, kind, valid=valid)
+    advantage = group_advantage(returns, group, kind, valid=valid, lengths=lengths)
     (gradient,) = torch.autograd.grad(advantage.square().sum(), returns)
     assert advantage.isfinite().all()
     assert gradient.isfinite().all()
@@ -81,8 +129,30 @@ def test_values_and_gradients_are_finite(kind, batch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_members_get_exactly_zero(kind):
-    returns = torch.full((7,), 0.1)
-    assert not group_advantage(returns, torch.zeros(7, dtype=torch.long), kind).any()
+    returns, group = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.long)
+    assert not group_advantage(returns, group, kind, lengths=torch.arange(1, 8)).any()
+    assert not group_advantage(returns[:1], group[:1], kind, lengths=torch.ones(1)).any()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "max_rl", "opo"])
+@given(batch=members())
+def test_a_shard_of_whole_groups_has_the_whole_batches_advantages(kind, batch):
+    returns, group, valid = batch
+    lengths = lengths_of("opo", returns)
+    whole = group_advantage(returns, group, kind, valid=valid, lengths=lengths)
+    for i in group.unique():
+        of = group == i
+        part = group_advantage(returns[of], group[of], kind, valid=valid[of], lengths=lengths[of])
+        torch.testing.assert_close(part, whole[of])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_computed_in_float32(kind):
+    returns = torch.randn(12, generator=torch.Generator().manual_seed(0)).bfloat16()
+    group, lengths = torch.arange(12) // 4, torch.arange(12) + 1
+    got = group_advantage(returns, group, kind, lengths=lengths)
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, group_advantage(returns.float(), group, kind, lengths=lengths))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,9 +160,11 @@ def test_invalid_members_are_not_read(kind):
     returns = torch.tensor([1.0, torch.nan, 3.0, 2.0])
     valid = torch.tensor([True, False, True, True])
     group = torch.zeros(4, dtype=torch.long)
-    got = group_advantage(returns, group, kind, valid=valid)
+    lengths = torch.tensor([1, 0, 3, 2])
+    got = group_advantage(returns, group, kind, valid=valid, lengths=lengths)
     assert got[1] == 0
-    torch.testing.assert_close(got[valid], group_advantage(returns[valid], group[valid], kind))
+    alone = group_advantage(returns[valid], group[valid], kind, lengths=lengths[valid])
+    torch.testing.assert_close(got[valid], alone)
 
 
 def test_unknown_kind_is_refused():
@@ -100,6 +172,13 @@ def test_unknown_kind_is_refused():
         group_advantage(torch.zeros(2), torch.zeros(2, dtype=torch.long), "median")
     with pytest.raises(ValueError, match="group must have shape"):
         group_advantage(torch.zeros(2), torch.zeros(3, dtype=torch.long))
+    group = torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match="lengths must be given for kind 'opo'"):
+        group_advantage(torch.zeros(2), group, "opo")
+    with pytest.raises(ValueError, match=r"lengths must have shape \(2,\), got \(3,\)"):
+        group_advantage(torch.zeros(2), group, "opo", lengths=torch.ones(3))
+    with pytest.raises(TypeError, match="group must hold integer ids"):
+        group_advantage(group, torch.zeros(2))
 
 
 def test_an_episode_counts_once_however_often_it_forks():

@@ -6,23 +6,31 @@ policy sampled, and may have holes and padding anywhere. Any floating type in, f
 
 from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total
 from torchrl_mt.objectives.functional.bilevel_gae import bilevel_gae
+from torchrl_mt.objectives.functional.degenerate import (
+    clip_filter_weight,
+    dynamic_sampling_mask,
+)
+from torchrl_mt.objectives.functional.entropy_mask import entropy_mask
 from torchrl_mt.objectives.functional.gae import masked_gae
-from torchrl_mt.objectives.functional.group import group_advantage
+from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.kl import kl_estimate
 from torchrl_mt.objectives.functional.log_probs import (
     log_probs_and_entropy,
     token_entropy,
     token_log_probs,
 )
+from torchrl_mt.objectives.functional.moments import Moments, masked_moments
 from torchrl_mt.objectives.functional.objective_ppo import ppo
 from torchrl_mt.objectives.functional.objective_reinforce import reinforce
 from torchrl_mt.objectives.functional.objectives import OBJECTIVES, Objective
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
+from torchrl_mt.objectives.functional.overlong import overlong_penalty
 from torchrl_mt.objectives.functional.recurrence import (
     reverse_linear_recurrence,
     sampled_recurrence,
 )
 from torchrl_mt.objectives.functional.returns import masked_returns
+from torchrl_mt.objectives.functional.reward_scaling import RewardNormalizer, clip_reward
 from torchrl_mt.objectives.functional.sampled import next_sampled, rewards_on_sampled
 from torchrl_mt.objectives.functional.turn_gae import turn_gae
 from torchrl_mt.objectives.functional.turns import (
@@ -31,22 +39,33 @@ from torchrl_mt.objectives.functional.turns import (
     turn_normalize,
     turn_returns,
 )
+from torchrl_mt.objectives.functional.whitening import masked_whiten
 
 __all__ = [
+    "GROUP_ESTIMATORS",
     "OBJECTIVES",
+    "Moments",
     "Objective",
+    "RewardNormalizer",
     "TurnIndex",
     "aggregate",
     "aggregation_total",
     "bilevel_gae",
+    "clip_filter_weight",
+    "clip_reward",
+    "dynamic_sampling_mask",
+    "entropy_mask",
     "group_advantage",
     "index_turns",
     "kl_estimate",
     "log_probs_and_entropy",
     "masked_gae",
+    "masked_moments",
     "masked_returns",
+    "masked_whiten",
     "next_sampled",
     "outcome_advantage",
+    "overlong_penalty",
     "ppo",
     "reinforce",
     "reverse_linear_recurrence",

@@ -1,20 +1,51 @@
 """Advantage of each member relative to its group, by group id.
 
 Position never matters; a member with nothing to compare it with, and a group whose members are all
-equal, get finite values and finite gradients.
+equal, get finite values and finite gradients, whatever the kind.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_choice, check_mask, check_shape
+from torchrl_mt.objectives.functional._checks import check_choice, check_shape
+from torchrl_mt.objectives.functional.group_batch import whiten_batch
+from torchrl_mt.objectives.functional.group_dr_grpo import dr_grpo
+from torchrl_mt.objectives.functional.group_grpo import grpo
+from torchrl_mt.objectives.functional.group_max_rl import max_rl
+from torchrl_mt.objectives.functional.group_opo import opo
+from torchrl_mt.objectives.functional.group_reinforce_baseline import reinforce_baseline
+from torchrl_mt.objectives.functional.group_rloo import rloo
+from torchrl_mt.objectives.functional.groups import Groups, index_groups
+from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
 
-GroupKind = Literal["grpo", "dr_grpo", "rloo", "batch"]
-"""How a member is compared with its group."""
+GroupKind = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"
+]
+"""How a member is compared with its group, or with the batch (the last two are one)."""
+
+GroupEstimator = Callable[[Tensor, Groups, Tensor | None, float], Tensor]
+"""``(returns, groups, lengths, eps) -> advantage``, ``[N]``; see :data:`GROUP_ESTIMATORS`."""
+
+GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_baseline": reinforce_baseline,
+    "max_rl": max_rl,
+    "opo": opo,
+    "batch": whiten_batch,
+    "reinforce++": whiten_batch,
+}
+"""Kind to estimator. What rejected and lone members and groups without spread get is
+:func:`group_advantage`'s to say; an estimator's own values there only have to be finite."""
+
+_OVER_BATCH = ("batch", "reinforce++")
+"""Kinds that take the whole batch for one group."""
 
 
 def group_advantage(
@@ -23,6 +54,7 @@ def group_advantage(
     kind: GroupKind = "grpo",
     *,
     valid: Tensor | None = None,
+    lengths: Tensor | None = None,
     lone_value: float = 0.0,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -34,71 +66,58 @@ def group_advantage(
     - ``"dr_grpo"``: ``G - mean`` (https://arxiv.org/abs/2503.20783);
     - ``"rloo"``: ``G`` minus the mean of the *others*, ``n / (n - 1) * (G - mean)``
       (https://arxiv.org/abs/2402.14740);
-    - ``"batch"``: as ``"grpo"``, the whole batch being one group (``group`` is not read).
+    - ``"reinforce_baseline"``: ``G - mean``, whitened over the batch: REINFORCE++ with baseline
+      (https://arxiv.org/abs/2501.03262);
+    - ``"max_rl"``: ``(G - mean) / (mean + eps)``, 0 where the mean is not positive, for returns of 0
+      or more (https://arxiv.org/abs/2602.02710);
+    - ``"opo"``: ``G`` minus the group's mean weighted by length (https://arxiv.org/abs/2505.23585);
+    - ``"batch"`` or ``"reinforce++"``: as ``"grpo"``, the whole batch being one group (``group`` is
+      not read; https://arxiv.org/abs/2501.03262).
+
+    Statistics are those of the members given: call it once with the whole batch, before the batch is
+    cut.
 
     Args:
         returns: ``[N]`` floating.
         group: ``[N]`` int64 group ids, in any order.
         kind: See above.
         valid: ``[N]`` bool; the others enter no statistic and get 0.
+        lengths: ``[N]`` sampled tokens of each member, needed by ``"opo"``. The kinds that whiten
+            over the batch count each member once per token with it.
         lone_value: What a valid member alone in its group gets.
-        eps: Added to the standard deviation.
+        eps: Added to what is divided by.
 
     Returns:
         ``[N]`` float32; 0 for every member of a group whose valid members are all equal.
 
     Raises:
-        ValueError: If shapes differ or ``kind`` is unknown.
-        TypeError: If ``valid`` is not boolean.
+        ValueError: If shapes differ, ``kind`` is unknown, or it needs ``lengths``.
+        TypeError: If ``group`` is not of integers or ``valid`` not boolean.
 
     Examples:
         >>> returns = torch.tensor([1.0, 0.0, 3.0, 5.0])
         >>> group_advantage(returns, torch.tensor([7, 2, 7, 3]), "dr_grpo")
         tensor([-1.,  0.,  1.,  0.])
     """
-    check_choice("kind", kind, get_args(GroupKind))
-    if returns.ndim != 1:
-        raise ValueError(f"returns must have shape [N], got {tuple(returns.shape)}.")
-    check_shape("group", group, returns.shape)
-    if valid is None:
-        valid = torch.ones_like(group, dtype=torch.bool)
-    check_mask("valid", valid, returns.shape)
+    check_choice("kind", kind, GROUP_ESTIMATORS)
+    groups = index_groups(returns, group, valid)
+    dtype = accumulation_dtype(returns.device)
+    if lengths is not None:
+        check_shape("lengths", lengths, returns.shape)
+        lengths = lengths.to(dtype)
+    elif kind == "opo":
+        raise ValueError(
+            "lengths must be given for kind 'opo', got None; pass the number of sampled tokens of "
+            "each member, as `mask.sum(-1)` counts them."
+        )
     if not returns.numel():
         return returns.float()
-    if kind == "batch":
-        group = torch.zeros_like(group)
-
-    ids, member = torch.unique(group, return_inverse=True)
-    returns = torch.where(valid, returns.float(), 0.0)
-    count, mean = _count_and_mean(returns, member, valid, len(ids))
-    deviation = returns - mean[member]
-    lone = (count <= 1)[member]
-    # Equality is read from the data: a rounded mean would turn equal members into a tiny spread,
-    # which the division by a tiny standard deviation then blows up.
-    equal = _all_equal(returns.detach(), member, valid, len(ids))[member]
-    if kind in ("grpo", "batch"):
-        square = torch.where(valid, deviation, 0.0).square()
-        variance = torch.zeros_like(mean).index_add(0, member, square) / (count - 1).clamp(min=1)
-        # The square root's slope at 0 is infinite: keep the unused branch away from it.
-        deviation = deviation / (torch.where(equal, 1.0, variance[member]).sqrt() + eps)
-    elif kind == "rloo":
-        deviation = deviation * (count / (count - 1).clamp(min=1))[member]
-    advantage = torch.where(equal, 0.0, deviation)
-    return torch.where(valid, torch.where(lone, lone_value, advantage), 0.0)
-
-
-def _count_and_mean(
-    returns: Tensor, member: Tensor, valid: Tensor, groups: int
-) -> tuple[Tensor, Tensor]:
-    """Number and mean of each group's valid members."""
-    zeros = returns.new_zeros(groups)
-    count = zeros.index_add(0, member, valid.to(returns.dtype))
-    return count, zeros.index_add(0, member, returns) / count.clamp(min=1)
-
-
-def _all_equal(returns: Tensor, member: Tensor, valid: Tensor, groups: int) -> Tensor:
-    """Whether each group's valid members have one and the same return."""
-    start = returns.new_full((groups,), torch.inf)
-    low = start.scatter_reduce(0, member, torch.where(valid, returns, torch.inf), "amin")
-    high = (-start).scatter_reduce(0, member, torch.where(valid, returns, -torch.inf), "amax")
-    return low >= high
+    if kind in _OVER_BATCH:
+        groups = Groups(torch.zeros_like(groups.member), groups.valid, 1)
+    returns = torch.where(groups.valid, returns.to(dtype), 0.0)
+    advantage = GROUP_ESTIMATORS[kind](returns, groups, lengths, eps).float()
+    # What is chosen against is cut off from the gradient too, and so must be finite above.
+    spread, lone = groups.spread(returns.detach()), groups.count() <= 1
+    advantage = torch.where(spread[groups.member], advantage, 0.0)
+    advantage = torch.where(lone[groups.member], lone_value, advantage)
+    return torch.where(groups.valid, advantage, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_choice, check_shape
 
-KLKind = Literal["k1", "k2", "k3"]
+KLKind = Literal["k1", "k2", "k3", "k3+"]
 """Which estimator."""
 
 MAX_LOG_RATIO = 20.0
@@ -23,7 +23,10 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
 
     - ``"k1"``: ``-d``, unbiased, of either sign;
     - ``"k2"``: ``d ** 2 / 2``, biased, never negative; its gradient is an unbiased one of the KL;
-    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (inside ``exp``, ``d`` is at most 20).
+    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (inside ``exp``, ``d`` is at most 20);
+    - ``"k3+"``: the value of k3 with the gradient of k2, as verl names it: as a loss term
+      k3's own gradient is one of ``KL(ref || p)``, k2's an unbiased one of this KL
+      (https://arxiv.org/abs/2510.01555).
 
     Args:
         log_prob: Log-probabilities under ``p``, any shape.
@@ -48,4 +51,12 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
         return -difference
     if kind == "k2":
         return 0.5 * difference.square()
+    if kind == "k3":
+        return _k3(difference)
+    k2 = 0.5 * difference.square()
+    return _k3(difference.detach()) + (k2 - k2.detach())
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """``exp(d) - 1 - d``."""
     return difference.clamp(max=MAX_LOG_RATIO).expm1() - difference

@@ -63,5 +63,13 @@ def outcome_advantage(
     index = index_turns(mask, turns, episode)
     opening = index.first_token[index.opens_episode()]
     group_of_episode = group[opening // max(1, mask.shape[1])]
-    advantage = group_advantage(returns.flatten()[opening], group_of_episode, kind, eps=eps)
+    # Only opo weighs by length: elsewhere an episode counts once, however long it is.
+    tokens = torch.bincount(index.episode[index.of_token], minlength=len(opening))
+    advantage = group_advantage(
+        returns.flatten()[opening],
+        group_of_episode,
+        kind,
+        lengths=tokens if kind == "opo" else None,
+        eps=eps,
+    )
     return index.write(advantage[index.episode])

@@ -1,0 +1,125 @@
+"""Rewards brought to one scale: cut off, or normalised by the statistics of all seen so far.
+
+The running statistics are those of all rewards at once, in whatever order, batches or shards they
+came, and what they give is finite after a single reward and after equal ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_mt.objectives.functional._checks import check_mask, check_positive
+from torchrl_mt.objectives.functional.moments import Moments, masked_moments
+
+
+def clip_reward(
+    reward: Tensor, low: float, high: float, *, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cut rewards off, and say how many that changed.
+
+    Args:
+        reward: Floating, any shape.
+        low: Lowest reward.
+        high: Highest reward.
+        mask: Bool, the same shape: the rewards that are counted, by default all.
+
+    Returns:
+        The rewards, float32, and the share of those under ``mask`` that were cut, a float32 scalar (0
+        if none is).
+
+    Raises:
+        ValueError: If ``low`` is above ``high`` or shapes differ.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> clip_reward(torch.tensor([-7.0, 0.5]), -1.0, 1.0)
+        (tensor([-1.0000,  0.5000]), tensor(0.5000))
+    """
+    if not low <= high:
+        raise ValueError(f"low must be at most high ({high}), got {low}.")
+    if mask is None:
+        mask = torch.ones_like(reward, dtype=torch.bool)
+    check_mask("mask", mask, reward.shape)
+    clipped = reward.float().clamp(low, high)
+    cut = ((clipped != reward.float()) & mask).sum() / mask.sum().clamp(min=1)
+    return clipped, cut.detach()
+
+
+class RewardNormalizer(nn.Module):
+    """Normalise rewards by the running mean and standard deviation of all that it was shown.
+
+    ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 as
+    long as all rewards seen are equal. Its state is in buffers: ``state_dict`` saves it. Each worker
+    may count its own and merge the others' ``moments``.
+
+    Args:
+        center: Subtract the mean. Without it the sign of a reward is kept, and rewards pass unchanged
+            as long as all seen are equal.
+        clip: Largest absolute value of what comes out, above 0.
+        eps: Added to the standard deviation.
+
+    Raises:
+        ValueError: If ``clip`` is not positive.
+
+    Examples:
+        >>> normalizer = RewardNormalizer()
+        >>> normalizer.update(torch.tensor([1.0, 2.0, 3.0]))
+        >>> normalizer(torch.tensor([2.0, 3.0]))
+        tensor([0., 1.])
+    """
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self, *, center: bool = True, clip: float | None = None, eps: float = 1e-8
+    ) -> None:
+        super().__init__()
+        if clip is not None:
+            check_positive("clip", clip)
+        self.center, self.clip, self.eps = center, clip, eps
+        empty = torch.empty(0)
+        for name, value in vars(masked_moments(empty, empty.bool())).items():
+            self.register_buffer(name, value.clone())
+
+    @property
+    def moments(self) -> Moments:
+        """The statistics of all rewards seen."""
+        return Moments(self.count, self.mean, self.m2, self.low, self.high)
+
+    @torch.no_grad()
+    def update(self, reward: Tensor | Moments, mask: Tensor | None = None) -> None:
+        """Count rewards in.
+
+        Args:
+            reward: Floating, any shape; or another one's ``moments``.
+            mask: Bool, the same shape: the rewards that count, by default all.
+
+        Raises:
+            ValueError: If shapes differ or a reward that counts is not finite. Nothing was counted.
+            TypeError: If ``mask`` is not boolean.
+        """
+        if isinstance(reward, Tensor):
+            if mask is None:
+                mask = torch.ones_like(reward, dtype=torch.bool)
+            reward = masked_moments(reward.to(self.mean.device), mask.to(self.mean.device))
+        merged = self.moments.merge(reward)
+        if not torch.isfinite(merged.m2 + merged.mean):
+            raise ValueError(
+                "reward must be finite where it counts, got infinity or NaN; "
+                "leave such rewards out by `mask`."
+            )
+        for name, value in vars(merged).items():
+            getattr(self, name).copy_(value)
+
+    def forward(self, reward: Tensor) -> Tensor:
+        """Normalise rewards by the statistics as they are: any shape to float32 of that shape."""
+        device, moments = reward.device, self.moments
+        mean = moments.mean.to(device) if self.center else 0.0
+        scale = torch.where(moments.spread, 1.0 / (moments.std + self.eps), float(not self.center))
+        out = ((reward.to(scale.dtype) - mean) * scale.to(device)).float()
+        return out if self.clip is None else out.clamp(-self.clip, self.clip)
