@@ -205,3 +205,34 @@ def test_an_episode_has_one_group():
         outcome_advantage(
             ones.float(), ones.bool(), ones, torch.tensor([4, 4]), torch.tensor([0, 1])
         )
+
+
+def test_groups_without_success_teach_nothing_by_max_rl():
+    returns = torch.tensor([-2.0, 0.0, -1.0, 1.0, 0.0, 3.0])
+    got = group_advantage(returns, torch.arange(6) // 2, "max_rl", eps=0.0)
+    torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0, 1.0]))
+
+
+def test_outcome_lengths_are_the_episodes_sampled_tokens():
+    returns = torch.tensor([[0.0, 0.0, 0.0], [4.0, 4.0, 4.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, False, True], [False, True, False], [True, False, False]])
+    turns = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 1, 1]])
+    episode, group = torch.tensor([5, 6, 5]), torch.tensor([9, 9, 9])
+    got = outcome_advantage(returns, mask, turns, episode, group, "opo")
+    torch.testing.assert_close(got[mask], torch.tensor([-1.0, -1.0, 3.0, -1.0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_outcome_advantages(kind):
+    returns = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    got = outcome_advantage(
+        returns,
+        mask,
+        torch.zeros(3, 2, dtype=torch.long),
+        torch.arange(3),
+        torch.zeros(3).long(),
+        kind,
+    )
+    assert got[0, 0] == got[0, 1] > 0 > got[1, 0]
+    assert not got[~mask].any()

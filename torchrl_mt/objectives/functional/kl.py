@@ -46,17 +46,25 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     """
     check_choice("kind", kind, get_args(KLKind))
     check_shape("ref_log_prob", ref_log_prob, log_prob.shape)
-    difference = ref_log_prob.float() - log_prob.float()
     if kind == "k1":
-        return -difference
+        return log_prob.float() - ref_log_prob.float()
+    difference = ref_log_prob.float() - log_prob.float()
     if kind == "k2":
-        return 0.5 * difference.square()
+        return _k2(difference)
     if kind == "k3":
         return _k3(difference)
-    k2 = 0.5 * difference.square()
-    return _k3(difference.detach()) + (k2 - k2.detach())
+    value = _k3(difference.detach())
+    if not difference.requires_grad:
+        return value
+    k2 = _k2(difference)
+    return value + (k2 - k2.detach())
+
+
+def _k2(difference: Tensor) -> Tensor:
+    """``d ** 2 / 2``."""
+    return difference.square().mul_(0.5)
 
 
 def _k3(difference: Tensor) -> Tensor:
     """``exp(d) - 1 - d``."""
-    return difference.clamp(max=MAX_LOG_RATIO).expm1() - difference
+    return difference.clamp(max=MAX_LOG_RATIO).expm1_() - difference

@@ -114,7 +114,10 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
             "a negative turn id means padding, which is never sampled."
         )
     key = row[token // mask.shape[1]] * (high + 1) + turn
-    key, of_token = torch.unique(key, return_inverse=True)
+    # Tokens of a turn come in runs: sort the runs, which are few, not the tokens.
+    runs, run_of_token = torch.unique_consecutive(key, return_inverse=True)
+    key, turn_of_run = torch.unique(runs, return_inverse=True)
+    of_token = turn_of_run[run_of_token]
     first = torch.full_like(key, mask.numel()).scatter_reduce(0, of_token, token, "amin")
     last = torch.zeros_like(key).scatter_reduce(0, of_token, token, "amax")
     # Episodes without a sampled token have no turn, and get no number.
