@@ -74,3 +74,26 @@ def test_strided_and_expanded_input():
     x = torch.arange(12.0).reshape(3, 4).t()
     got = sampled_recurrence(x, mask, 0.5)
     torch.testing.assert_close(got, sampled_recurrence(x.contiguous(), mask.contiguous(), 0.5))
+
+
+def test_gradients_cross_blocks():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 90, generator=g, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(2, 90, generator=g) < 0.7
+    seed = torch.randn(2, 90, generator=g)
+    (got,) = torch.autograd.grad((sampled_recurrence(x, mask, 1e-12) * seed).sum(), x)
+    (near,) = torch.autograd.grad((sampled_recurrence(x, mask, 0.0) * seed).sum(), x)
+    torch.testing.assert_close(got, near)
+    (got,) = torch.autograd.grad((sampled_recurrence(x, mask, 0.01) * seed).sum(), x)
+    moved = x.detach().clone()
+    moved[1, 50] += 1.0
+    change = ((sampled_recurrence(moved, mask, 0.01) - loop(x.detach(), mask, 0.01)) * seed).sum()
+    assert float(change) == pytest.approx(float(got[1, 50]), abs=1e-4)
+
+
+def test_the_input_is_left_as_it_was():
+    x, mask = torch.randn(3, 8, dtype=torch.float64), torch.ones(3, 8, dtype=torch.bool)
+    before = x.clone()
+    sampled_recurrence(x, mask, 0.9)
+    masked_gae(x, x, mask, 0.9, 0.8)
+    assert torch.equal(x, before)

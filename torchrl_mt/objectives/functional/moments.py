@@ -88,7 +88,8 @@ def masked_moments(x: Tensor, mask: Tensor, *, weight: Tensor | None = None) -> 
         zero = torch.zeros((), dtype=dtype, device=x.device)
         return Moments(zero, zero, zero, zero + torch.inf, zero - torch.inf)
     # Distances from one of the values: exact where all are equal, and small where all are large.
-    anchor = x.detach().flatten()[mask.flatten().to(torch.uint8).argmax()].to(dtype)
+    # (Taken, not indexed: indexing by a tensor of no dimension waits for the device.)
+    anchor = x.detach().take(mask.flatten().to(torch.uint8).argmax()).to(dtype)
     distance = torch.where(mask, x.to(dtype) - anchor, 0.0)
     some = mask.any()
     if weight is None:

@@ -87,7 +87,8 @@ def sampled_recurrence(
     if decay == 0.0:
         return rewards_on_sampled(x, mask)
     count = sampled_so_far(mask) if count is None else count
-    y = _suffix_sums(x.to(accumulation_dtype(x.device)), count, decay).to(torch.float32, copy=True)
+    x = x.to(accumulation_dtype(x.device), copy=True)
+    y = _suffix_sums_(x, count, decay).to(torch.float32, copy=True)
     # Up to the first sampled token no time passes: what all of it amounts to stands at the start.
     y.scatter_(-1, first_sampled(count), y[..., :1].clone())
     return torch.where(mask, y, torch.zeros_like(y))
@@ -107,8 +108,8 @@ def first_sampled(count: Tensor) -> Tensor:
     return torch.searchsorted(count, one).clamp_(max=count.shape[-1] - 1)
 
 
-def _suffix_sums(x: Tensor, count: Tensor, decay: float) -> Tensor:
-    """Sum ``decay ** (number[u] - number[t]) * x[u]`` over ``u >= t``: ``[..., S]``.
+def _suffix_sums_(x: Tensor, count: Tensor, decay: float) -> Tensor:
+    """Sum ``decay ** (number[u] - number[t]) * x[u]`` over ``u >= t``: ``[..., S]``; spends ``x``.
 
     ``number`` is the sampled token that a position belongs to: 1, 2, ... in each row.
     """
@@ -125,11 +126,12 @@ def _suffix_sums(x: Tensor, count: Tensor, decay: float) -> Tensor:
     # Entry 0 is for tokens before the first sampled one, which are numbered with it.
     powers = decay ** torch.arange(-1, length, dtype=x.dtype, device=x.device).clamp(min=0)
     weight = powers.index_select(0, count.flatten()).view_as(x)
-    sums = (x * weight).flip(-1).cumsum(dim=-1).flip(-1)
+    # In place: on a CPU, fresh memory for each step costs more than the steps.
+    sums = x.mul_(weight).flip(-1).cumsum_(dim=-1).flip(-1)
     if blocks > 1:
         span = start[..., 1:] - start[..., :-1]
-        sums = sums + _from_later_blocks(sums[..., 0], decay ** span.to(x.dtype))
-    return (sums / weight).flatten(-2)[..., :size]
+        sums += _from_later_blocks(sums[..., 0], decay ** span.to(x.dtype))
+    return sums.div_(weight).flatten(-2)[..., :size]
 
 
 def _from_later_blocks(sums: Tensor, through: Tensor) -> Tensor:
