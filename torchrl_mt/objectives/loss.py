@@ -6,26 +6,45 @@ gradients of shards add up to the full batch's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torchrl.data.llm import AdaptiveKLController, ConstantKLController
 from torchrl.objectives import LossModule
 
 from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._loss_diagnostics import (
+    CORRECTION_DIAGNOSTICS,
+    CRITIC_DIAGNOSTICS,
+    POLICY_DIAGNOSTICS,
+    critic_diagnostics,
+    policy_diagnostics,
+)
+from torchrl_mt.objectives._loss_inputs import read_inputs
 from torchrl_mt.objectives._rows import read_entry
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
+    Correction,
     Objective,
     aggregate,
     aggregation_total,
+    correct,
+    find_corrections,
     kl_estimate,
+    value_loss,
 )
 from torchrl_mt.objectives.functional._checks import check_choice, check_positive, check_shape
-from torchrl_mt.objectives.functional.aggregation import AGGREGATIONS, Aggregation
-from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO, KLKind
+from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
+from torchrl_mt.objectives.functional.kl import KLKind
+from torchrl_mt.objectives.functional.objectives import default_clip_epsilon, takes
 from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
+
+Sequences = Literal["row", "turn"]
+"""What an objective or a correction of whole sequences takes for one."""
 
 
 class MultiTurnLoss(LossModule):
@@ -34,30 +53,58 @@ class MultiTurnLoss(LossModule):
     A sampled token that comes first in its row is left out of everything: nothing predicts it.
 
     The output has ``"loss_objective"``, with ``kl_coef`` ``"loss_kl"``, with ``entropy_coef``
-    ``"loss_entropy"``: their sum is what one minimises. Detached diagnostics over the sampled tokens:
-    ``"clip_fraction"``, ``"approx_kl"`` (k3, from the old policy to the actor), ``"ess"`` (effective
-    share of the samples, in [0, 1]), ``"entropy"`` and, with ``kl_coef``, ``"kl_to_ref"``.
+    ``"loss_entropy"``, with ``critic`` ``"loss_critic"``: their sum is what one minimises. Detached
+    diagnostics over the sampled tokens: ``"clip_fraction"`` (of ratios outside the bounds, and
+    ``"clip_fraction_low"`` below and ``"clip_fraction_high"`` above them), ``"approx_kl"`` (k3, from
+    the old policy to the actor), ``"ess"`` (effective share of the samples, in [0, 1]),
+    ``"entropy"``; with ``kl_coef`` ``"kl_to_ref"``; with ``correction`` ``"correction_ess"``,
+    ``"correction_clip_fraction"`` and ``"correction_mask_fraction"``; with ``critic``
+    ``"value_clip_fraction"`` and ``"explained_variance"``.
 
-    The actor's parameters are shared, not copied, and it runs in the mode that it is in; keep it in
-    evaluation mode if it has dropout, as the old log-probabilities come from a model without.
+    Where the rows have ``("weights", "full")``, ``[N, S]`` floating, it multiplies the objective of
+    each token: an entropy mask, say. Neither it nor a correction changes what is divided by, nor the
+    KL, the entropy bonus and the value loss.
+
+    The models' parameters are shared, not copied, and they run in the mode that they are in; keep
+    the actor in evaluation mode if it has dropout, as the old log-probabilities come from a model
+    without.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
-        objective: ``"ppo"``, ``"reinforce"``, or a function of the same signature
-            (:data:`~torchrl_mt.objectives.functional.Objective`).
-        aggregation: ``"token_mean"``, ``"seq_mean_token_mean"`` or ``"seq_mean_token_sum"``
+        objective: A name of :data:`~torchrl_mt.objectives.functional.OBJECTIVES` or a function of the
+            same signature (:data:`~torchrl_mt.objectives.functional.Objective`), with
+            hyperparameters of its own by ``functools.partial``: ``partial(ppo, dual_clip=3.0)``.
+            ``"decoupled_ppo"`` reads ``("log_probs", "full")`` too.
+        aggregation: ``"token_mean"``, ``"seq_mean_token_mean"``, ``"seq_mean_token_sum"`` or
+            ``"prompt_mean"``, which reads ``"group"``
             (:func:`~torchrl_mt.objectives.functional.aggregate`).
-        clip_epsilon: Bound on the importance ratio's distance from 1, or ``(low, high)``.
+        clip_epsilon: Bound on the importance ratio's distance from 1, or ``(low, high)``. The
+            objective's own by default: 0.2 for PPO.
+        correction: Weights against the sampler's not being the old policy: a name of
+            :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, a function of the same signature,
+            or several, whose weights multiply. It reads ``("log_probs", "full")`` and needs
+            ``("log_probs", "old")`` of the actor itself
+            (``ExperienceMaker(old_log_probs="actor")``): of the sampler's all weights would be 1.
+        sequence: What is one sequence to an objective or correction of whole sequences: a row, or a
+            turn of a row by ``("turns", "full")``.
         kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``. ``None``
-            reads and writes nothing of it; at 0 ``"kl_to_ref"`` is still reported.
+            reads and writes nothing of it; at 0 ``"kl_to_ref"`` is still reported. Of a TorchRL
+            controller the ``coef`` of the moment is used; to update it is the caller's.
         kl_kind: The estimator that is minimised: k3 varies little and is never negative
             (http://joschu.net/blog/kl-approx.html), and is GRPO's (https://arxiv.org/abs/2402.03300,
             eq. 4); the slope of k1 would be 0 on average.
         entropy_coef: Weight of the entropy bonus.
         temperature: The temperature that the tokens were sampled at, if not 1.
+        aggregation_norm: Constant that ``"seq_mean_token_sum"`` divides by as well.
+        critic: A value network, called like the actor, with one value per token as its output or
+            its ``logits``, ``[N, L]`` or ``[N, L, 1]``; its loss reads ``"returns"``.
+        critic_coef: Weight of the value loss.
+        clip_value: Clip the value loss at this distance from ``"values"``
+            (:func:`~torchrl_mt.objectives.functional.value_loss`).
 
     Raises:
-        ValueError: If a name is unknown or ``clip_epsilon`` is out of range.
+        ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
+            ``critic``, or ``sequence`` with nothing that asks for one.
         TypeError: If ``actor`` is no language model.
 
     Examples:
@@ -96,8 +143,14 @@ class MultiTurnLoss(LossModule):
         attention_mask: NestedKey = _rows.ATTENTION_MASK
         assistant_mask: NestedKey = _rows.ASSISTANT_MASK
         sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
+        sampler_log_probs: NestedKey = _rows.SAMPLER_LOG_PROBS
         ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
         advantage: NestedKey = "advantage"
+        weight: NestedKey = ("weights", "full")
+        turns: NestedKey = _rows.TURNS
+        group: NestedKey = _rows.GROUP
+        values: NestedKey = "values"
+        returns: NestedKey = "returns"
 
     def __init__(
         self,
@@ -105,60 +158,107 @@ class MultiTurnLoss(LossModule):
         *,
         objective: str | Objective = "ppo",
         aggregation: Aggregation = "token_mean",
-        clip_epsilon: float | tuple[float, float] = 0.2,
-        kl_coef: float | None = None,
+        clip_epsilon: float | tuple[float, float] | None = None,
+        correction: str | Correction | Sequence[str | Correction] | None = None,
+        sequence: Sequences = "row",
+        kl_coef: float | AdaptiveKLController | ConstantKLController | None = None,
         kl_kind: KLKind = "k3",
         entropy_coef: float | None = None,
         temperature: float = 1.0,
+        aggregation_norm: float | None = None,
+        critic: nn.Module | None = None,
+        critic_coef: float = 1.0,
+        clip_value: float | None = None,
     ) -> None:
         super().__init__()
         causal_lm(actor)
         if not callable(objective):
             check_choice("objective", objective, OBJECTIVES)
             objective = OBJECTIVES[objective]
-        check_choice("aggregation", aggregation, AGGREGATIONS)
+        corrections = find_corrections(correction)
+        check_choice("aggregation", aggregation, get_args(Aggregation))
+        check_norm("aggregation_norm", aggregation_norm, aggregation)
+        check_choice("sequence", sequence, get_args(Sequences))
+        if sequence == "turn" and not any(takes(f, "turns") for f in (objective, *corrections)):
+            raise ValueError(
+                "sequence='turn' is for objectives and corrections of whole sequences, which are those "
+                f"with a keyword 'turns'; got objective={objective!r}, correction={correction!r}."
+            )
+        check_choice("kl_kind", kl_kind, get_args(KLKind))
+        check_positive("temperature", temperature)
+        if clip_value is not None:
+            check_positive("clip_value", clip_value)
+            if critic is None:
+                raise ValueError(f"clip_value needs a critic, got {clip_value} with critic=None.")
         self.actor_network = actor
+        self.critic_network = critic
         self.objective = objective
+        self.corrections = corrections
         self.aggregation: Aggregation = aggregation
-        self.clip_epsilon = _bounds(clip_epsilon)
+        self.aggregation_norm = aggregation_norm
+        self.sequence: Sequences = sequence
+        self.clip_epsilon = _bounds(
+            default_clip_epsilon(objective) if clip_epsilon is None else clip_epsilon
+        )
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.entropy_coef = entropy_coef
-        check_positive("temperature", temperature)
         self.temperature = temperature
+        self.critic_coef = critic_coef
+        self.clip_value = clip_value
         self._set_in_keys()
         self.out_keys = [
             "loss_objective",
             *([] if kl_coef is None else ["loss_kl", "kl_to_ref"]),
             *([] if entropy_coef is None else ["loss_entropy"]),
-            *("clip_fraction", "approx_kl", "ess", "entropy"),
+            *([] if critic is None else ["loss_critic", *CRITIC_DIAGNOSTICS]),
+            *(CORRECTION_DIAGNOSTICS if corrections else []),
+            *POLICY_DIAGNOSTICS,
         ]
 
     @property
     def functional(self) -> bool:
-        """False: the actor keeps its parameters."""
+        """False: the models keep their parameters."""
         return False
+
+    def _names(self) -> list[str]:
+        """Name the entries that are read, as ``set_keys`` does."""
+        needed = {
+            "ref_log_probs": self.kl_coef is not None,
+            "sampler_log_probs": bool(self.corrections)
+            or takes(self.objective, "sampler_log_prob"),
+            "turns": self.sequence == "turn",
+            "group": self.aggregation == "prompt_mean",
+            "returns": self.critic_network is not None,
+            "values": self.clip_value is not None,
+        }
+        always = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
+        return always + [name for name, is_needed in needed.items() if is_needed]
 
     def _set_in_keys(self) -> None:
         """List the entries that are read; the base class calls this after ``set_keys``."""
-        keys = self.tensor_keys
-        names = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
-        if self.kl_coef is not None:
-            names.append("ref_log_probs")
-        self.in_keys = [getattr(keys, name) for name in names]
+        self.in_keys = [getattr(self.tensor_keys, name) for name in self._names()]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.
 
         Args:
-            tensordict: All rows of one optimizer step.
+            tensordict: All rows of one optimizer step. Workers that each have a part of them merge
+                their totals with :func:`~torchrl_mt.objectives.functional.merge_totals`.
 
         Returns:
-            Scalar int64.
+            Scalar int64; for ``"prompt_mean"`` ``[K, 2]`` int64
+            (:func:`~torchrl_mt.objectives.functional.aggregation_total`).
         """
-        mask = read_entry(tensordict, self.tensor_keys.assistant_mask)
-        attention_mask = read_entry(tensordict, self.tensor_keys.attention_mask)
-        return aggregation_total(scored_tokens(attention_mask, mask), self.aggregation)
+        keys = self.tensor_keys
+        mask = read_entry(tensordict, keys.assistant_mask)
+        attention_mask = read_entry(tensordict, keys.attention_mask)
+        by_group = self.aggregation == "prompt_mean"
+        return aggregation_total(
+            scored_tokens(attention_mask, mask),
+            self.aggregation,
+            group=read_entry(tensordict, keys.group) if by_group else None,
+        )
 
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None
@@ -175,76 +275,77 @@ class MultiTurnLoss(LossModule):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together.
+            ValueError: If entries do not fit together, or one is not finite on a sampled token.
         """
-        keys = self.tensor_keys
-        tokens = read_entry(tensordict, keys.action)
-        mask = read_entry(tensordict, keys.assistant_mask)
-        attention_mask = read_entry(tensordict, keys.attention_mask)
-        maker = "; ExperienceMaker writes it"
-        old = read_entry(tensordict, keys.sample_log_prob, maker)
-        advantage = read_entry(tensordict, keys.advantage, maker)
-        check_shape(str(keys.sample_log_prob), old, tokens.shape)
-        check_shape(str(keys.advantage), advantage, torch.Size((*tokens.shape, 1)))
-        old, advantage = old.float(), advantage.squeeze(-1).float()
-        ref = None
-        if self.kl_coef is not None:
-            ref = read_entry(tensordict, keys.ref_log_probs, f"{maker} when it has a ref").float()
-            check_shape(str(keys.ref_log_probs), ref, tokens.shape)
-
+        rows, mask = read_inputs(tensordict, self.tensor_keys, self._names())
+        inputs = rows["action"], rows["attention_mask"], rows["assistant_mask"]
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
-            self.actor_network,
-            tokens,
-            attention_mask,
-            mask,
-            temperature=self.temperature,
-            with_entropy=True,
+            self.actor_network, *inputs, temperature=self.temperature, with_entropy=True
         )
         assert entropy is not None
-        mask = scored_tokens(attention_mask, mask)
+        group = rows.get("group")
         if total is None:
-            total = aggregation_total(mask, self.aggregation)
+            total = aggregation_total(mask, self.aggregation, group=group)
 
         def reduce(per_token: Tensor) -> Tensor:
-            return aggregate(per_token, mask, self.aggregation, total=total)
+            norm = self.aggregation_norm
+            return aggregate(per_token, mask, self.aggregation, total=total, group=group, norm=norm)
 
-        loss, clipped = self.objective(log_prob, old, advantage, mask, self.clip_epsilon)
-        out = {"loss_objective": reduce(loss)}
-        if self.kl_coef is not None and ref is not None:
+        old = rows["sample_log_prob"]
+        loss, clipped = self.objective(
+            log_prob, old, rows["advantage"], mask, self.clip_epsilon, **self._extras(rows)
+        )
+        check_shape("the loss that objective returns", loss, mask.shape)
+        out = policy_diagnostics(log_prob, old, entropy, clipped, mask)
+        if self.corrections:
+            weight, metrics = correct(
+                self.corrections, old, rows["sampler_log_probs"], mask, turns=rows.get("turns")
+            )
+            loss = loss * weight
+            out |= {f"correction_{name}": value for name, value in metrics.items()}
+        if "weight" in rows:
+            loss = loss * torch.where(mask, rows["weight"], 0.0)
+        out["loss_objective"] = reduce(loss)
+        if self.kl_coef is not None:
+            ref = torch.where(mask, rows["ref_log_probs"], 0.0)
             kl = kl_estimate(log_prob, ref, self.kl_kind)
-            out["loss_kl"] = self.kl_coef * reduce(kl)
+            out["loss_kl"] = float(getattr(self.kl_coef, "coef", self.kl_coef)) * reduce(kl)
             out["kl_to_ref"] = aggregate(kl.detach(), mask)
         if self.entropy_coef is not None:
             out["loss_entropy"] = -self.entropy_coef * reduce(entropy)
-        out |= _diagnostics(log_prob.detach(), old, entropy.detach(), clipped, mask)
+        if self.critic_network is not None:
+            value, returns = _row_values(self.critic_network, *inputs), rows["returns"]
+            error, cut = value_loss(
+                value, returns, mask, old_value=rows.get("values"), clip_value=self.clip_value
+            )
+            out["loss_critic"] = self.critic_coef * reduce(error)
+            out |= critic_diagnostics(value, returns, cut, mask)
         return TensorDict(out, batch_size=[])
 
+    def _extras(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Give the objective the entries that it asks for."""
+        names = {"sampler_log_prob": "sampler_log_probs", "turns": "turns"}
+        return {
+            keyword: rows[name]
+            for keyword, name in names.items()
+            if name in rows and takes(self.objective, keyword)
+        }
 
-@torch.no_grad()
-def _diagnostics(
-    log_prob: Tensor, old: Tensor, entropy: Tensor, clipped: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
-    """Means over the sampled tokens, and the effective share of the samples."""
-    count = mask.sum().clamp(min=1)
-    log_ratio = torch.where(mask, log_prob - old, 0.0)
-    weight = torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
-    # Kish's effective sample size over the number of samples.
-    ess = weight.sum().square() / weight.square().sum().clamp(min=1e-30) / count
-    return {
-        "clip_fraction": (clipped & mask).sum() / count,
-        "approx_kl": kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3").sum() / count,
-        "ess": ess,
-        "entropy": entropy.sum() / count,
-    }
+
+def _row_values(critic: nn.Module, *inputs: Tensor) -> Tensor:
+    """Values of the sampled tokens, ``[N, S]`` float32, zero on the others."""
+    from torchrl_mt.objectives.row_values import row_values
+
+    return row_values(critic, *inputs)
 
 
 def _bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
     """Check the clip range and write it as a pair."""
     pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon,) * 2
-    if len(pair) != 2 or not 0 <= pair[0] < 1 or not pair[1] >= 0:
+    if len(pair) != 2 or not 0 <= pair[0] <= 1 or not pair[1] >= 0:
         raise ValueError(
-            "clip_epsilon must be a number in [0, 1), or (low, high) with low in [0, 1) and "
+            "clip_epsilon must be a number in [0, 1], or (low, high) with low in [0, 1] and "
             f"high >= 0, got {clip_epsilon!r}."
         )
     return float(pair[0]), float(pair[1])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.objectives.functional import OBJECTIVES, kl_estimate, ppo, reinforce
+from torchrl_mt.objectives.functional import kl_estimate, ppo, reinforce
 
 FINITE = st.floats(-4, 4, width=32)
 
@@ -22,7 +22,7 @@ def test_ppo_is_the_formula(new, old, advantage, clip):
     expected = -min(ratio * advantage, bounded * advantage)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     if abs(ratio - bounded) > 1e-5:
-        assert clipped.item()
+        assert clipped.item() == (1 if ratio > bounded else -1)
         binding = (advantage > 0) == (ratio > bounded)
         slope = 0.0 if binding else -ratio * advantage
         loss.sum().backward()
@@ -38,20 +38,6 @@ def test_reinforce_is_minus_advantage_times_log_prob():
     torch.testing.assert_close(log_prob.grad, torch.where(mask, -advantage, 0.0))
     torch.testing.assert_close(loss, torch.where(mask, -advantage * log_prob, 0.0))
     assert not clipped.any()
-
-
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_objectives_are_finite_and_blind_to_masked_tokens(name):
-    log_prob = torch.tensor([[-500.0, 0.0, -1.0, -2.0]], requires_grad=True)
-    old = torch.tensor([[0.0, -500.0, torch.nan, -2.0]])
-    advantage = torch.tensor([[1.0, -1.0, torch.inf, 0.0]])
-    mask = torch.tensor([[True, True, False, True]])
-    loss, clipped = OBJECTIVES[name](log_prob, old, advantage, mask, (0.2, 0.2))
-    loss.sum().backward()
-    assert loss.isfinite().all()
-    assert log_prob.grad.isfinite().all()
-    assert loss[0, 2] == log_prob.grad[0, 2] == 0
-    assert not clipped[0, 2]
 
 
 @given(FINITE, FINITE)

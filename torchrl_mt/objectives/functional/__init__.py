@@ -4,15 +4,27 @@ Shapes are ``[N, S]`` (rows, tokens) unless said; masks are boolean, true on the
 policy sampled, and may have holes and padding anywhere. Any floating type in, float32 out.
 """
 
-from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total
+from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total, merge_totals
 from torchrl_mt.objectives.functional.bilevel_gae import bilevel_gae
-from torchrl_mt.objectives.functional.degenerate import (
-    clip_filter_weight,
-    dynamic_sampling_mask,
+from torchrl_mt.objectives.functional.correction_geometric import geometric
+from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
+from torchrl_mt.objectives.functional.correction_mis import icepop, sequence_mis
+from torchrl_mt.objectives.functional.correction_tis import sequence_tis, token_tis
+from torchrl_mt.objectives.functional.corrections import (
+    CORRECTIONS,
+    Correction,
+    correct,
+    find_corrections,
 )
+from torchrl_mt.objectives.functional.degenerate import clip_filter_weight, dynamic_sampling_mask
 from torchrl_mt.objectives.functional.entropy_mask import entropy_mask
 from torchrl_mt.objectives.functional.gae import masked_gae
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
+from torchrl_mt.objectives.functional.importance import (
+    effective_sample_size,
+    sequence_mean,
+    sequence_sum,
+)
 from torchrl_mt.objectives.functional.kl import kl_estimate
 from torchrl_mt.objectives.functional.log_probs import (
     log_probs_and_entropy,
@@ -20,8 +32,13 @@ from torchrl_mt.objectives.functional.log_probs import (
     token_log_probs,
 )
 from torchrl_mt.objectives.functional.moments import Moments, masked_moments
+from torchrl_mt.objectives.functional.objective_cispo import cispo
+from torchrl_mt.objectives.functional.objective_decoupled_ppo import decoupled_ppo
+from torchrl_mt.objectives.functional.objective_gmpo import gmpo
+from torchrl_mt.objectives.functional.objective_gspo import gspo, gspo_token
 from torchrl_mt.objectives.functional.objective_ppo import ppo
 from torchrl_mt.objectives.functional.objective_reinforce import reinforce
+from torchrl_mt.objectives.functional.objective_sapo import sapo
 from torchrl_mt.objectives.functional.objectives import OBJECTIVES, Objective
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
 from torchrl_mt.objectives.functional.overlong import overlong_penalty
@@ -39,11 +56,14 @@ from torchrl_mt.objectives.functional.turns import (
     turn_normalize,
     turn_returns,
 )
+from torchrl_mt.objectives.functional.value_loss import value_loss
 from torchrl_mt.objectives.functional.whitening import masked_whiten
 
 __all__ = [
+    "CORRECTIONS",
     "GROUP_ESTIMATORS",
     "OBJECTIVES",
+    "Correction",
     "Moments",
     "Objective",
     "RewardNormalizer",
@@ -51,11 +71,22 @@ __all__ = [
     "aggregate",
     "aggregation_total",
     "bilevel_gae",
+    "cispo",
     "clip_filter_weight",
     "clip_reward",
+    "correct",
+    "correction_metrics",
+    "decoupled_ppo",
     "dynamic_sampling_mask",
+    "effective_sample_size",
     "entropy_mask",
+    "find_corrections",
+    "geometric",
+    "gmpo",
     "group_advantage",
+    "gspo",
+    "gspo_token",
+    "icepop",
     "index_turns",
     "kl_estimate",
     "log_probs_and_entropy",
@@ -63,6 +94,7 @@ __all__ = [
     "masked_moments",
     "masked_returns",
     "masked_whiten",
+    "merge_totals",
     "next_sampled",
     "outcome_advantage",
     "overlong_penalty",
@@ -71,9 +103,16 @@ __all__ = [
     "reverse_linear_recurrence",
     "rewards_on_sampled",
     "sampled_recurrence",
+    "sapo",
+    "sequence_mean",
+    "sequence_mis",
+    "sequence_sum",
+    "sequence_tis",
     "token_entropy",
     "token_log_probs",
+    "token_tis",
     "turn_gae",
     "turn_normalize",
     "turn_returns",
+    "value_loss",
 ]

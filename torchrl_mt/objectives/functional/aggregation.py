@@ -1,73 +1,82 @@
 """Per-token losses to one number, exact under any mask and any cut of the batch.
 
 Given the full batch's total, the results of its shards add up to the full batch's result, and so do
-their gradients.
+their gradients; wherever the batch is cut, also through a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_choice, check_mask
+from torchrl_mt.objectives.functional._checks import (
+    check_choice,
+    check_mask,
+    check_positive,
+    check_shape,
+)
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
-"""Which mean. A sequence is a row with at least one sampled token."""
-
-
-def _sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Sum over all sampled tokens."""
-    return loss.sum()
-
-
-def _sum_of_row_means(loss: Tensor, mask: Tensor) -> Tensor:
-    """Sum over rows of each row's mean over its sampled tokens."""
-    return (loss.sum(-1) / mask.sum(-1).clamp(min=1)).sum()
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+"""Which mean. A sequence is a row with at least one sampled token, a prompt a group with one."""
 
 
-def _tokens(mask: Tensor) -> Tensor:
-    """Number of sampled tokens."""
-    return mask.sum()
-
-
-def _sequences(mask: Tensor) -> Tensor:
-    """Number of rows with a sampled token."""
-    return mask.any(-1).sum()
-
-
-AGGREGATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "token_mean": (_sum, _tokens),
-    "seq_mean_token_mean": (_sum_of_row_means, _sequences),
-    "seq_mean_token_sum": (_sum, _sequences),
-}
-"""Name to (numerator of loss and mask, total of mask)."""
-
-
-def aggregation_total(mask: Tensor, kind: Aggregation = "token_mean") -> Tensor:
-    """Count what ``kind`` divides by: sampled tokens, or rows with a sampled token.
+def aggregation_total(
+    mask: Tensor, kind: Aggregation = "token_mean", *, group: Tensor | None = None
+) -> Tensor:
+    """Count what ``kind`` divides by.
 
     Args:
         mask: ``[N, S]`` bool, true on sampled tokens.
         kind: Aggregation name.
+        group: ``[N]`` int64 group id of each row, for ``"prompt_mean"``; not read by the others.
 
     Returns:
-        Scalar int64.
+        Scalar int64: sampled tokens, or rows with a sampled token. For ``"prompt_mean"`` a table
+        ``[K, 2]`` int64 of (group id, sampled tokens), one line for each group that has a sampled
+        token, in order of id. :func:`merge_totals` adds up those of several workers.
 
     Raises:
-        ValueError: If ``kind`` is unknown.
+        ValueError: If ``kind`` is unknown, shapes differ or ``"prompt_mean"`` has no ``group``.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> mask = torch.tensor([[True, True], [False, False]])
         >>> aggregation_total(mask, "token_mean"), aggregation_total(mask, "seq_mean_token_sum")
         (tensor(2), tensor(1))
+        >>> aggregation_total(mask, "prompt_mean", group=torch.tensor([7, 8]))
+        tensor([[7, 2]])
     """
-    check_choice("kind", kind, AGGREGATIONS)
+    check_choice("kind", kind, get_args(Aggregation))
     check_mask("mask", mask, mask.shape)
-    return AGGREGATIONS[kind][1](mask)
+    if kind == "token_mean":
+        return mask.sum()
+    if kind != "prompt_mean":
+        return mask.any(-1).sum()
+    return _table(_checked_group(group, mask), mask.sum(-1))
+
+
+def merge_totals(*totals: Tensor) -> Tensor:
+    """Add up the totals of parts of a batch: of workers that have different rows of it.
+
+    Args:
+        *totals: Of :func:`aggregation_total`, all of one kind.
+
+    Returns:
+        The total of all rows together.
+
+    Examples:
+        >>> merge_totals(torch.tensor(3), torch.tensor(4))
+        tensor(7)
+        >>> merge_totals(torch.tensor([[7, 2]]), torch.tensor([[5, 1], [7, 3]]))
+        tensor([[5, 1],
+                [7, 5]])
+    """
+    if totals[0].ndim == 0:
+        return torch.stack(totals).sum()
+    lines = torch.cat(totals)
+    return _table(lines[:, 0], lines[:, 1])
 
 
 def aggregate(
@@ -76,12 +85,20 @@ def aggregate(
     kind: Aggregation = "token_mean",
     *,
     total: float | Tensor | None = None,
+    group: Tensor | None = None,
+    norm: float | None = None,
 ) -> Tensor:
     """Reduce per-token losses over the sampled tokens.
 
-    - ``"token_mean"``: mean over all sampled tokens of the batch;
-    - ``"seq_mean_token_mean"``: mean over sequences of the mean over the sequence's tokens;
-    - ``"seq_mean_token_sum"``: mean over sequences of the sum over the sequence's tokens.
+    - ``"token_mean"``: mean over all sampled tokens of the batch (DAPO,
+      https://arxiv.org/abs/2503.14476);
+    - ``"seq_mean_token_mean"``: mean over sequences of the mean over the sequence's tokens (GRPO,
+      https://arxiv.org/abs/2402.03300);
+    - ``"seq_mean_token_sum"``: mean over sequences of the sum over the sequence's tokens, divided by
+      the constant ``norm`` if given (Dr. GRPO, https://arxiv.org/abs/2503.20783, whose constant is
+      the most tokens that a sequence may have);
+    - ``"prompt_mean"``: mean over groups of the mean over all tokens of the group's rows
+      (https://arxiv.org/abs/2510.13786).
 
     A sequence is a row with at least one sampled token, so rows of padding alone change nothing.
 
@@ -91,12 +108,15 @@ def aggregate(
         kind: See above.
         total: What to divide by, by default :func:`aggregation_total` of ``mask``. Give the full
             batch's when ``loss`` is a shard of it: the shards' results then sum to the batch's.
+        group: ``[N]`` int64 group id of each row, for ``"prompt_mean"``; not read by the others.
+        norm: A further constant to divide ``"seq_mean_token_sum"`` by.
 
     Returns:
         Scalar float32; 0 if nothing is sampled.
 
     Raises:
-        ValueError: If shapes differ or ``kind`` is unknown.
+        ValueError: If shapes differ, ``kind`` is unknown, ``norm`` is not positive or given with
+            another kind, ``"prompt_mean"`` has no ``group``, or ``total`` is not one of these rows.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -104,11 +124,75 @@ def aggregate(
         >>> mask = torch.tensor([[True, True], [True, False]])
         >>> aggregate(loss, mask, "token_mean"), aggregate(loss, mask, "seq_mean_token_mean")
         (tensor(4.), tensor(5.))
+        >>> aggregate(loss, mask, "prompt_mean", group=torch.tensor([7, 8]))
+        tensor(5.)
     """
-    check_choice("kind", kind, AGGREGATIONS)
+    check_choice("kind", kind, get_args(Aggregation))
     check_mask("mask", mask, loss.shape)
-    numerator, count = AGGREGATIONS[kind]
-    total = torch.as_tensor(count(mask) if total is None else total, device=loss.device)
+    check_norm("norm", norm, kind)
+    if total is None:
+        total = aggregation_total(mask, kind, group=group)
     # Selecting, not multiplying: what lies on masked tokens may be infinite.
-    loss = torch.where(mask, loss.float(), 0.0)
-    return numerator(loss, mask) / torch.where(total > 0, total, 1)
+    rows = torch.where(mask, loss.float(), 0.0).sum(-1)
+    if kind == "prompt_mean":
+        return (rows / _row_divisor(_checked_group(group, mask), mask, total)).sum()
+    if kind == "seq_mean_token_mean":
+        rows = rows / mask.sum(-1).clamp(min=1)
+    total = torch.as_tensor(total, device=loss.device)
+    return rows.sum() / torch.where(total > 0, total, 1) / (1.0 if norm is None else norm)
+
+
+def check_norm(name: str, norm: float | None, kind: str) -> None:
+    """Refuse a constant that is not positive, or with an aggregation that has none.
+
+    Args:
+        name: What the argument is called.
+        norm: The constant.
+        kind: Aggregation name.
+
+    Raises:
+        ValueError: If refused.
+    """
+    if norm is None:
+        return
+    check_positive(name, norm)
+    if kind != "seq_mean_token_sum":
+        raise ValueError(f"{name} is for 'seq_mean_token_sum' alone, got {norm} with {kind!r}.")
+
+
+def _checked_group(group: Tensor | None, mask: Tensor) -> Tensor:
+    """Refuse missing group ids, or as many as there are not rows."""
+    if group is None:
+        raise ValueError("'prompt_mean' needs group, the id of each row's group, got None.")
+    check_shape("group", group, mask.shape[:1])
+    return group
+
+
+def _table(group: Tensor, tokens: Tensor) -> Tensor:
+    """Add up the tokens of each group, in order of id; groups without any are left out."""
+    ids, member = torch.unique(group, return_inverse=True)
+    count = tokens.new_zeros(len(ids)).index_add(0, member, tokens)
+    return torch.stack([ids, count], dim=1)[count > 0]
+
+
+def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
+    """Tokens of each row's group times the number of groups; 1 for rows without sampled tokens."""
+    if not isinstance(total, Tensor) or total.ndim != 2 or total.shape[1] != 2:
+        shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(
+            f"total must be a table [K, 2] of (group id, sampled tokens) for 'prompt_mean', got "
+            f"{shape}; take it from aggregation_total(..., 'prompt_mean', group=group)."
+        )
+    sampled = mask.any(-1)
+    total = total.to(group.device)
+    if not len(total):
+        total = total.new_tensor([[-1, 1]])
+    ids = total[:, 0].contiguous()
+    line = torch.searchsorted(ids, group.contiguous()).clamp(max=len(ids) - 1)
+    unknown = sampled & (ids[line] != group)
+    if bool(unknown.any()):
+        raise ValueError(
+            f"total has no tokens of group {int(group[unknown][0])}, which these rows have: it must be "
+            "counted over the whole batch that they are a part of."
+        )
+    return torch.where(sampled, total[line, 1] * len(total), 1)

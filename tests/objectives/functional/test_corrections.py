@@ -1,0 +1,182 @@
+"""Each correction is its source's formula, whatever the mask; a constant, finite, and reported."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.objectives.functional._batches import batches, dirty, place_compact, place_spread
+from torchrl_mt.objectives.functional import (
+    CORRECTIONS,
+    correct,
+    correction_metrics,
+    effective_sample_size,
+    find_corrections,
+    geometric,
+    icepop,
+    sequence_mis,
+    sequence_tis,
+    token_tis,
+)
+from torchrl_mt.objectives.functional.objectives import takes
+
+
+def cap(w):
+    return min(w, 1.5)
+
+
+def keep(low, high):
+    return lambda w: w if low <= w <= high else 0.0
+
+
+# Name: (correction, weight of a token by its ratio, by its sequence's product, by its root).
+CASES = {
+    "token_tis": (partial(token_tis, cap=1.5), cap, None, None),
+    "icepop": (partial(icepop, bounds=(0.5, 1.5)), keep(0.5, 1.5), None, None),
+    "sequence_tis": (partial(sequence_tis, cap=1.5), None, cap, None),
+    "sequence_mis": (partial(sequence_mis, bounds=(0.2, 1.5)), None, keep(0.2, 1.5), None),
+    "geometric": (
+        partial(geometric, bounds=(0.7, 1.4)),
+        None,
+        None,
+        lambda w: float(0.7 <= w <= 1.4),
+    ),
+}
+
+
+def reference(case, b, by_turn):
+    """Token by token in float64; also whether a bound is too near to tell."""
+    _, of_token, of_product, of_root = CASES[case]
+    out, near = torch.zeros(b.mask.shape, dtype=torch.float64), False
+    for n, row in enumerate(b.mask.tolist()):
+        for t, sampled in enumerate(row):
+            if not sampled:
+                continue
+            d = [
+                float(b.old[n, u].double() - b.sampler[n, u].double())
+                for u in range(len(row))
+                if row[u] and (not by_turn or b.turns[n, u] == b.turns[n, t])
+            ]
+            own = math.exp(float(b.old[n, t].double() - b.sampler[n, t].double()))
+            product, root = math.exp(sum(d)), math.exp(sum(d) / len(d))
+            rule, w = next(
+                (f, x) for f, x in ((of_token, own), (of_product, product), (of_root, root)) if f
+            )
+            out[n, t] = rule(w)
+            near |= min(abs(w - bound) for bound in (0.2, 0.5, 0.7, 1.4, 1.5)) < 1e-4
+    return out, near
+
+
+def evaluate(case, b, by_turn=False):
+    correction = CASES[case][0]
+    options = {"turns": b.turns} if by_turn and takes(correction, "turns") else {}
+    return correction(b.old, b.sampler, b.mask, **options)
+
+
+def test_every_correction_has_a_reference():
+    assert {case[0].func for case in CASES.values()} == set(CORRECTIONS.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(batch=batches(spread=0.5), by_turn=st.booleans())
+def test_weights_are_the_formulas(case, batch, by_turn):
+    weight, metrics = evaluate(case, dirty(batch), by_turn)
+    expected, near = reference(case, batch, by_turn)
+    if near:
+        return
+    torch.testing.assert_close(weight.double(), expected, atol=1e-5, rtol=1e-4)
+    count = max(1, int(batch.mask.sum()))
+    w = expected[batch.mask]
+    ess = float(w.sum() ** 2 / (w**2).sum() / count) if w.any() else 0.0
+    assert float(metrics["ess"]) == pytest.approx(ess, abs=1e-4)
+    assert float(metrics["mask_fraction"]) == pytest.approx(int((w == 0).sum()) / count)
+    cut = int((w == 1.5).sum()) if case.endswith("tis") else 0
+    assert float(metrics["clip_fraction"]) == pytest.approx(cut / count)
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(batch=batches(spread=0.5), by_turn=st.booleans())
+def test_compact_is_expanded(case, batch, by_turn):
+    weight, metrics = evaluate(case, batch, by_turn)
+    place = place_compact(batch.mask)
+    longest = int(batch.mask.sum(-1).max())
+    compact = batch.map(lambda x: x.gather(1, place)[:, :longest])
+    got, others = evaluate(case, compact, by_turn)
+    torch.testing.assert_close(got[compact.mask], weight[batch.mask])
+    torch.testing.assert_close(others, metrics)
+    column, width = place_spread(batch.mask)
+    wide = batch.map(lambda x: x.new_zeros(len(x), width).scatter(1, column, x))
+    got, others = evaluate(case, dirty(wide), by_turn)
+    torch.testing.assert_close(got.gather(1, column), weight)
+    torch.testing.assert_close(others, metrics)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("far", [30.0, 1e30])
+@pytest.mark.parametrize("mask", [[True] * 4, [False] * 4, [True, False, False, False]])
+def test_weights_are_finite_constants(case, far, mask):
+    old = torch.tensor([[-far, 0.0, -1.0, -far]], requires_grad=True)
+    mask = torch.tensor([mask])
+    weight, metrics = CASES[case][0](old, torch.tensor([[0.0, -far, -1.0, 0.0]]), mask)
+    assert not weight.requires_grad
+    assert weight.isfinite().all()
+    assert not weight[~mask].any()
+    assert all(x.isfinite() and not x.requires_grad for x in metrics.values())
+    assert metrics.keys() >= {"ess", "clip_fraction", "mask_fraction"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sampler_that_is_the_old_policy_needs_no_correction(case):
+    old = -torch.rand(3, 4)
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    weight, metrics = CORRECTIONS[case](old, old, mask)
+    assert torch.equal(weight, torch.ones(3, 4))
+    assert [float(metrics[k]) for k in ("ess", "clip_fraction", "mask_fraction")] == [1, 0, 0]
+
+
+@given(batch=batches(spread=0.5), by_turn=st.booleans())
+def test_several_multiply(batch, by_turn):
+    turns = batch.turns if by_turn else None
+    parts = [CASES["geometric"][0], CASES["token_tis"][0]]
+    weight, metrics = correct(parts, batch.old, batch.sampler, batch.mask, turns=turns)
+    a = evaluate("geometric", batch, by_turn)
+    b = evaluate("token_tis", batch, by_turn)
+    torch.testing.assert_close(weight, a[0] * b[0])
+    expected = correction_metrics(a[0] * b[0], batch.mask, torch.zeros_like(batch.mask))
+    torch.testing.assert_close(metrics, expected | {"clip_fraction": b[1]["clip_fraction"]})
+
+
+@given(st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=20))
+def test_effective_sample_size_lies_between_nothing_and_all(weights):
+    weight = torch.tensor([weights])
+    ess = float(effective_sample_size(weight, torch.ones_like(weight, dtype=torch.bool)))
+    assert 0 <= ess <= 1 + 1e-5
+    if any(weights):
+        assert ess >= 1 / len(weights) - 1e-5
+
+
+def test_effective_sample_size_does_not_depend_on_the_scale():
+    weight, mask = torch.rand(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    expected = effective_sample_size(weight, mask)
+    for scale in (1e-30, 1e30):
+        torch.testing.assert_close(effective_sample_size(scale * weight, mask), expected)
+
+
+def test_bad_input_is_refused_by_name():
+    good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    for correction, options, message in [
+        (token_tis, {"cap": 0.0}, "cap must be positive"),
+        (icepop, {"bounds": (2.0, 1.0)}, "bounds must be"),
+        (geometric, {"bounds": (-1.0, 1.0)}, "bounds must be"),
+        (sequence_mis, {"turns": torch.zeros(2, 1)}, "turns must have shape"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            correction(good, good, mask, **options)
+    for correction in CORRECTIONS.values():
+        with pytest.raises(ValueError, match=r"must have shape \(2, 3\), got \(2, 1\)"):
+            correction(good, torch.zeros(2, 1), mask)
+    with pytest.raises(ValueError, match="correction must be one of"):
+        find_corrections(["geometric", "tis"])

@@ -1,0 +1,296 @@
+"""Each objective is its paper's formula, value and gradient, whatever the mask; always finite."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.objectives.functional._batches import batches, dirty, place_compact, place_spread
+from torchrl_mt.objectives.functional import (
+    OBJECTIVES,
+    cispo,
+    decoupled_ppo,
+    gmpo,
+    gspo,
+    gspo_token,
+    ppo,
+    reinforce,
+    sapo,
+)
+from torchrl_mt.objectives.functional.objectives import takes
+
+CLIP = (0.1, 0.3)
+
+
+def sequences(mask, turns):
+    """Index pairs of each sequence's sampled tokens."""
+    found = {}
+    for n, row in enumerate(mask.tolist()):
+        for t, sampled in enumerate(row):
+            if sampled:
+                key = n if turns is None else (n, int(turns[n, t]))
+                found.setdefault(key, []).append((n, t))
+    return list(found.values())
+
+
+def surrogate(ratio, a, low=1 - CLIP[0], high=1 + CLIP[1]):
+    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+
+
+def token_reference(formula):
+    """Apply a formula to float64 scalars, token by token."""
+
+    def loss(b, turns):
+        out = torch.zeros_like(b.new)
+        for tokens in sequences(b.mask, turns):
+            for i in tokens:
+                out[i] = formula(b.new[i], b.old[i], b.sampler[i], b.advantage[i])
+        return out
+
+    return loss
+
+
+def ref_dual(new, old, _, a):
+    gain = -surrogate((new - old).exp(), a)
+    return -(torch.maximum(gain, 1.5 * a) if a < 0 else gain)
+
+
+def ref_sapo(new, old, _, a):
+    tau = 1.0 if a > 0 else 2.0
+    return -a * 4 / tau / (1 + torch.exp(-tau * ((new - old).exp() - 1)))
+
+
+def ref_gspo(b, turns):
+    out = torch.zeros_like(b.new)
+    for tokens in sequences(b.mask, turns):
+        s = torch.stack([b.new[i] - b.old[i] for i in tokens]).mean().exp()
+        for i in tokens:
+            out[i] = surrogate(s, b.advantage[i])
+    return out
+
+
+def ref_gspo_token(b, turns):
+    out = torch.zeros_like(b.new)
+    for tokens in sequences(b.mask, turns):
+        s = torch.stack([b.new[i] - b.old[i] for i in tokens]).mean().exp().detach()
+        for i in tokens:
+            out[i] = surrogate(s * b.new[i].exp() / b.new[i].exp().detach(), b.advantage[i])
+    return out
+
+
+def ref_gmpo(b, turns):
+    """The product of (min of sign * ratio, sign * clipped) ** (1 / length), as in eq. 4."""
+    out = torch.zeros_like(b.new)
+    low, high = math.exp(-CLIP[0]), math.exp(CLIP[1])
+    for tokens in sequences(b.mask, turns):
+        product = torch.ones((), dtype=torch.float64)
+        for i in tokens:
+            sign = 1.0 if b.advantage[i] > 0 else -1.0
+            ratio = (b.new[i] - b.old[i]).exp()
+            product = product * torch.minimum(sign * ratio, sign * ratio.clamp(low, high)).abs()
+        for i in tokens:
+            out[i] = -b.advantage[i] * product ** (1 / len(tokens))
+    return out
+
+
+CASES = {
+    "reinforce": (reinforce, token_reference(lambda new, old, _, a: -a * new)),
+    "ppo": (ppo, token_reference(lambda new, old, _, a: surrogate((new - old).exp(), a))),
+    "dual_clip": (partial(ppo, dual_clip=1.5), token_reference(ref_dual)),
+    "cispo": (
+        cispo,
+        token_reference(
+            lambda new, old, _, a: (
+                -(new - old).exp().clamp(1 - CLIP[0], 1 + CLIP[1]).detach() * a * new
+            )
+        ),
+    ),
+    "sapo": (partial(sapo, tau_neg=2.0), token_reference(ref_sapo)),
+    "gspo": (gspo, ref_gspo),
+    "gspo_token": (gspo_token, ref_gspo_token),
+    "gmpo": (gmpo, ref_gmpo),
+    "decoupled_ppo": (
+        decoupled_ppo,
+        token_reference(
+            lambda new, old, sampler, a: (old - sampler).exp() * surrogate((new - old).exp(), a)
+        ),
+    ),
+    "decoupled_ppo_capped": (
+        partial(decoupled_ppo, weight_cap=2.0),
+        token_reference(
+            lambda new, old, sampler, a: (
+                ((old - sampler).exp() if (old - sampler).exp() <= 2.0 else 0.0)
+                * surrogate((new - old).exp(), a)
+            )
+        ),
+    ),
+}
+
+
+def evaluate(objective, b, turns=None, clip=CLIP):
+    options = {"sampler_log_prob": b.sampler} if takes(objective, "sampler_log_prob") else {}
+    if takes(objective, "turns"):
+        options["turns"] = turns
+    new = b.new.clone().requires_grad_()
+    loss, clipped = objective(new, b.old, b.advantage, b.mask, clip, **options)
+    # Weights make the gradient tell which token's loss it came through.
+    weight = torch.linspace(0.5, 2.0, b.mask.shape[0])[:, None]
+    (slope,) = torch.autograd.grad((weight * loss).sum(), new)
+    return loss.detach(), slope, clipped
+
+
+def test_every_objective_has_a_reference():
+    assert {getattr(f, "func", f) for f, _ in CASES.values()} == set(OBJECTIVES.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(batch=batches(), by_turn=st.booleans())
+def test_value_and_gradient_are_the_formulas(name, batch, by_turn):
+    objective, reference = CASES[name]
+    turns = batch.turns if by_turn else None
+    loss, slope, clipped = evaluate(objective, dirty(batch), turns)
+    exact = batch.map(lambda x: x.double() if x.is_floating_point() else x)
+    exact.new.requires_grad_()
+    by_sequence = turns if takes(objective, "turns") else None
+    expected = reference(exact, by_sequence)
+    weight = torch.linspace(0.5, 2.0, batch.mask.shape[0], dtype=torch.float64)[:, None]
+    if batch.mask.any():
+        (expected_slope,) = torch.autograd.grad((weight * expected).sum(), exact.new)
+    else:
+        expected_slope = torch.zeros_like(expected)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(slope.double(), expected_slope, atol=1e-5, rtol=1e-4)
+    assert clipped.dtype is torch.int8
+    assert not clipped[~batch.mask].any()
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "decoupled_ppo", "gspo", "gspo_token", "gmpo"])
+@given(batch=batches())
+def test_clip_sides(name, batch):
+    clipped = evaluate(CASES[name][0], batch)[2]
+    low, high = (-CLIP[0], CLIP[1]) if name == "gmpo" else (math.log(0.9), math.log(1.3))
+    for tokens in sequences(batch.mask, None):
+        d = [float(batch.new[i] - batch.old[i]) for i in tokens]
+        if name.startswith("gspo"):
+            d = [sum(d) / len(d)] * len(d)
+        for i, x in zip(tokens, d, strict=True):
+            if min(abs(x - low), abs(x - high)) > 1e-4:
+                assert int(clipped[i]) == (x > high) - (x < low)
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(batch=batches(), by_turn=st.booleans())
+def test_compact_is_expanded(name, batch, by_turn):
+    """Masked tokens dropped, put elsewhere or added change nothing."""
+    objective, turns = CASES[name][0], (batch.turns if by_turn else None)
+    expected = evaluate(objective, batch, turns)
+    place = place_compact(batch.mask)
+    longest = int(batch.mask.sum(-1).max())
+    compact = batch.map(lambda x: x.gather(1, place)[:, :longest])
+    got = evaluate(objective, compact, compact.turns if by_turn else None)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a[compact.mask], b[batch.mask])
+    column, width = place_spread(batch.mask)
+    wide = batch.map(lambda x: x.new_zeros(len(x), width).scatter(1, column, x))
+    got = evaluate(objective, dirty(wide), wide.turns if by_turn else None)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.gather(1, column), b)
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(batch=batches())
+def test_rows_do_not_know_of_each_other(name, batch):
+    objective = CASES[name][0]
+    loss, _, clipped = evaluate(objective, batch)
+    for n in range(len(batch.mask)):
+        one = batch.map(lambda x, n=n: x[n : n + 1])
+        got = evaluate(objective, one)
+        torch.testing.assert_close(got[0], loss[n : n + 1])
+        assert torch.equal(got[2], clipped[n : n + 1])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("far", [30.0, 1000.0, 1e30])
+@pytest.mark.parametrize("mask", [[True] * 4, [False] * 4, [True, False, False, False]])
+def test_absurd_ratios_and_empty_masks_stay_finite(name, far, mask):
+    mask = torch.tensor([mask])
+    new = torch.tensor([[-far, 0.0, -1.0, -far]], requires_grad=True)
+    old = torch.tensor([[0.0, -far, -1.0, 0.0]])
+    advantage = torch.tensor([[1.0, -1.0, 0.0, -1.0]])
+    objective = CASES[name][0]
+    options = {"sampler_log_prob": old.flip(-1)} if takes(objective, "sampler_log_prob") else {}
+    loss, _ = objective(new, old, advantage, mask, CLIP, **options)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert new.grad.isfinite().all()
+    assert not loss[~mask].any()
+    assert not new.grad[~mask].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_type_inside_is_float32(name, dtype):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 4, generator=g).to(dtype)
+    objective = CASES[name][0]
+    options = {"sampler_log_prob": x[1]} if takes(objective, "sampler_log_prob") else {}
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    options32 = {key: value.float() for key, value in options.items()}
+    expected = objective(x[0].float(), x[1].float(), x[2].float(), mask, CLIP, **options32)[0]
+    got = objective(x[0], x[1], x[2], mask, CLIP, **options)[0]
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, expected)
+
+
+@given(batch=batches(), by_turn=st.booleans())
+def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(batch, by_turn):
+    batch.advantage = batch.advantage[:, :1].expand_as(batch.new)
+    turns = batch.turns if by_turn else None
+    for a, b in zip(evaluate(gspo_token, batch, turns), evaluate(gspo, batch, turns), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_cispo_trains_clipped_tokens_and_ppo_does_not():
+    new = torch.tensor([[0.0, -1.0]], requires_grad=True)
+    old, advantage = torch.tensor([[-3.0, -1.0]]), torch.ones(1, 2)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    slopes = []
+    for objective in (ppo, cispo):
+        loss, clipped = objective(new, old, advantage, mask, (0.2, 0.2))
+        assert clipped.tolist() == [[1, 0]]
+        slopes.append(torch.autograd.grad(loss.sum(), new)[0].tolist())
+    assert slopes[0] == [[0.0, -1.0]]
+    assert slopes[1][0] == pytest.approx([-1.2, -1.0])
+
+
+def test_decoupled_ppo_of_its_own_sampler_is_ppo():
+    g = torch.Generator().manual_seed(0)
+    new, old, advantage = torch.randn(3, 2, 5, generator=g)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    got = decoupled_ppo(new, old, advantage, mask, CLIP, sampler_log_prob=old)
+    assert torch.equal(got[0], ppo(new, old, advantage, mask, CLIP)[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_that_differ_are_refused(name):
+    objective = CASES[name][0]
+    good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    options = {"sampler_log_prob": good} if takes(objective, "sampler_log_prob") else {}
+    with pytest.raises(ValueError, match=r"advantage must have shape \(2, 3\), got \(2, 1\)"):
+        objective(good, good, torch.zeros(2, 1), mask, CLIP, **options)
+    with pytest.raises(TypeError, match="mask must be a bool tensor"):
+        objective(good, good, good, mask.float(), CLIP, **options)
+
+
+def test_hyperparameters_out_of_range_are_refused():
+    good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        ppo(good, good, good, mask, dual_clip=1.0)
+    with pytest.raises(ValueError, match="tau_neg must be positive"):
+        sapo(good, good, good, mask, tau_neg=0.0)
+    with pytest.raises(ValueError, match="weight_cap must be positive"):
+        decoupled_ppo(good, good, good, mask, sampler_log_prob=good, weight_cap=0.0)

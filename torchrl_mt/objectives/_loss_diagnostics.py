@@ -1,0 +1,57 @@
+"""What the loss reports beside its terms: detached means over the sampled tokens, always finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.objectives.functional import aggregate, effective_sample_size, kl_estimate
+from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of
+
+POLICY_DIAGNOSTICS = (
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "approx_kl",
+    "ess",
+    "entropy",
+)
+CRITIC_DIAGNOSTICS = ("value_clip_fraction", "explained_variance")
+CORRECTION_DIAGNOSTICS = (
+    "correction_ess",
+    "correction_clip_fraction",
+    "correction_mask_fraction",
+)
+
+
+@torch.no_grad()
+def policy_diagnostics(
+    log_prob: Tensor, old: Tensor, entropy: Tensor, clipped: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Clip fractions, KL from the old policy (k3), effective share of the samples, entropy."""
+    difference = log_ratio(log_prob, old, mask)
+    side = clipped.to(torch.int8)
+    return {
+        "clip_fraction": aggregate(side != 0, mask),
+        "clip_fraction_low": aggregate(side < 0, mask),
+        "clip_fraction_high": aggregate(side > 0, mask),
+        "approx_kl": aggregate(kl_estimate(torch.zeros_like(difference), difference, "k3"), mask),
+        "ess": effective_sample_size(ratio_of(difference), mask),
+        "entropy": aggregate(entropy, mask),
+    }
+
+
+@torch.no_grad()
+def critic_diagnostics(
+    value: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Share of clipped values, and ``1 - Var(returns - value) / Var(returns)``, 0 without variance."""
+    returns = torch.where(mask, returns, 0.0)
+    spread, left = (_variance(x, mask) for x in (returns, returns - value))
+    explained = torch.where(spread > 0, 1.0 - left / torch.where(spread > 0, spread, 1.0), 0.0)
+    return {"value_clip_fraction": aggregate(clipped, mask), "explained_variance": explained}
+
+
+def _variance(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance over the sampled tokens."""
+    return aggregate((x - aggregate(x, mask)).square(), mask)

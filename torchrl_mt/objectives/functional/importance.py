@@ -1,0 +1,164 @@
+"""Importance ratios of sampled tokens and of sequences of them, and how good the samples still are.
+
+What lies on masked tokens is not read. A ratio is cut off at exp(±20), so that one absurd token
+cannot make a whole batch's loss or gradient infinite. A sequence is a row, or a turn of a row if
+turn ids are given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.objectives.functional._checks import check_mask, check_shape
+from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO
+from torchrl_mt.objectives.functional.turns import index_turns
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Difference of log-probabilities at the sampled tokens.
+
+    Args:
+        log_prob: ``[N, S]`` floating: the numerator.
+        old_log_prob: ``[N, S]`` floating: the denominator.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+
+    Returns:
+        ``[N, S]`` float32, zero on masked tokens.
+
+    Raises:
+        ValueError: If shapes differ.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> mask = torch.tensor([[True, False]])
+        >>> log_ratio(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-3.0, torch.nan]]), mask)
+        tensor([[2., 0.]])
+    """
+    check_mask("mask", mask, log_prob.shape)
+    check_shape("old_log_prob", old_log_prob, log_prob.shape)
+    return torch.where(mask, log_prob.float() - old_log_prob.float(), 0.0)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """Exponentiate a log-ratio, which is first cut off at ±20.
+
+    Args:
+        log_ratio: Floating, any shape.
+
+    Returns:
+        The ratio, the same shape; where it was cut off its gradient is 0.
+
+    Examples:
+        >>> ratio_of(torch.tensor([0.0, 1000.0])).isfinite()
+        tensor([True, True])
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_sum(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -> Tensor:
+    """Sum over each sequence's sampled tokens, repeated on them.
+
+    Args:
+        per_token: ``[N, S]`` floating; not read on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        turns: ``[N, S]`` int64 turn id of each token: a sequence is then a turn of a row; without
+            it, a whole row.
+
+    Returns:
+        ``[N, S]`` float32, zero on masked tokens.
+
+    Raises:
+        ValueError: If shapes differ or a sampled token has no turn.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> mask = torch.tensor([[True, True, False, True]])
+        >>> sequence_sum(torch.ones(1, 4), mask)
+        tensor([[3., 3., 0., 3.]])
+        >>> sequence_sum(torch.ones(1, 4), mask, torch.tensor([[0, 0, 1, 1]]))
+        tensor([[2., 2., 0., 1.]])
+    """
+    check_mask("mask", mask, per_token.shape)
+    per_token = torch.where(mask, per_token.float(), 0.0)
+    if turns is None:
+        return torch.where(mask, per_token.sum(-1, keepdim=True), 0.0)
+    check_shape("turns", turns, per_token.shape)
+    index = index_turns(mask, turns)
+    return index.write(index.total(per_token))
+
+
+def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -> Tensor:
+    """Mean over each sequence's sampled tokens, repeated on them.
+
+    Args:
+        per_token: ``[N, S]`` floating; not read on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        turns: See :func:`sequence_sum`.
+
+    Returns:
+        ``[N, S]`` float32, zero on masked tokens.
+
+    Raises:
+        ValueError: If shapes differ or a sampled token has no turn.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> mask = torch.tensor([[True, True, False]])
+        >>> sequence_mean(torch.tensor([[1.0, 3.0, 9.0]]), mask)
+        tensor([[2., 2., 0.]])
+    """
+    length = sequence_sum(torch.ones_like(per_token), mask, turns)
+    return sequence_sum(per_token, mask, turns) / length.clamp(min=1.0)
+
+
+def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
+    """Share of the sampled tokens that a weighted mean effectively rests on.
+
+    Kish's ``(sum w) ** 2 / (M * sum w ** 2)`` over the ``M`` sampled tokens: 1 if all weigh the
+    same, towards 0 if few carry all the weight (Kish, 1965, "Survey sampling").
+
+    Args:
+        weight: ``[N, S]`` floating, not negative; not read on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+
+    Returns:
+        Scalar float32 in [0, 1]; 0 if nothing is sampled.
+
+    Raises:
+        ValueError: If shapes differ.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> mask = torch.ones(1, 4, dtype=torch.bool)
+        >>> effective_sample_size(torch.tensor([[0.0, 2.0, 0.0, 2.0]]), mask)
+        tensor(0.5000)
+    """
+    check_mask("mask", mask, weight.shape)
+    weight = torch.where(mask, weight.float(), 0.0)
+    # The share does not depend on the scale: without it squares of large weights overflow.
+    scale = weight.max() if weight.numel() else weight.sum()
+    weight = weight / torch.where(scale > 0, scale, 1.0)
+    count = mask.sum().clamp(min=1)
+    return weight.sum().square() / (count * weight.square().sum()).clamp(min=1e-30)
+
+
+def clip_side(ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    """Say on which side of the bounds each sampled token's ratio lies.
+
+    Args:
+        ratio: ``[N, S]`` floating.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        low: Lower bound of the ratio.
+        high: Upper bound.
+
+    Returns:
+        ``[N, S]`` int8: -1 below the bounds, 1 above them, 0 between or masked.
+
+    Examples:
+        >>> ratio, mask = torch.tensor([[0.5, 1.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool)
+        >>> clip_side(ratio, mask, 0.8, 1.2)
+        tensor([[-1,  0,  1]], dtype=torch.int8)
+    """
+    above, below = mask & (ratio > high), mask & (ratio < low)
+    return above.to(torch.int8) - below.to(torch.int8)
