@@ -1,15 +1,29 @@
 """The loss is a function of the sampled tokens alone, exact over shards, and trains the actor."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torchrl.data.llm import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives import LossModule
+from torchrl.trainers import DefaultOptimizationStepper, OptimizerHook
 
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
-from torchrl_mt.objectives.functional import aggregate, kl_estimate, ppo
+from torchrl_mt.objectives.functional import (
+    CORRECTIONS,
+    OBJECTIVES,
+    aggregate,
+    geometric,
+    gspo,
+    kl_estimate,
+    merge_totals,
+    ppo,
+)
+from torchrl_mt.objectives.functional.objectives import default_clip_epsilon
 
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
-OBJECTIVES = ["ppo", "reinforce"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 
 
 @pytest.fixture
@@ -17,7 +31,7 @@ def experience(model, other_model, rows):
     def make(seed=0, **options):
         batch = ExperienceMaker(model, ref=other_model)(rows(seed, **options))
         g = torch.Generator().manual_seed(seed)
-        noise = 0.3 * torch.randn(batch["log_probs", "old"].shape, generator=g)
+        noise, drift = 0.3 * torch.randn(2, *batch["log_probs", "old"].shape, generator=g)
         mask = batch["masks", "all_assistant_mask"]
         masks = batch["masks"]
         with torch.no_grad():
@@ -25,7 +39,9 @@ def experience(model, other_model, rows):
                 model, batch["tokens", "full"], masks["all_attention_mask"], mask
             )
         batch["log_probs", "old"] = torch.where(mask, log_prob[0] + noise, 0.0)
+        batch["log_probs", "full"] = batch["log_probs", "old"] + torch.where(mask, drift, 0.0)
         batch["advantage"] = torch.where(mask, torch.randn(mask.shape, generator=g), 0.0)[..., None]
+        batch["group"] = torch.arange(len(batch)) // 3
         return batch
 
     return make
@@ -61,10 +77,14 @@ def test_it_is_the_sum_of_its_parts(model, experience, aggregation):
     old, advantage = batch["log_probs", "old"], batch["advantage"].squeeze(-1)
     per_token, clipped = ppo(log_prob, old, advantage, mask, (0.1, 0.3))
     kl = kl_estimate(log_prob, batch["log_probs", "ref"], "k3")
+
+    def mean(per_token):
+        return aggregate(per_token, mask, aggregation, group=batch["group"])
+
     expected = {
-        "loss_objective": aggregate(per_token, mask, aggregation),
-        "loss_kl": 0.1 * aggregate(kl, mask, aggregation),
-        "loss_entropy": -0.01 * aggregate(entropy, mask, aggregation),
+        "loss_objective": mean(per_token),
+        "loss_kl": 0.1 * mean(kl),
+        "loss_entropy": -0.01 * mean(entropy),
         "clip_fraction": (clipped != 0)[mask].float().mean(),
         "clip_fraction_low": (clipped < 0)[mask].float().mean(),
         "clip_fraction_high": (clipped > 0)[mask].float().mean(),
@@ -85,7 +105,14 @@ def test_it_is_the_sum_of_its_parts(model, experience, aggregation):
 def test_host_protocol(model):
     loss = MultiTurnLoss(model, kl_coef=0.1)
     assert isinstance(loss, LossModule)
-    assert ("log_probs", "ref") in loss.in_keys
+    assert loss.in_keys == [
+        ("tokens", "full"),
+        ("masks", "all_attention_mask"),
+        ("masks", "all_assistant_mask"),
+        ("log_probs", "old"),
+        "advantage",
+        ("log_probs", "ref"),
+    ]
     assert "loss_kl" in loss.out_keys
     loss.set_keys(sample_log_prob=("log_probs", "full"))
     assert ("log_probs", "full") in loss.in_keys
@@ -94,7 +121,12 @@ def test_host_protocol(model):
 
 
 def test_out_keys_are_what_comes_out(model, experience):
-    for options in ({}, {"kl_coef": 0.1}, {"entropy_coef": 0.1, "kl_coef": 0.0}):
+    for options in (
+        {},
+        {"kl_coef": 0.1},
+        {"entropy_coef": 0.1, "kl_coef": 0.0},
+        {"correction": "icepop", "aggregation": "prompt_mean"},
+    ):
         loss = MultiTurnLoss(model, **options)
         assert set(loss(experience()).keys()) == set(loss.out_keys)
 
@@ -134,8 +166,14 @@ def test_parameters_are_the_actors_own(model, experience, tokenizer, wrapped):
 def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, objective, size):
     batch = experience(n=7)
     loss = MultiTurnLoss(
-        model, objective=objective, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01
+        model,
+        objective=objective,
+        aggregation=aggregation,
+        correction="sequence_tis",
+        kl_coef=0.1,
+        entropy_coef=0.01,
     )
+    batch["weights", "full"] = torch.rand(batch["log_probs", "old"].shape)
     whole = objective_of(loss(batch))
     expected = gradients(model, whole)
     total = loss.total(batch)
@@ -149,8 +187,14 @@ def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, obj
 def test_padding_and_order_change_nothing(model, experience, spread, aggregation, objective):
     batch = experience()
     loss = MultiTurnLoss(
-        model, objective=objective, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01
+        model,
+        objective=objective,
+        aggregation=aggregation,
+        correction="sequence_tis",
+        kl_coef=0.1,
+        entropy_coef=0.01,
     )
+    batch["weights", "full"] = torch.rand(batch["log_probs", "old"].shape)
     expected = loss(batch)
     slopes = gradients(model, objective_of(expected))
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
@@ -163,12 +207,13 @@ def test_padding_and_order_change_nothing(model, experience, spread, aggregation
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_what_lies_on_masked_tokens_is_not_read(model, experience, objective):
     batch = experience()
-    loss = MultiTurnLoss(model, objective=objective, kl_coef=0.1)
+    loss = MultiTurnLoss(model, objective=objective, kl_coef=0.1, correction="token_tis")
     expected = loss(batch)
     slopes = gradients(model, objective_of(expected))
     mask = batch["masks", "all_assistant_mask"]
-    for key in (("log_probs", "old"), ("log_probs", "ref")):
+    for key in (("log_probs", "old"), ("log_probs", "full"), ("log_probs", "ref")):
         batch[key] = torch.where(mask, batch[key], torch.nan)
+    batch["weights", "full"] = torch.where(mask, 1.0, torch.nan)
     batch["advantage"] = torch.where(mask[..., None], batch["advantage"], torch.nan)
     got = loss(batch)
     torch.testing.assert_close(got.detach(), expected.detach())
@@ -189,6 +234,30 @@ def test_nothing_sampled_trains_nothing(model, experience, aggregation, objectiv
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_one_row_of_one_token_and_no_row_are_finite(
+    model, experience, aggregation, objective, tokens
+):
+    batch = experience()
+    mask = batch["masks", "all_assistant_mask"]
+    row = int(mask.any(-1).nonzero()[0])
+    mask[row] &= mask[row].cumsum(-1) == 1
+    loss = MultiTurnLoss(
+        model,
+        objective=objective,
+        aggregation=aggregation,
+        correction=["geometric", "sequence_mis", "token_tis"],
+        kl_coef=0.1,
+        entropy_coef=0.1,
+    )
+    out = loss(batch[row : row + tokens])
+    assert all(value.isfinite() for value in out.values())
+    if tokens:
+        assert all(g.isfinite().all() for g in gradients(model, objective_of(out)).values())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_token_that_nothing_predicts_is_not_trained(model, experience, spread, aggregation):
     batch = experience()
     loss = MultiTurnLoss(model, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
@@ -201,7 +270,7 @@ def test_a_token_that_nothing_predicts_is_not_trained(model, experience, spread,
         got = loss(rows)
         torch.testing.assert_close(got.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
         assert_same_gradients(gradients(model, objective_of(got)), slopes, atol=1e-5, rtol=1e-4)
-        assert loss.total(rows) == total
+        assert torch.equal(loss.total(rows), total)
 
 
 def test_entropy_bonus_raises_the_entropy(model, experience):
@@ -228,6 +297,13 @@ def test_bad_input_is_refused_by_name(model, experience):
         ({"aggregation": "median"}, "aggregation must be one of"),
         ({"clip_epsilon": 1.5}, "clip_epsilon must be"),
         ({"clip_epsilon": (0.1, -0.1)}, "clip_epsilon must be"),
+        ({"correction": "tis"}, "correction must be one of"),
+        ({"correction": ["geometric", "tis"]}, "correction must be one of"),
+        ({"sequence": "episode"}, "sequence must be one of"),
+        ({"sequence": "turn"}, "sequence='turn' is for"),
+        ({"kl_kind": "k4"}, "kl_kind must be one of"),
+        ({"aggregation_norm": 4.0}, "aggregation_norm is for"),
+        ({"clip_value": 0.2}, "clip_value needs a critic"),
     ]:
         with pytest.raises(ValueError, match=message):
             MultiTurnLoss(model, **options)
@@ -237,6 +313,172 @@ def test_bad_input_is_refused_by_name(model, experience):
     batch["advantage"] = batch["advantage"].squeeze(-1)
     with pytest.raises(ValueError, match="advantage must have shape"):
         MultiTurnLoss(model)(batch)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives_keep_their_own_bounds(model, objective):
+    expected = default_clip_epsilon(OBJECTIVES[objective])
+    assert MultiTurnLoss(model, objective=objective).clip_epsilon == expected
+    assert MultiTurnLoss(model, objective=objective, clip_epsilon=0.1).clip_epsilon == (0.1, 0.1)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("sequence", ["row", "turn"])
+@pytest.mark.parametrize("corrections", [(), ("token_tis",), ("geometric", "token_tis")])
+def test_the_objective_is_weighed_and_divided_by_all_tokens(
+    model, experience, objective, sequence, corrections
+):
+    corrections = [partial(CORRECTIONS[name]) for name in corrections]
+    for i, f in enumerate(corrections):
+        if f.func is geometric:
+            corrections[i] = partial(geometric, bounds=(0.8, 1.2))
+    uses_turns = objective in ("gspo", "gspo_token", "gmpo") or len(corrections) == 2
+    if sequence == "turn" and not uses_turns:
+        pytest.skip("nothing here asks for sequences")
+    batch = experience()
+    mask, masks = batch["masks", "all_assistant_mask"], batch["masks"]
+    batch["weights", "full"] = torch.rand(mask.shape)
+    loss = MultiTurnLoss(
+        model, objective=objective, correction=corrections or None, sequence=sequence
+    )
+    assert (("turns", "full") in loss.in_keys) == (sequence == "turn")
+    reads_sampler = bool(corrections) or objective == "decoupled_ppo"
+    assert (("log_probs", "full") in loss.in_keys) == reads_sampler
+    out = loss(batch)
+    log_prob, _ = row_log_probs(model, batch["tokens", "full"], masks["all_attention_mask"], mask)
+    old, sampler = batch["log_probs", "old"], batch["log_probs", "full"]
+    by_turn = {"turns": batch["turns", "full"]} if sequence == "turn" else {}
+    extras = by_turn if objective in ("gspo", "gspo_token", "gmpo") else {}
+    if objective == "decoupled_ppo":
+        extras = {"sampler_log_prob": sampler}
+    f = OBJECTIVES[objective]
+    per_token, _ = f(
+        log_prob, old, batch["advantage"].squeeze(-1), mask, default_clip_epsilon(f), **extras
+    )
+    weight = batch["weights", "full"]
+    for correction in corrections:
+        extras = by_turn if correction.func is geometric else {}
+        weight = weight * correction(old, sampler, mask, **extras)[0]
+    expected = (per_token * weight)[mask].sum() / mask.sum()
+    torch.testing.assert_close(out["loss_objective"], expected)
+    if corrections:
+        assert 0 < out["correction_ess"] <= 1
+
+
+def test_without_a_need_the_samplers_log_probs_are_not_read(model, experience):
+    batch = experience().exclude(("log_probs", "full"), ("turns", "full"), "group")
+    assert MultiTurnLoss(model)(batch)["loss_objective"].isfinite()
+    for options, message in [
+        ({"correction": "icepop"}, "'log_probs', 'full'.*MergeTurns writes it"),
+        ({"objective": "decoupled_ppo"}, "'log_probs', 'full'.*MergeTurns writes it"),
+        ({"aggregation": "prompt_mean"}, "lack the entry 'group'"),
+        ({"objective": "gspo", "sequence": "turn"}, "'turns', 'full'"),
+    ]:
+        with pytest.raises(KeyError, match=message):
+            MultiTurnLoss(model, **options)(batch)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (("log_probs", "full"), r"\('log_probs', 'full'\)"),
+        (("log_probs", "old"), r"\('log_probs', 'old'\)"),
+        (("log_probs", "ref"), r"\('log_probs', 'ref'\)"),
+        (("weights", "full"), r"\('weights', 'full'\)"),
+        ("advantage", "'advantage'"),
+    ],
+)
+def test_what_is_not_finite_on_sampled_tokens_is_refused_by_key(
+    model, experience, key, name, value
+):
+    batch = experience()
+    mask = batch["masks", "all_assistant_mask"]
+    batch["weights", "full"] = torch.ones(mask.shape)
+    row, token = mask.nonzero()[3].tolist()
+    batch[key][row, token] = value
+    with pytest.raises(ValueError, match=f"{name} must be finite.*row {row} at token {token}"):
+        MultiTurnLoss(model, correction="token_tis", kl_coef=0.1)(batch)
+
+
+def test_hyperparameters_are_bound_by_partial(model, experience):
+    batch = experience()
+    batch["advantage"] = torch.where(batch["advantage"] != 0, -1.0, 0.0)
+    batch["log_probs", "old"] -= 3.0
+    plain, dual = (
+        MultiTurnLoss(model, objective=f)(batch)["loss_objective"]
+        for f in (ppo, partial(ppo, dual_clip=2.0))
+    )
+    assert float(dual.detach()) == pytest.approx(2.0)
+    assert plain > dual
+
+
+def test_turns_are_sequences_when_asked(model, experience):
+    batch = experience()
+    rows = MultiTurnLoss(model, objective=gspo)(batch)["loss_objective"]
+    turns = MultiTurnLoss(model, objective=gspo, sequence="turn")(batch)["loss_objective"]
+    assert rows != turns
+
+
+def test_workers_merge_their_totals(model, experience):
+    batch = experience(n=7)
+    for aggregation in AGGREGATIONS:
+        loss = MultiTurnLoss(model, aggregation=aggregation)
+        parts = batch.split(2)
+        assert torch.equal(merge_totals(*map(loss.total, parts)), loss.total(batch))
+
+
+def test_a_norm_divides_the_sum(model, experience):
+    batch = experience()
+    plain = MultiTurnLoss(model, aggregation="seq_mean_token_sum")
+    divided = MultiTurnLoss(model, aggregation="seq_mean_token_sum", aggregation_norm=8)
+    torch.testing.assert_close(divided(batch)["loss_objective"], plain(batch)["loss_objective"] / 8)
+
+
+def test_the_kl_coefficient_may_be_a_controller(model, experience):
+    batch = experience()
+    expected = MultiTurnLoss(model, kl_coef=0.3)(batch)["loss_kl"]
+    constant = ConstantKLController(kl_coef=0.3)
+    adaptive = AdaptiveKLController(init_kl_coef=0.3, target=1.0, horizon=2)
+    for controller in (constant, adaptive):
+        loss = MultiTurnLoss(model, kl_coef=controller)
+        torch.testing.assert_close(loss(batch)["loss_kl"], expected)
+    adaptive.update([-100.0])
+    assert adaptive.coef != 0.3
+    torch.testing.assert_close(loss(batch)["loss_kl"], expected * float(adaptive.coef) / 0.3)
+    owner = MultiTurnLoss(model, kl_coef=0.1)
+    ConstantKLController(kl_coef=0.3, model=owner)
+    torch.testing.assert_close(owner(batch)["loss_kl"], expected)
+
+
+def test_state_dict_round_trip(make_model, model, experience):
+    batch, other = experience(), MultiTurnLoss(make_model(5))
+    loss = MultiTurnLoss(model)
+    assert other(batch)["loss_objective"] != loss(batch)["loss_objective"]
+    other.load_state_dict(loss.state_dict())
+    torch.testing.assert_close(other(batch), loss(batch))
+
+
+@pytest.mark.parametrize("stepper", ["hook", "stepper"])
+def test_torchrl_optimizes_it(make_model, experience, stepper):
+    batch = experience()
+    stepped, by_hand = (
+        MultiTurnLoss(make_model(), kl_coef=0.1, entropy_coef=0.01) for _ in range(2)
+    )
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (stepped, by_hand)]
+    objective_of(by_hand(batch)).backward()
+    optimizers[1].step()
+    if stepper == "hook":
+        with pytest.warns(FutureWarning, match="OptimizerHook"):
+            hook = OptimizerHook(optimizers[0])
+        out = hook(stepped(batch), clip_grad_norm=True, clip_norm=None, index=0)
+    else:
+        trainer = SimpleNamespace(
+            compute_loss=stepped, optimizer=optimizers[0], clip_grad_norm=True, clip_norm=None
+        )
+        out = DefaultOptimizationStepper().step(trainer, batch)
+    assert any(key.startswith("grad_norm") for key in dict(out))
+    torch.testing.assert_close(stepped.state_dict(), by_hand.state_dict())
 
 
 def test_on_policy_at_the_sampling_temperature_no_ratio_moves(model, rows):

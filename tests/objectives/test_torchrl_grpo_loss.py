@@ -9,6 +9,7 @@ import pytest
 import torch
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
+from torchrl.objectives.llm.grpo import CISPOLoss
 
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
 
@@ -70,3 +71,33 @@ def test_log_probs_agree_where_it_matters(model, tokenizer, rows):
     )
     torch.testing.assert_close(dist.log_prob(batch["tokens", "full"])[mask], log_prob[mask])
     torch.testing.assert_close(dist.entropy()[mask], entropy[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_cispo_trains_clipped_tokens_and_torchrls_does_not(model, tokenizer, rows):
+    """All ratios above the bounds: ours is the gradient of -1.2 A log π, theirs is 0."""
+    wrapper = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
+    )
+    batch = ExperienceMaker(model, old_log_probs="actor")(rows())
+    masks = batch["masks"]
+    mask = masks["all_assistant_mask"]
+    batch["log_probs", "old"] = batch["log_probs", "old"] - torch.where(mask, 5.0, 0.0)
+    batch["advantage"] = torch.where(mask, 1.0, 0.0).unsqueeze(-1)
+
+    def gradient(loss):
+        model.zero_grad()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    theirs = CISPOLoss(
+        wrapper, masking_strategy="rlhf", clip_epsilon=(0.2, 0.2), entropy_bonus=False
+    )
+    theirs.set_keys(sample_log_prob=("log_probs", "old"))
+    assert not gradient(theirs(batch.clone()).loss_objective.sum()).any()
+    out = MultiTurnLoss(model, objective="cispo", clip_epsilon=0.2)(batch)
+    assert out["clip_fraction_high"] == 1
+    tokens, attention_mask = batch["tokens", "full"], masks["all_attention_mask"]
+    log_prob, _ = row_log_probs(model, tokens, attention_mask, mask)
+    expected = gradient(-1.2 * log_prob[mask].mean())
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(gradient(out["loss_objective"]), expected)

@@ -46,9 +46,11 @@ def critic_diagnostics(
     value: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
     """Share of clipped values, and ``1 - Var(returns - value) / Var(returns)``, 0 without variance."""
-    returns = torch.where(mask, returns, 0.0)
-    spread, left = (_variance(x, mask) for x in (returns, returns - value))
-    explained = torch.where(spread > 0, 1.0 - left / torch.where(spread > 0, spread, 1.0), 0.0)
+    spread, left = _variance(returns, mask), _variance(returns - value, mask)
+    # Read from the data: the variance of equal returns is a rounding error, by which one divides.
+    sampled = returns[mask]
+    varied = (sampled != sampled[:1]).any() & (spread > 0)
+    explained = torch.where(varied, 1.0 - left / torch.where(varied, spread, 1.0), 0.0)
     return {"value_clip_fraction": aggregate(clipped, mask), "explained_variance": explained}
 
 
