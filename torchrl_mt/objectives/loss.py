@@ -89,7 +89,8 @@ class MultiTurnLoss(LossModule):
             turn of a row by ``("turns", "full")``.
         kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``. ``None``
             reads and writes nothing of it; at 0 ``"kl_to_ref"`` is still reported. Of a TorchRL
-            controller the ``coef`` of the moment is used; to update it is the caller's.
+            controller the ``coef`` of the moment is used. To update it after a step is the caller's:
+            ``controller.update([-controller.coef * kl])``, for TorchRL's takes the reward's KL term.
         kl_kind: The estimator that is minimised: k3 varies little and is never negative
             (http://joschu.net/blog/kl-approx.html), and is GRPO's (https://arxiv.org/abs/2402.03300,
             eq. 4); the slope of k1 would be 0 on average.
