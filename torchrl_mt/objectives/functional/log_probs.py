@@ -30,7 +30,7 @@ def token_log_probs(
         temperature: What the logits are divided by, in float32.
 
     Returns:
-        ``[...]`` float32, zero where masked.
+        ``[...]`` float32 (float64 for float64 logits), zero where masked.
 
     Raises:
         ValueError: If shapes differ or ``temperature`` is not positive.
@@ -54,7 +54,7 @@ def token_entropy(
         temperature: What the logits are divided by, in float32.
 
     Returns:
-        ``[...]`` float32, zero where masked.
+        ``[...]`` float32 (float64 for float64 logits), zero where masked.
 
     Raises:
         ValueError: If shapes differ or ``temperature`` is not positive.
@@ -80,7 +80,8 @@ def log_probs_and_entropy(
         temperature: What the logits are divided by, in float32.
 
     Returns:
-        Log-probabilities and entropies, ``[...]`` float32, zero where masked.
+        Log-probabilities and entropies, ``[...]`` float32 (float64 for float64 logits), zero where
+        masked.
 
     Raises:
         ValueError: If shapes differ or ``temperature`` is not positive.
@@ -92,6 +93,39 @@ def log_probs_and_entropy(
         tensor([True])
     """
     return _apply(logits, tokens, mask, temperature, with_entropy=True)
+
+
+def log_probs_at(
+    logits: Tensor,
+    position: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of tokens under the logits at chosen positions; no other logits are read.
+
+    Args:
+        logits: ``[T, V]`` floating.
+        position: ``[K]`` int64 in ``[0, T)``, without repetitions.
+        tokens: ``[K]`` int64.
+        temperature: What the logits are divided by, in float32.
+        with_entropy: Whether to compute the entropies at the positions as well.
+
+    Returns:
+        Log-probabilities, and entropies or ``None``: ``[K]`` float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: If shapes differ or ``temperature`` is not positive.
+
+    Examples:
+        >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()
+        tensor([0.2500])
+    """
+    check_shape("tokens", tokens, position.shape)
+    check_positive("temperature", temperature)
+    log_prob, entropy = _LogProbs.apply(logits, tokens, position, temperature, with_entropy)
+    return log_prob, entropy if with_entropy else None
 
 
 def _apply(
@@ -108,7 +142,7 @@ def _apply(
     check_mask("mask", mask, shape)
     position = mask.reshape(-1).nonzero().squeeze(-1)
     log_prob, entropy = _LogProbs.apply(flat, target[position], position, temperature, with_entropy)
-    zeros = torch.zeros(flat.shape[0], dtype=torch.float32, device=logits.device)
+    zeros = log_prob.new_zeros(flat.shape[0])
     log_prob = zeros.index_copy(0, position, log_prob).view(shape)
     if with_entropy:
         entropy = zeros.index_copy(0, position, entropy).view(shape)
@@ -127,21 +161,14 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        size = target.shape[0]
-        log_prob = logits.new_empty(size, dtype=torch.float32)
-        log_sum = torch.empty_like(log_prob)
-        entropy = torch.empty_like(log_prob) if with_entropy else log_prob.new_empty(0)
-        for part in _chunks(size, logits.shape[-1]):
+        log_prob, log_sum, entropy = empty_scores(logits, len(target), with_entropy)
+        for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
             x = _select(logits, position, part, temperature)
-            log_sum[part] = x.logsumexp(-1)
-            log_prob[part] = x.gather(-1, target[part, None]).squeeze(-1) - log_sum[part]
-            if with_entropy:
-                x = x - log_sum[part, None]
-                entropy[part] = -_finite(x).mul(x.exp()).sum(-1)
+            score_chunk(x, target, part, log_prob, log_sum, entropy)
         ctx.save_for_backward(logits, target, position, log_sum, entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return log_prob, entropy
 
@@ -154,38 +181,80 @@ class _LogProbs(torch.autograd.Function):
         if not ctx.needs_input_grad[0] or (grad_log_prob is None and grad_entropy is None):
             return None, None, None, None, None
         grad = torch.empty_like(logits) if position is None else torch.zeros_like(logits)
-        for part in _chunks(target.shape[0], logits.shape[-1]):
-            log_p = _select(logits, position, part, ctx.temperature) - log_sum[part, None]
-            p = log_p.exp()
-            out = torch.zeros_like(p)
-            if grad_entropy is not None and ctx.with_entropy:
-                # dH/dx = -p (log p + H)
-                out -= grad_entropy[part, None] * p * (_finite(log_p) + entropy[part, None])
-            if grad_log_prob is not None:
-                # d log p[y] / dx = onehot(y) - p
-                out -= grad_log_prob[part, None] * p
-                out.scatter_add_(-1, target[part, None], grad_log_prob[part, None])
+        for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
+            x = _select(logits, position, part, ctx.temperature)
+            out = chunk_gradient(x, target, part, log_sum, entropy, grad_log_prob, grad_entropy)
             if ctx.temperature != 1.0:
                 out /= ctx.temperature
-            if position is None:
-                grad[part] = out.to(grad.dtype)
-            else:
-                grad[position[part]] = out.to(grad.dtype)
+            grad[part if position is None else position[part]] = out.to(grad.dtype)
         return grad, None, None, None, None
 
 
-def _chunks(size: int, vocabulary: int) -> list[slice]:
-    """Cut ``size`` positions so that one part's logits fit the budget."""
-    step = max(1, CHUNK_ELEMENTS // max(1, vocabulary))
+def chunks(size: int, vocabulary: int, elements: int) -> list[slice]:
+    """Cut ``size`` positions so that one part has at most ``elements`` logits, or is one position."""
+    step = max(1, elements // max(1, vocabulary))
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: float64 stays itself, all else is float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def empty_scores(like: Tensor, size: int, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for log-probabilities, normalisers and (none, if they are not wanted) entropies."""
+    log_prob = like.new_empty(size, dtype=wide(like.dtype))
+    entropy = torch.empty_like(log_prob) if with_entropy else log_prob.new_empty(0)
+    return log_prob, torch.empty_like(log_prob), entropy
+
+
+def score_chunk(
+    x: Tensor, target: Tensor, part: slice, log_prob: Tensor, log_sum: Tensor, entropy: Tensor
+) -> None:
+    """Write the scores of one part, whose logits ``x`` are used up."""
+    log_sum[part] = x.logsumexp(-1)
+    log_prob[part] = x.gather(-1, target[part, None]).squeeze(-1) - log_sum[part]
+    if len(entropy):
+        x -= log_sum[part, None]
+        p = x.exp()
+        entropy[part] = -p.mul_(_finite_(x)).sum(-1)
+
+
+def chunk_gradient(
+    x: Tensor,
+    target: Tensor,
+    part: slice,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient by the logits ``x`` of one part, which are used up."""
+    x -= log_sum[part, None]
+    p = x.exp()
+    if grad_entropy is not None and len(entropy):
+        # dH/dx = -p (log p + H)
+        out = _finite_(x).add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+        if grad_log_prob is not None:
+            out -= grad_log_prob[part, None]
+        out *= p
+    elif grad_log_prob is not None:
+        out = p.mul_(-grad_log_prob[part, None])
+    else:
+        return torch.zeros_like(p)
+    if grad_log_prob is not None:
+        # d log p[y] / dx = onehot(y) - p
+        out.scatter_add_(-1, target[part, None], grad_log_prob[part, None])
+    return out
+
+
 def _select(logits: Tensor, position: Tensor | None, part: slice, temperature: float) -> Tensor:
-    """Float32 logits of one part, divided by the temperature."""
-    x = (logits[part] if position is None else logits[position[part]]).float()
-    return x if temperature == 1.0 else x / temperature
+    """A copy of one part of the logits in float32, divided by the temperature."""
+    x = logits[part] if position is None else logits[position[part]]
+    x = x.to(wide(x.dtype), copy=position is None)
+    return x if temperature == 1.0 else x.div_(temperature)
 
 
-def _finite(log_p: Tensor) -> Tensor:
+def _finite_(log_p: Tensor) -> Tensor:
     """Replace ``-inf``, whose product with a probability of 0 must be 0."""
-    return log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)

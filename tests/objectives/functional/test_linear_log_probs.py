@@ -1,0 +1,147 @@
+"""Scores from hidden states equal those from whole logits: values and all gradients."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_mt.objectives.functional import linear_log_probs as module
+from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
+
+
+def plain(hidden, weight, tokens, bias, scale, softcap, temperature):
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    logits = scale * logits
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p.gather(-1, tokens[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(seed, k, h, v, dtype=torch.float64, device="cpu"):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(k, h, generator=g), torch.randn(v, h, generator=g)
+    bias, tokens = torch.randn(v, generator=g), torch.randint(0, v, (k,), generator=g)
+    leaves = [x.to(device, dtype).requires_grad_() for x in (hidden, weight, bias)]
+    return *leaves, tokens.to(device), torch.randn(2, k, generator=g).to(device)
+
+
+@given(
+    seed=st.integers(0, 999),
+    k=st.integers(0, 9),
+    v=st.integers(1, 7),
+    chunk=st.sampled_from([1, 15, 1 << 20]),
+    scale=st.sampled_from([1.0, 0.25, 3.0]),
+    softcap=st.sampled_from([None, 2.0]),
+    temperature=st.sampled_from([1.0, 0.6, 3.0]),
+    with_bias=st.booleans(),
+    pick=st.sampled_from([(1, 1), (1, 0), (0, 1)]),
+)
+def test_values_and_gradients_are_those_of_whole_logits(
+    seed, k, v, chunk, scale, softcap, temperature, with_bias, pick
+):
+    hidden, weight, bias, tokens, weights = inputs(seed, k, 4, v)
+    bias = bias if with_bias else None
+    leaves = [hidden, weight] + [bias] * with_bias
+    expected = plain(hidden, weight, tokens, bias, scale, softcap, temperature)
+    old, module.CHUNK_ELEMENTS = module.CHUNK_ELEMENTS, chunk
+    try:
+        got = linear_log_probs(
+            hidden,
+            weight,
+            tokens,
+            bias,
+            scale=scale,
+            softcap=softcap,
+            temperature=temperature,
+            with_entropy=True,
+        )
+        gradients = [
+            torch.autograd.grad(
+                sum(p * (w * x).sum() for p, w, x in zip(pick, weights, values, strict=True)),
+                leaves,
+            )
+            for values in (got, expected)
+        ]
+    finally:
+        module.CHUNK_ELEMENTS = old
+    for a, b in zip((*got, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+def test_without_entropy_the_log_probs_are_the_same():
+    hidden, weight, bias, tokens, _ = inputs(0, 5, 4, 7)
+    log_prob, entropy = linear_log_probs(hidden, weight, tokens, bias)
+    assert entropy is None
+    expected = linear_log_probs(hidden, weight, tokens, bias, with_entropy=True)[0]
+    assert torch.equal(log_prob, expected)
+    torch.autograd.gradcheck(
+        lambda *x: linear_log_probs(x[0], x[1], tokens, x[2])[0], inputs(0, 5, 4, 7)[:3]
+    )
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", ["argument", "autocast", "weights"])
+def test_half_precision_is_of_the_products_alone(device, how):
+    leaves = inputs(0, 40, 16, 50, torch.float32, device)
+    hidden, weight, bias, tokens, weights = leaves
+    with torch.no_grad():
+        for x in (hidden, weight, bias):
+            x.copy_(x.bfloat16())
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    if how == "weights":
+        hidden, weight, bias = (
+            x.detach().bfloat16().requires_grad_() for x in (hidden, weight, bias)
+        )
+    dtype = torch.bfloat16 if how == "argument" else None
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=how == "autocast"):
+        got = linear_log_probs(hidden, weight, tokens, bias, with_entropy=True, dtype=dtype)
+    logits = torch.nn.functional.linear(
+        hidden.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    ).double()
+    log_p = logits.log_softmax(-1)
+    assert got[0].dtype is got[1].dtype is torch.float32
+    torch.testing.assert_close(
+        got[0].double(), log_p.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(
+        got[1].double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=1e-5
+    )
+    expected = plain(exact[0], exact[1], tokens, exact[2], 1.0, None, 1.0)
+    for values in (got, expected):
+        sum((w * x).sum() for w, x in zip(weights, values, strict=True)).backward()
+    for a, b in zip((hidden, weight, bias), exact, strict=True):
+        assert a.grad.dtype is a.dtype
+        assert (a.grad.double() - b.grad).norm() < 0.02 * b.grad.norm()
+
+
+def test_frozen_weights_get_no_gradient():
+    hidden, weight, bias, tokens, _ = inputs(0, 5, 4, 7)
+    weight.requires_grad_(False)
+    linear_log_probs(hidden, weight, tokens, bias)[0].sum().backward()
+    assert weight.grad is None
+    assert hidden.grad.any()
+    assert bias.grad.any()
+
+
+def test_bad_input_is_refused_by_name():
+    hidden, weight, bias, tokens, _ = inputs(0, 5, 4, 7)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        linear_log_probs(hidden[:, 1:], weight, tokens)
+    with pytest.raises(ValueError, match="tokens must have shape"):
+        linear_log_probs(hidden, weight, tokens[1:])
+    with pytest.raises(ValueError, match="bias must have shape"):
+        linear_log_probs(hidden, weight, tokens, bias[1:])
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        linear_log_probs(hidden, weight, tokens, softcap=0)
