@@ -5,12 +5,15 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_mt.objectives.row_log_probs import (
-    micro_batches,
-    row_log_probs,
-    scored_tokens,
-    scoring_mode,
-)
+from torchrl_mt.objectives.row_log_probs import row_log_probs, scored_tokens, scoring_mode
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
+]
 
 
 def entries(rows):
@@ -43,6 +46,103 @@ def test_scores_are_those_of_the_attended_tokens_alone(
     got = row_log_probs(model, *entries(batch), temperature=temperature, with_entropy=True)
     for a, b in zip(got, by_hand(model, batch, temperature), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("budget", [None, 1, 15, 30])
+@pytest.mark.parametrize("full_logits", [False, True])
+def test_packing_and_cutting_change_nothing(
+    model, rows, spread, device, packed, budget, full_logits
+):
+    batch = spread(rows(n=9, suffix_padding=False))
+    expected = by_hand(model, batch)
+    options = {"packed": packed, "micro_batch_tokens": budget, "full_logits": full_logits}
+    got = row_log_probs(model.to(device), *entries(batch), with_entropy=True, **options)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert row_log_probs(model, *entries(batch), **options)[1] is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", [None, 15])
+def test_packed_and_padded_gradients_agree(model, rows, device, budget):
+    batch, out = entries(rows(n=9, suffix_padding=False)), []
+    for packed in (False, True):
+        log_prob, entropy = row_log_probs(
+            model.to(device), *batch, with_entropy=True, packed=packed, micro_batch_tokens=budget
+        )
+        (log_prob.square().sum() + entropy.sum()).backward()
+        out.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    norm = torch.stack([g.norm() for g in out[0]]).norm()
+    assert all((a - b).norm() < 1e-4 * norm for a, b in zip(*out, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_changing_one_row_changes_no_other(model, rows, packed, seed):
+    tokens, attention, mask = entries(rows(seed, n=9))
+    before = row_log_probs(model, tokens, attention, mask, packed=packed)[0]
+    for n in range(9):
+        changed = tokens.clone()
+        changed[n] = (changed[n] + 1) % 24
+        after = row_log_probs(model, changed, attention, mask, packed=packed)[0]
+        others = torch.arange(9) != n
+        torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=1e-6)
+        assert not mask[n].any() or (after[n] != before[n]).any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_gradient_flows_between_rows(model, rows, packed):
+    tokens, attention, mask = entries(rows(n=6))
+    # Each row has tokens of its own.
+    tokens = 4 * torch.arange(6)[:, None] + tokens % 4
+    for n in range(6):
+        row_log_probs(model, tokens, attention, mask, packed=packed)[0][n].sum().backward()
+        touched = model.model.embed_tokens.weight.grad.any(-1).nonzero().flatten() // 4
+        assert set(touched.tolist()) <= {n}
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("full_logits", [False, True])
+def test_mixed_precision_gives_float32_scores_nearby(make_model, rows, device, packed, full_logits):
+    model, batch = make_model().to(device), entries(rows())
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.1)
+    exact = row_log_probs(model, *batch, with_entropy=True)
+    got = row_log_probs(
+        model,
+        *batch,
+        with_entropy=True,
+        packed=packed,
+        dtype=torch.bfloat16,
+        full_logits=full_logits,
+    )
+    for a, b in zip(got, exact, strict=True):
+        assert a.dtype is torch.float32
+        assert 0 < (a - b).norm() < 0.1 * b.norm()
+    got[0].sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled(device)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
+    tokens, attention, mask = entries(rows())
+    for attended in (attention, torch.zeros_like(attention)):
+        none = torch.zeros_like(mask)
+        log_prob, entropy = row_log_probs(
+            model, tokens, attended, none, packed=packed, with_entropy=True
+        )
+        assert not log_prob.any()
+        assert not entropy.any()
+        (log_prob.sum() + entropy.sum()).backward()
+        assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    empty = (x[:0] for x in (tokens, attention, mask))
+    assert row_log_probs(model, *empty, packed=packed)[0].shape == (0, 12)
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
@@ -138,17 +238,16 @@ def test_bad_input_is_refused_by_name(model, rows):
         row_log_probs(model, tokens, attention[:1], mask)
     with pytest.raises(TypeError, match="actor must be a causal language model"):
         row_log_probs(print, tokens, attention, mask)
-
-
-@pytest.mark.parametrize("max_rows", [None, 1, 3, 100])
-@pytest.mark.parametrize("max_tokens", [None, 1, 20, 10_000])
-def test_micro_batches_hold_every_row_once_and_keep_their_limits(max_rows, max_tokens):
-    lengths = torch.randint(0, 15, (23,), generator=torch.Generator().manual_seed(0))
-    parts = micro_batches(lengths, max_rows, max_tokens)
-    assert torch.cat(parts).sort().values.tolist() == list(range(23))
-    for part in parts:
-        assert max_rows is None or len(part) <= max_rows
-        assert max_tokens is None or len(part) == 1 or len(part) * lengths[part].max() <= max_tokens
+    with pytest.raises(ValueError, match="tokens must have shape"):
+        row_log_probs(model, tokens[0], attention[0], mask[0])
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        row_log_probs(model, tokens, attention, mask, temperature=0)
+    with pytest.raises(ValueError, match="float16 or None, got"):
+        row_log_probs(model, tokens, attention, mask, dtype=torch.float32)
+    with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1"):
+        row_log_probs(model, tokens, attention, mask, micro_batch_tokens=0)
+    with pytest.raises(ValueError, match="pass packed=False"):
+        row_log_probs(nn.Linear(2, 2), tokens, attention, mask, packed=True)
 
 
 def test_scoring_leaves_modes_and_random_state_alone(model):

@@ -1,21 +1,30 @@
 """Log-probabilities of training rows under a language model, wherever their padding lies.
 
 The score of a token is conditioned on the attended tokens before it and on nothing else: padding
-before, after or between them, and its amount, change nothing.
+before, after or between them, its amount, and the rows beside, padded or packed, change nothing.
 """
 
 from __future__ import annotations
-
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
-from torchrl_mt.objectives.functional._checks import check_mask
-from torchrl_mt.objectives.functional.log_probs import log_probs_and_entropy, token_log_probs
+from torchrl_mt.objectives.functional._checks import check_mask, check_positive
+from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
+from torchrl_mt.objectives.functional.log_probs import log_probs_at
+from torchrl_mt.objectives.model_forward import check_dtype, run_model, scoring_mode
+from torchrl_mt.objectives.output_states import OutputStates, output_states
+from torchrl_mt.objectives.packing import (
+    ForwardPass,
+    check_rows,
+    forward_passes,
+    micro_batches,
+    put_back,
+)
+from torchrl_mt.objectives.packing_support import check_packing, takes_lengths
+
+__all__ = ["causal_lm", "micro_batches", "row_log_probs", "scored_tokens", "scoring_mode"]
 
 
 def causal_lm(actor: nn.Module) -> nn.Module:
@@ -74,8 +83,18 @@ def row_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    packed: bool = False,
+    micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
+    full_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Score the sampled tokens of rows.
+
+    Logits are made for the sampled tokens alone and a chunk at a time
+    (:func:`~torchrl_mt.objectives.functional.linear_log_probs.linear_log_probs`), unless the model's
+    output layer is none that can be computed outside of it
+    (:func:`~torchrl_mt.objectives.output_states.output_states`).
 
     Args:
         actor: See :func:`causal_lm`.
@@ -84,112 +103,80 @@ def row_log_probs(
         mask: ``[N, S]`` bool, true on sampled tokens: the ones to score.
         temperature: What the logits are divided by, in float32.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
+        packed: Put several rows into one sequence instead of padding each to the longest
+            (:func:`~torchrl_mt.objectives.packing.forward_passes`). The model's attention must keep
+            them apart, which is tried once with a few tokens.
+        micro_batch_size: Most sequences (rows, or packs of rows) of one forward pass.
+        micro_batch_tokens: Most tokens of one forward pass, padding included; a longer row is a pass
+            of its own.
+        dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision. The softmax is
+            in float32 in any case.
+        full_logits: Make all logits of a pass at once, as the model does by itself.
 
     Returns:
         Log-probabilities, and entropies or ``None``: ``[N, S]`` float32 on the device of ``tokens``,
         zero on masked tokens and on the first token of a row, which nothing predicts.
 
     Raises:
-        ValueError: If shapes differ, a sampled token lies on padding or ``temperature`` is not
-            positive.
+        ValueError: If shapes differ, a sampled token lies on padding, a number is out of range,
+            ``dtype`` is another one, or the model cannot be given packed rows.
         TypeError: If a mask is not boolean or ``actor`` is no language model.
     """
     model = causal_lm(actor)
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must have shape [N, S], got {tuple(tokens.shape)}.")
-    check_mask("attention_mask", attention_mask, tokens.shape)
-    check_mask("mask", mask, tokens.shape)
-    if bool((mask & ~attention_mask).any()):
-        raise ValueError("mask must be false on padding, but some sampled tokens are not attended.")
-    if not tokens.numel():
-        empty = torch.zeros(tokens.shape, device=tokens.device)
-        return empty, empty if with_entropy else None
-    parameter = next(model.parameters(), None)
-    device = tokens.device if parameter is None else parameter.device
+    check_rows(tokens, attention_mask, mask)
+    check_positive("temperature", temperature)
+    check_dtype(dtype)
+    if packed:
+        check_packing(model, tokens, dtype)
+    places, scores = [], []
+    for step in forward_passes(
+        tokens,
+        attention_mask,
+        mask,
+        packed=packed,
+        with_lengths=packed and takes_lengths(model),
+        micro_batch_size=micro_batch_size,
+        micro_batch_tokens=micro_batch_tokens,
+    ):
+        places.append(step.place)
+        scores.append(_score(model, step, temperature, with_entropy, dtype, full_logits))
+    log_prob = put_back([x for x, _ in scores], places, tokens)
+    if not with_entropy:
+        return log_prob, None
+    return log_prob, put_back([x for _, x in scores if x is not None], places, tokens)
 
-    length = attention_mask.sum(-1, keepdim=True)
-    width = max(1, int(length.max()))
-    # Attended tokens move to the left, in order; padding goes to one spare column.
-    column = torch.where(attention_mask, attention_mask.cumsum(-1) - 1, width)
-    blank = tokens.new_zeros(tokens.shape[0], width + 1)
-    packed = blank.scatter(1, column, tokens).to(device)
-    sampled = blank.bool().scatter(1, column, mask).to(device)
-    # A row of padding alone attends to one dummy token: attention over nothing is not a number.
-    attended = torch.arange(width, device=tokens.device) < length.clamp(min=1)
 
-    logits = _forward(model, packed[:, :width], attended.long().to(device))
-    score = log_probs_and_entropy if with_entropy else _log_probs_only
-    scores = score(logits, packed[:, 1:], sampled[:, 1:], temperature=temperature)
-    log_prob, entropy = (
-        None if x is None else nn.functional.pad(x.to(tokens.device), (1, 0)).gather(1, column)
-        for x in scores
+def _score(
+    model: nn.Module,
+    step: ForwardPass,
+    temperature: float,
+    with_entropy: bool,
+    dtype: torch.dtype | None,
+    full_logits: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of one forward pass, ``[K]``."""
+    if full_logits:
+        output = run_model(model, step.inputs, dtype)
+        states = output if isinstance(output, Tensor) else output.logits
+    else:
+        states = output_states(model, step.inputs, dtype)
+    if isinstance(states, OutputStates):
+        hidden = states.hidden.flatten(0, 1)
+        return linear_log_probs(
+            hidden[step.state.to(hidden.device)],
+            states.weight,
+            step.target.to(hidden.device),
+            states.bias,
+            scale=states.scale,
+            softcap=states.softcap,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            dtype=dtype,
+        )
+    return log_probs_at(
+        states.flatten(0, 1),
+        step.state.to(states.device),
+        step.target.to(states.device),
+        temperature=temperature,
+        with_entropy=with_entropy,
     )
-    assert log_prob is not None
-    return log_prob, entropy
-
-
-def _log_probs_only(
-    logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float
-) -> tuple[Tensor, None]:
-    """Leave the entropy out."""
-    return token_log_probs(logits, tokens, mask, temperature=temperature), None
-
-
-def _forward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Call the model without a cache, which training rows never use."""
-    accepted = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    output = model(input_ids=input_ids, attention_mask=attention_mask, **options)
-    return output if isinstance(output, Tensor) else output.logits
-
-
-@contextmanager
-def scoring_mode(*models: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients; give back every submodule's mode and the random state as they were.
-
-    Args:
-        *models: The models that are used inside.
-    """
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    devices = {p.device.index for m in models for p in m.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
-        for model in models:
-            model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
-
-def micro_batches(
-    lengths: Tensor, max_rows: int | None = None, max_tokens: int | None = None
-) -> list[Tensor]:
-    """Cut rows into batches of similar length.
-
-    Args:
-        lengths: ``[N]`` int64 tokens of each row.
-        max_rows: Most rows of a batch; no limit by default.
-        max_tokens: Most tokens of a batch, padding included; no limit by default. A longer row is a
-            batch of its own.
-
-    Returns:
-        Row indices of each batch, int64, longest rows first; together they are all rows, once.
-
-    Examples:
-        >>> micro_batches(torch.tensor([2, 9, 3]), max_tokens=8)
-        [tensor([1]), tensor([2, 0])]
-    """
-    count = len(lengths)
-    if max_tokens is None:
-        order = torch.arange(count) if max_rows is None else lengths.cpu().argsort(descending=True)
-        return list(order.split(max_rows or max(1, count)))
-    order = lengths.cpu().argsort(descending=True)
-    batches, start = [], 0
-    while start < count:
-        longest = max(1, int(lengths[order[start]]))
-        size = max(1, max_tokens // longest)
-        size = size if max_rows is None else min(size, max_rows)
-        batches.append(order[start : start + size])
-        start += size
-    return batches

@@ -1,0 +1,105 @@
+"""Running a model on training rows: without a cache, in half precision where asked, and unchanged.
+
+What a model was before (modes, hooks, random state) it is again afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
+"""What ``dtype`` may be: ``None`` computes in the types that the model has."""
+
+
+@contextmanager
+def scoring_mode(*models: nn.Module) -> Iterator[None]:
+    """Evaluate without gradients; give back every submodule's mode and the random state as they were.
+
+    Args:
+        *models: The models that are used inside.
+    """
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    devices = {p.device.index for m in models for p in m.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        for model in models:
+            model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse a type that automatic mixed precision does not have."""
+    if dtype not in AUTOCAST_DTYPES:
+        raise ValueError(
+            f"dtype must be torch.bfloat16, torch.float16 or None, got {dtype}; None computes in the "
+            "model's own types."
+        )
+
+
+def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
+    """Call a model on its own device.
+
+    Args:
+        model: The model.
+        inputs: Keyword arguments; tensors may lie anywhere.
+        dtype: What to compute in where torch's automatic mixed precision does.
+
+    Returns:
+        The model's output.
+    """
+    parameter = next(model.parameters(), None)
+    device = inputs["input_ids"].device if parameter is None else parameter.device
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    accepted = inspect.signature(model.forward).parameters
+    # What comes through ** may be a module's that does not know it; transformers' models all do.
+    passed_on = any(p.kind is p.VAR_KEYWORD for p in accepted.values()) and (
+        getattr(model, "config", None) is not None
+    )
+    if "use_cache" in accepted or passed_on:
+        inputs["use_cache"] = False
+    with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+        return model(**inputs)
+
+
+@contextmanager
+def hooked(
+    module: nn.Module,
+    before: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None,
+    after: Callable[[Any], None] | None = None,
+) -> Iterator[None]:
+    """Watch a submodule's calls from this thread; calls from other threads go on as ever.
+
+    Args:
+        module: The submodule.
+        before: Called with the positional arguments; returns what to call with instead, or ``None``.
+        after: Called with the output.
+    """
+    owner = get_ident()
+    hooks = []
+    if before is not None:
+        hooks.append(
+            module.register_forward_pre_hook(
+                lambda _, args: before(args) if get_ident() == owner else None
+            )
+        )
+    if after is not None:
+        hooks.append(
+            module.register_forward_hook(
+                lambda _, args, output: after(output) if get_ident() == owner else None
+            )
+        )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

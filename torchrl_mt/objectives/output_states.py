@@ -1,0 +1,123 @@
+"""A language model's states under its output layer, and what makes logits of them.
+
+Given only where recomputing the logits from them gives the model's own: every call compares the two at
+a few positions, which are the only ones whose logits are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_mt.objectives.model_forward import hooked, run_model
+
+PROBED = 4
+"""Positions at which a call's logits are compared."""
+
+# Models whose logits are found to be something else: the states are not asked for again.
+_OTHERS: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(frozen=True)
+class OutputStates:
+    """States whose logits are ``cap * tanh(scale * (hidden @ weight.T + bias) / cap)``."""
+
+    hidden: Tensor
+    """``[B, L, H]``."""
+    weight: Tensor
+    """``[V, H]``."""
+    bias: Tensor | None
+    """``[V]``."""
+    scale: float
+    """What the layer's output is multiplied by."""
+    softcap: float | None
+    """Bound of the logits; ``None`` for no bound, hence no ``tanh``."""
+
+
+def output_states(
+    model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None
+) -> OutputStates | Tensor:
+    """Run a language model up to its output layer.
+
+    Args:
+        model: A causal language model.
+        inputs: Its keyword arguments, with ``input_ids`` ``[B, L]``.
+        dtype: What to compute in; see :func:`~torchrl_mt.objectives.model_forward.run_model`.
+
+    Returns:
+        The states; or whole logits ``[B, L, V]`` if the model's output layer is not a plain
+        ``nn.Linear`` (an adapter, a shard, a hook), is compiled, or its logits go through more than a
+        factor and soft-capping.
+    """
+    layer = None if model in _OTHERS else _output_layer(model)
+    if layer is None:
+        return _logits(run_model(model, inputs, dtype))
+    states: list[Tensor] = []
+    raw: list[Tensor] = []
+
+    def cut(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        states.append(args[0])
+        return (args[0][:1, -PROBED:].detach(),)
+
+    with hooked(layer, before=cut, after=raw.append):
+        logits = _logits(run_model(model, inputs, dtype))
+    if not states:
+        # The layer was bypassed, by compiled code for instance: nothing was cut.
+        return logits
+    if len(states) == 1 and states[0].shape[:-1] == inputs["input_ids"].shape:
+        for scale, softcap in _post_processing(model):
+            if _same(raw[0], scale, softcap, logits):
+                return OutputStates(states[0], layer.weight, layer.bias, scale, softcap)
+    _OTHERS.add(model)
+    return _logits(run_model(model, inputs, dtype))
+
+
+def _logits(output: Any) -> Tensor:
+    """The logits in a model's output."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _output_layer(model: nn.Module) -> nn.Linear | None:
+    """The model's output layer if it is one whose product may be computed outside of it."""
+    find = getattr(model, "get_output_embeddings", None)
+    layer = find() if callable(find) else None
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+        return None
+    if layer.weight.shape != (layer.out_features, layer.in_features):
+        return None  # A shard, which is whole inside the model's own forward pass alone.
+    compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
+    return None if compiled or changed or layer._compiled_call_impl is not None else layer
+
+
+def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
+    """What may happen to the layer's output, by the names that transformers' configurations have."""
+    config = getattr(model, "config", None)
+    find = getattr(config, "get_text_config", None)
+    config = find() if callable(find) else config
+    factor = getattr(config, "logit_scale", None) or 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    # Small logits hardly tell what is done to large ones: what is configured comes first.
+    scales = dict.fromkeys([factor, 1.0 / scaling, scaling, 1.0])
+    if scaling != 1.0:
+        scales = dict.fromkeys([1.0 / scaling, scaling, factor, 1.0])
+    caps = [None] if softcap is None else [float(softcap), None]
+    return [(float(scale), cap) for cap in caps for scale in scales]
+
+
+@torch.no_grad()
+def _same(raw: Tensor, scale: float, softcap: float | None, logits: Tensor) -> bool:
+    """Whether the layer's output, processed so, is the logits."""
+    if raw.shape != logits.shape:
+        return False
+    low = raw.dtype.itemsize == 2
+    expected = raw.double() * scale
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    error = (expected - logits.double()).abs().max()
+    return bool(error <= (0.02 if low else 1e-4) * expected.abs().max())
