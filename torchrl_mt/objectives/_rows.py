@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 TOKENS = ("tokens", "full")
@@ -15,33 +17,88 @@ REF_LOG_PROBS = ("log_probs", "ref")
 TURNS = ("turns", "full")
 REWARDS = ("rewards", "full")
 TURN_RETURNS = ("rewards", "to_go")
+SHAPED_REWARDS = ("rewards", "shaped")
 EPISODE = "episode"
 EPISODE_INDEX = "episode_index"
 FORK = "fork"
 GROUP = "group"
+LABEL = "label"
+KL = "kl"
+ENTROPY = "entropy"
+VALUES = "values"
+RETURNS = "returns"
+ADVANTAGE = "advantage"
+
+_MERGED = "MergeTurns writes it"
+WRITERS: dict[NestedKey, str] = {
+    TOKENS: f"{_MERGED} from the turns' ('tokens', 'prompt') and ('tokens', 'response')",
+    ATTENTION_MASK: _MERGED,
+    ASSISTANT_MASK: _MERGED,
+    SAMPLER_LOG_PROBS: f"{_MERGED} where the turns have the engine's ('log_probs', 'response')",
+    TURNS: _MERGED,
+    REWARDS: f"{_MERGED} where the turns have ('next', 'reward')",
+    EPISODE: _MERGED,
+    GROUP: f"{_MERGED} from the turns' 'group', which the collector writes",
+}
+"""Who should have written an entry that is missing."""
 
 
-def read_entry(rows: TensorDictBase, key: NestedKey, hint: str = "") -> Tensor:
+def read_entry(rows: TensorDictBase, key: NestedKey, hint: str | None = None) -> Tensor:
     """Read an entry, or say which one is missing and who makes it."""
     value = rows.get(key, None)
     if value is None:
+        if hint is None:
+            hint = f"; {WRITERS[key]}" if key in WRITERS else ""
         found = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
         raise KeyError(f"rows lack the entry {key!r}{hint}; found {', '.join(found)}.")
     return value
 
 
-def read_episode(rows: TensorDictBase) -> Tensor:
+def read_objects(rows: TensorDictBase, key: NestedKey) -> list[Any] | None:
+    """Read one Python object for every row, or ``None`` where the rows have no such entry."""
+    value = rows.get(key, None)
+    if value is None:
+        return None
+    if isinstance(value, NonTensorData):
+        return [value.data] * len(rows)
+    if isinstance(value, (NonTensorStack, Tensor)):
+        return value.tolist()
+    raise TypeError(
+        f"the entry {key!r} of rows must be non-tensor data or a tensor with one item for each row, "
+        f"got {type(value).__name__}."
+    )
+
+
+def check_like(key: NestedKey, value: Tensor, other: NestedKey, shape: torch.Size) -> None:
+    """Refuse an entry whose shape is not the one that another entry's asks for."""
+    if value.shape != shape:
+        raise ValueError(
+            f"the entry {key!r} of rows must have shape {tuple(shape)} to fit {other!r}, "
+            f"got {tuple(value.shape)}."
+        )
+
+
+def read_episode(
+    rows: TensorDictBase,
+    episode_key: NestedKey = EPISODE,
+    index_key: NestedKey = EPISODE_INDEX,
+    fork_key: NestedKey = FORK,
+) -> Tensor:
     """Read which rows are one episode; copies of an episode in one batch are episodes of their own.
 
     Refuses a row that is there twice: its rewards would count twice in one episode.
     """
-    episode = read_entry(rows, EPISODE)
-    copy, fork = rows.get(EPISODE_INDEX, None), rows.get(FORK, None)
+    hint = f"; {WRITERS[EPISODE]}"
+    episode = read_entry(rows, episode_key, hint)
+    check_like(episode_key, episode, "batch_size", rows.batch_size)
+    copy, fork = rows.get(index_key, None), rows.get(fork_key, None)
     if copy is not None:
+        check_like(index_key, copy, episode_key, episode.shape)
         name = torch.unique(torch.stack([episode, copy]), dim=1, return_inverse=True)[1]
     else:
         name = episode
     if fork is not None:
+        check_like(fork_key, fork, episode_key, episode.shape)
         _, place, count = torch.unique(
             torch.stack([name, fork]), dim=1, return_inverse=True, return_counts=True
         )
@@ -51,6 +108,6 @@ def read_episode(rows: TensorDictBase) -> Tensor:
             raise ValueError(
                 f"rows have fork {int(fork[n])} of episode {int(episode[n])} (row {n}) more than once: "
                 "give MergeTurns all episodes in one call, which tells copies of an episode apart, "
-                f"or make {EPISODE_INDEX!r} differ between the copies."
+                f"or make {index_key!r} differ between the copies."
             )
     return name

@@ -1,0 +1,139 @@
+"""A reward model as a source of rewards: the score at each row's last attended token.
+
+Padding is known by the mask alone, so where it lies, and which token fills it, changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._rows import read_entry
+from torchrl_mt.objectives.scoring import check_dtype, check_micro_batch, score_rows
+
+
+class ModelReward(nn.Module):
+    """Score rows with a reward model that has the policy's vocabulary.
+
+    Args:
+        model: A Hugging Face sequence classifier with one label; or a module called with
+            ``input_ids`` and ``attention_mask`` that returns one score for each row, ``[n]`` or
+            ``[n, 1]``, or for each token, ``[n, L]`` or ``[n, L, 1]``, or an object with such
+            ``logits``. Rows come to it padded on the right.
+        name: Its name in metrics.
+        micro_batch_size: Most rows of one forward pass.
+        micro_batch_tokens: Most tokens of one forward pass, padding included.
+        dtype: Run it in mixed precision: bfloat16 or float16.
+
+    Raises:
+        ValueError: If the model has several labels, or an argument is out of range.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForSequenceClassification
+        >>> model = Qwen2ForSequenceClassification(
+        ...     Qwen2Config(
+        ...         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...         num_attention_heads=1, num_key_value_heads=1, num_labels=1,
+        ...     )
+        ... )
+        >>> attended = torch.tensor([[True, True, True], [True, False, False]])
+        >>> rows = TensorDict({"tokens": {"full": torch.ones(2, 3, dtype=torch.long)}}, [2])
+        >>> rows["masks", "all_attention_mask"] = attended
+        >>> ModelReward(model)(rows).shape
+        torch.Size([2])
+    """
+
+    per_episode = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str = "model",
+        micro_batch_size: int | None = None,
+        micro_batch_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        labels = getattr(getattr(model, "config", None), "num_labels", 1)
+        if isinstance(getattr(model, "score", None), nn.Module) and labels != 1:
+            raise ValueError(f"a reward model must have num_labels=1, got {labels}.")
+        check_micro_batch(micro_batch_size, micro_batch_tokens)
+        check_dtype(dtype)
+        self.model = model
+        self.name = name
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def forward(self, rows: TensorDictBase) -> Tensor:
+        """Score rows.
+
+        Args:
+            rows: Rows ``[n]`` with ``("tokens", "full")`` and ``("masks", "all_attention_mask")``.
+
+        Returns:
+            ``[n]`` float32.
+
+        Raises:
+            ValueError: If the model returns scores of another shape.
+        """
+        tokens = read_entry(rows, _rows.TOKENS)
+        attention_mask = read_entry(rows, _rows.ATTENTION_MASK)
+
+        def score(tokens: Tensor, attention_mask: Tensor, _: Tensor) -> tuple[Tensor]:
+            return (self._score(tokens, attention_mask),)
+
+        return score_rows(
+            self.model,
+            score,
+            tokens,
+            attention_mask,
+            attention_mask,
+            micro_batch_size=self.micro_batch_size,
+            micro_batch_tokens=self.micro_batch_tokens,
+            dtype=self.dtype,
+        )[0]
+
+    def _score(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        """Score some rows at once."""
+        parameter = next(self.model.parameters(), None)
+        device = tokens.device if parameter is None else parameter.device
+        length = attention_mask.sum(-1).clamp(min=1)
+        # A stable sort takes the attended tokens to the left, in order.
+        order = (~attention_mask).int().argsort(dim=-1, stable=True)[:, : int(length.max())]
+        attended = torch.arange(order.shape[1], device=tokens.device) < length.unsqueeze(-1)
+        inputs = torch.where(attended, tokens.gather(-1, order), 0).to(device)
+        last = (length - 1).to(device)
+        rows = torch.arange(len(inputs), device=device)
+        head = getattr(self.model, "score", None)
+        body = getattr(self.model, "base_model", None)
+        if isinstance(head, nn.Module) and isinstance(body, nn.Module) and body is not self.model:
+            # The classifier itself would look for the last token that differs from the padding
+            # token, and take a row that ends with one for shorter than it is.
+            hidden = _call(body, inputs, attended.to(device))[0]
+            return head(hidden[rows, last]).squeeze(-1)
+        output = _call(self.model, inputs, attended.to(device))
+        scores = output if isinstance(output, Tensor) else output.logits
+        if scores.shape in ((len(rows),), (len(rows), 1)):
+            return scores.reshape(-1)
+        if scores.shape in (inputs.shape, (*inputs.shape, 1)):
+            return scores.reshape(inputs.shape)[rows, last]
+        raise ValueError(
+            f"reward model {self.name!r} must return one score for each of {len(rows)} rows, or for "
+            f"each of their {inputs.shape[1]} tokens, got shape {tuple(scores.shape)}."
+        )
+
+
+def _call(model: nn.Module, inputs: Tensor, attended: Tensor) -> Any:
+    """Call a model without a cache, if it has one."""
+    accepted = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    return model(input_ids=inputs, attention_mask=attended.long(), **options)
