@@ -1,0 +1,257 @@
+"""Mixing reward sources: the plain sum, once for each episode, whatever the order of the rows."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from torchrl_mt.objectives._rows import read_episode
+from torchrl_mt.objectives.episode_time import order_episodes
+from torchrl_mt.objectives.rewards import RewardMix
+
+
+def mixed(recipe, batch, **options):
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    return RewardMix(recipe, **options)(batch, order_episodes(mask, turns, read_episode(batch)))
+
+
+def labelled(batch):
+    """Every second episode is chat."""
+    batch["label"] = ["chat" if int(e) % 2 else "maths" for e in batch["episode"]]
+    return batch
+
+
+def by_length(rows):
+    return rows["masks", "all_attention_mask"].sum(-1).float()
+
+
+def by_token(rows):
+    return (rows["tokens", "full"] * 0.1).masked_fill(~rows["masks", "all_assistant_mask"], 0.0)
+
+
+async def slowly(rows):
+    await asyncio.sleep(0.01)
+    return by_length(rows) - 7
+
+
+def plain(recipe, batch):
+    """The recipe in float64, place by place; also each episode's score by label and source."""
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    scores = {}
+    labels = batch.get("label", None)
+    labels = ["default"] * len(batch) if labels is None else labels.tolist()
+    length = batch["masks", "all_attention_mask"].sum(-1)
+    for e in set(batch["episode"].tolist()):
+        places = [(n, t) for n, t in mask.nonzero().tolist() if int(batch["episode"][n]) == e]
+        if not places:
+            continue
+        last = max(places, key=lambda place: (int(turns[place]), place[1]))
+        label = labels[last[0]]
+        for source, weight in recipe[label]:
+            score = 0.0
+            if source in (by_length, slowly):
+                score = float(length[last[0]]) - (7 if source is slowly else 0)
+                out[last] += weight * score
+            else:
+                for place in places:
+                    own = source == "episode"
+                    r = (
+                        float(batch["rewards", "full"][place])
+                        if own
+                        else 0.1 * float(batch["tokens", "full"][place])
+                    )
+                    out[place] += weight * r
+                    score += r
+            scores.setdefault((label, getattr(source, "__name__", source)), []).append(score)
+    return out, scores
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_recipe_is_the_plain_weighted_sum(rows, seed):
+    recipe = {
+        "maths": [("episode", 0.5), (by_length, 2.0), (slowly, -1.0)],
+        "chat": [(by_token, 3.0), (by_length, 0.25)],
+    }
+    batch = labelled(rows(seed, n=13))
+    reward, metrics = mixed(recipe, batch)
+    expected, scores = plain(recipe, batch)
+    torch.testing.assert_close(reward.double(), expected, atol=1e-4, rtol=1e-4)
+    assert not reward[~batch["masks", "all_assistant_mask"]].any()
+    assert len(metrics) == 3 * len(scores)
+    for (label, name), values in scores.items():
+        values = torch.tensor(values, dtype=torch.float64)
+        prefix = f"reward/{label}/{name}"
+        assert metrics[f"{prefix}/count"] == len(values)
+        assert metrics[f"{prefix}/mean"] == pytest.approx(float(values.mean()), abs=1e-4)
+        assert metrics[f"{prefix}/std"] == pytest.approx(float(values.std(correction=0)), abs=1e-4)
+
+
+def test_rows_may_come_in_any_order(rows):
+    recipe = {"maths": [(by_length, 1.0), ("episode", 1.0)], "chat": [(slowly, 1.0)]}
+    batch = labelled(rows(n=12))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
+    (reward, metrics), (permuted, same) = mixed(recipe, batch), mixed(recipe, batch[order])
+    torch.testing.assert_close(permuted, reward[order])
+    assert metrics == pytest.approx(same)
+
+
+def test_a_score_counts_once_in_an_episode_of_several_rows(rows):
+    batch = rows(n=3)
+    assert batch["episode"].tolist() == [0, 0, 2]
+    reward, _ = mixed(by_length, batch)
+    mask = batch["masks", "all_assistant_mask"]
+    # The second row has the later turns.
+    assert not reward[0].any()
+    for n in (1, 2):
+        at = int(mask[n].nonzero()[-1])
+        assert float(reward[n, at]) == float(by_length(batch)[n])
+        assert int(reward[n].count_nonzero()) == 1
+
+
+def test_only_the_last_rows_are_shown_to_a_source_per_episode(rows):
+    batch, seen = labelled(rows(n=6)), []
+
+    class Judge:
+        per_episode, name = True, "judge"
+
+        def __call__(self, rows):
+            seen.append(rows["tokens", "full"])
+            return [1.0] * len(rows)
+
+    _, metrics = mixed({"maths": [(Judge(), 1.0)], "chat": [("episode", 1.0)]}, batch)
+    # Episodes 0 (rows 0 and 1), 2 and 3 (rows 3 and 4), 5: the even ones are maths.
+    assert torch.equal(seen[0], batch["tokens", "full"][[1, 2]])
+    assert metrics["reward/maths/judge/count"] == 2
+    assert len(seen) == 1
+
+
+def test_a_source_is_asked_once_for_all_labels_and_named_apart(rows):
+    calls = []
+
+    def judge(rows):
+        calls.append(len(rows))
+        return by_length(rows)
+
+    first, second = (lambda rows: by_length(rows)), (lambda rows: -by_length(rows))
+    batch = labelled(rows(n=6))
+    recipe = {"maths": [(judge, 1.0), (first, 1.0)], "chat": [(judge, 2.0), (second, 1.0)]}
+    _, metrics = mixed(recipe, batch)
+    assert calls == [6]
+    assert {"reward/maths/<lambda>/mean", "reward/chat/<lambda>#2/mean"} <= set(metrics)
+
+
+def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
+    both = threading.Barrier(2, timeout=5)
+
+    async def meet(rows):
+        await asyncio.to_thread(both.wait)
+        return [1.0] * len(rows)
+
+    async def too(rows):
+        return await meet(rows)
+
+    batch = rows()
+
+    async def main():
+        return mixed([(meet, 1.0), (too, 1.0)], batch)
+
+    for reward, metrics in (mixed([(meet, 1.0), (too, 1.0)], batch), asyncio.run(main())):
+        assert metrics["reward/default/meet/mean"] == 1.0
+        assert float(reward.sum()) == 2.0 * metrics["reward/default/too/count"]
+
+
+def test_a_source_cannot_change_the_rows(rows):
+    def spoil(rows):
+        rows["rewards", "full"].fill_(100.0)
+        rows["mine"] = rows["episode"]
+        return by_length(rows)
+
+    batch, before = rows(), rows()
+    mixed([(spoil, 1.0), ("episode", 1.0)], batch)
+    assert bool((batch == before).all())
+    assert set(batch.keys(True)) == set(before.keys(True))
+
+
+def test_the_transform_sees_where_rewards_lie(rows):
+    batch, seen = rows(n=3), []
+
+    def clip(reward, mask):
+        seen.append(mask)
+        return reward.clamp(-2, 2)
+
+    outcome, _ = mixed(lambda rows: by_length(rows) - by_length(rows)[-1], batch, transform=clip)
+    # Also an outcome of 0 is one.
+    assert int(seen[0].sum()) == 2
+    assert float(outcome.abs().max()) <= 2
+    mixed("episode", batch, transform=clip)
+    assert torch.equal(seen[1], batch["rewards", "full"] != 0)
+    with pytest.raises(ValueError, match=r"reward_transform\(reward, mask\) must have shape"):
+        mixed("episode", batch, transform=lambda reward, mask: reward[:1])
+    with pytest.raises(ValueError, match="must return finite numbers"):
+        mixed("episode", batch, transform=lambda reward, mask: reward / 0)
+
+
+def test_a_failing_source_is_an_error_and_stops_the_others(rows):
+    stopped = []
+
+    async def fails(rows):
+        raise RuntimeError("judge is ill")
+
+    async def waits(rows):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.append(True)
+
+    with pytest.raises(RuntimeError, match="judge is ill"):
+        mixed([(waits, 1.0), (fails, 1.0)], rows())
+    assert stopped == [True]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (lambda n, s: [1.0] * (n - 1), ValueError, r"one number for each of the 6 rows, \[6\]"),
+        (lambda n, s: torch.zeros(n, s + 1), ValueError, "one number for each of the 12 tokens"),
+        (lambda n, s: torch.zeros(n, s, 1), ValueError, r"got shape \(6, 12, 1\)"),
+        (
+            lambda n, s: [1.0] * (n - 1) + [float("nan")],
+            ValueError,
+            "finite numbers, got nan for row 5",
+        ),
+        (lambda n, s: None, TypeError, "'judge' must answer with a tensor"),
+        (lambda n, s: ["good"] * n, TypeError, "got list"),
+    ],
+)
+def test_bad_answers_are_refused(rows, answer, error, message):
+    def judge(rows):
+        return answer(*rows["tokens", "full"].shape)
+
+    with pytest.raises(error, match=message):
+        mixed(judge, rows())
+
+
+def test_bad_recipes_and_labels_are_refused(rows):
+    for recipe, error, message in [
+        ({}, ValueError, "a recipe for each label"),
+        ({"a": []}, ValueError, "label 'a' must have a list"),
+        ([("other", 1.0)], TypeError, "a reward source must be 'episode', a callable"),
+        ([("episode", float("inf"))], ValueError, "weight of 'episode' must be a finite number"),
+        (["episode"], TypeError, r"\(source, weight\) pairs"),
+        ({"a": "episode"}, ValueError, "label 'a' must have a list"),
+    ]:
+        with pytest.raises(error, match=message):
+            RewardMix(recipe)
+    recipe = {"maths": [("episode", 1.0)], "chat": [("episode", 1.0)]}
+    with pytest.raises(KeyError, match="rows lack the entry 'label'"):
+        mixed(recipe, rows())
+    batch = labelled(rows())
+    with pytest.raises(ValueError, match="'label' of row 3 must be one of 'maths', got 'chat'"):
+        mixed({"maths": [("episode", 1.0)]}, batch)
+    batch["label"] = ["maths", "chat"] * 3
+    with pytest.raises(ValueError, match="the same on all rows of an episode"):
+        mixed(recipe, batch)
+    with pytest.raises(KeyError, match="MergeTurns writes it"):
+        mixed("episode", rows().exclude("rewards"))

@@ -1,0 +1,135 @@
+"""Asking sources of rewards: all at the same time where they wait, and never for a silent 0.
+
+A source is a callable from ``n`` rows to ``[n]`` (a score for each row) or ``[n, S]`` (a reward for
+each token), or to an awaitable of one. A score is the outcome of the row's episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+Scores = Tensor | Sequence[float]
+"""What a source answers with."""
+
+RewardSource = Callable[[TensorDictBase], Scores | Awaitable[Scores]]
+"""See the module. One with the attribute ``per_episode = True`` is asked about one row of each
+episode only, the one with its last turn; one with a ``name`` is called so in metrics and errors."""
+
+_T = TypeVar("_T")
+
+
+def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tensor]:
+    """Ask sources about rows; those that answer with an awaitable are waited for together.
+
+    Awaitables run on an event loop of their own, which also works where one is running already. If
+    one fails the others are cancelled.
+
+    Args:
+        calls: Name, source and rows of each call.
+
+    Returns:
+        Each source's answer, ``[n]`` or ``[n, S]`` float32.
+
+    Raises:
+        TypeError: If an answer is no tensor or sequence of numbers.
+        ValueError: If an answer has the wrong shape or is not finite.
+    """
+    answers: list[Any] = []
+    try:
+        for _, source, rows in calls:
+            answers.append(source(rows))
+    except BaseException:
+        for answer in answers:
+            if inspect.iscoroutine(answer):
+                answer.close()
+        raise
+    waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
+    if waiting:
+        for i, answer in zip(waiting, _run(answers[i] for i in waiting), strict=True):
+            answers[i] = answer
+    return [
+        _checked(name, answer, rows) for (name, _, rows), answer in zip(calls, answers, strict=True)
+    ]
+
+
+async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Wait for all; when one fails, cancel the others and fail with it.
+
+    Args:
+        coroutines: What to wait for.
+
+    Returns:
+        The results, in order.
+    """
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _run(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Wait from outside of any loop, or in another thread if one is running in this."""
+
+    def run() -> list[Any]:
+        return asyncio.run(_as_coroutine(awaitables))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    outcome: list[Any] = []
+
+    def keep() -> None:
+        try:
+            outcome.append((run(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=keep, name="rewards", daemon=True)
+    thread.start()
+    thread.join()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _as_coroutine(awaitables: Iterable[Awaitable[_T]]) -> Coroutine[Any, Any, list[_T]]:
+    """What ``asyncio.run`` takes."""
+    return wait_all(awaitables)
+
+
+def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
+    """The answer as ``[n]`` or ``[n, S]`` float32."""
+    try:
+        reward = torch.as_tensor(answer).detach().float()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"reward source {name!r} must answer with a tensor or a sequence of numbers, got "
+            f"{type(answer).__name__}: {error}"
+        ) from error
+    n = len(rows)
+    if reward.ndim not in (1, 2) or reward.shape[0] != n:
+        raise ValueError(
+            f"reward source {name!r} must answer with one number for each of the {n} rows, [{n}], or "
+            f"one for each of their tokens, [{n}, S], got shape {tuple(reward.shape)}."
+        )
+    bad = (~reward.isfinite()).nonzero()
+    if len(bad):
+        at = tuple(bad[0].tolist())
+        raise ValueError(
+            f"reward source {name!r} must answer with finite numbers, got {float(reward[at])} for row "
+            f"{at[0]} of the rows that it was given."
+        )
+    return reward

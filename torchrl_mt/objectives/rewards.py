@@ -1,0 +1,304 @@
+"""The reward of training rows: a mix of sources, chosen by each episode's label.
+
+An episode's score counts once, on the token that it sampled last, however many rows it has. The
+order of the rows changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._rows import check_like, read_entry, read_objects
+from torchrl_mt.objectives.episode_time import EpisodeTime
+from torchrl_mt.objectives.functional._checks import check_shape
+from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
+from torchrl_mt.objectives.reward_model import ModelReward
+from torchrl_mt.objectives.reward_sources import RewardSource, ask
+
+OWN: Literal["episode"] = "episode"
+DEFAULT = "default"
+
+Source = Literal["episode"] | RewardSource | nn.Module
+"""The episode's own rewards, a callable (:mod:`~torchrl_mt.objectives.reward_sources`), or a reward
+model, as :class:`~torchrl_mt.objectives.reward_model.ModelReward` takes it."""
+
+Recipe = Source | Sequence[tuple[Source, float]] | Mapping[str, Sequence[tuple[Source, float]]]
+"""One source, sources with weights, or those of each label."""
+
+RewardTransform = Callable[[Tensor, Tensor], Tensor]
+"""Rewards ``[N, S]`` and where they lie, ``[N, S]`` bool, to rewards ``[N, S]``."""
+
+
+class RewardMix(nn.Module):
+    """Weighted sums of reward sources; the label of an episode chooses the sum.
+
+    Where a source's reward lies:
+
+    - ``"episode"``: where the rows have it, under ``("rewards", "full")``;
+    - a source that answers ``[n, S]``: where it says. As everywhere, a reward on a token that was not
+      sampled belongs to the last sampled one before it in its row;
+    - a source that answers ``[n]``: on the token that the row's *episode* sampled last. An episode of
+      several rows has that in one of them, and that row's score is the episode's; the scores of its
+      other rows are not read. Reward models and remote servers are asked about that row only.
+
+    A source is given copies of the rows that it has a weight for, and asked once for all labels.
+
+    Args:
+        recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Rows without
+            labels have the label ``"default"``.
+        transform: Called with the sum ``[N, S]`` and a mask of where rewards lie: each episode's last
+            sampled token, and every other sampled token whose reward is not 0. Clipping and running
+            normalisation go here.
+        **options: Passed to :class:`~torchrl_mt.objectives.reward_model.ModelReward`.
+
+    Raises:
+        TypeError: If a source is none.
+        ValueError: If a recipe is empty or a weight is not finite.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_mt.objectives.episode_time import order_episodes
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> rows = TensorDict({"rewards": {"full": torch.tensor([[0.0, 1.0], [0.0, 0.0]])}}, [2])
+        >>> rows["label"] = ["maths", "chat"]
+        >>> mix = RewardMix({
+        ...     "maths": [("episode", 1.0)],
+        ...     "chat": [("episode", 1.0), (lambda rows: torch.full((len(rows),), 4.0), 0.5)],
+        ... })
+        >>> turns, episode = torch.zeros(2, 2, dtype=torch.long), torch.tensor([0, 1])
+        >>> reward, metrics = mix(rows, order_episodes(mask, turns, episode))
+        >>> reward
+        tensor([[0., 1.],
+                [2., 0.]])
+        >>> metrics["reward/maths/episode/mean"]
+        1.0
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, transform: RewardTransform | None = None, **options: Any
+    ) -> None:
+        super().__init__()
+        self.transform = transform
+        self.sources: list[Source] = []
+        self.names: list[str] = []
+        self.weights: dict[str, dict[int, float]] = {}
+        for label, pairs in _by_label(recipe).items():
+            if not isinstance(pairs, Sequence) or isinstance(pairs, str) or not pairs:
+                raise ValueError(
+                    f"reward: label {label!r} must have a list of (source, weight) pairs, got {pairs!r}."
+                )
+            mine = self.weights[label] = {}
+            for pair in pairs:
+                source, weight = _pair(label, pair)
+                index = self._index(source, options)
+                mine[index] = mine.get(index, 0.0) + weight
+        # Modules are registered, so that they move with their owner.
+        self.models = nn.ModuleList([s for s in self.sources if isinstance(s, nn.Module)])
+
+    def _index(self, source: Source, options: Mapping[str, Any]) -> int:
+        """The number of a source that may be there already."""
+        for i, known in enumerate(self.sources):
+            if known is source or (isinstance(known, ModelReward) and known.model is source):
+                return i
+        if isinstance(source, nn.Module) and not isinstance(source, ModelReward):
+            source = ModelReward(source, **options)
+        name = source if isinstance(source, str) else _name(source)
+        same = sum(other == name or other.startswith(f"{name}#") for other in self.names)
+        self.sources.append(source)
+        self.names.append(f"{name}#{same + 1}" if same else name)
+        return len(self.names) - 1
+
+    @property
+    def reads_own(self) -> bool:
+        """Whether the episodes' own rewards are in some sum."""
+        return OWN in self.names
+
+    def forward(
+        self,
+        rows: TensorDictBase,
+        time: EpisodeTime,
+        *,
+        reward_key: NestedKey = _rows.REWARDS,
+        label_key: NestedKey = _rows.LABEL,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Ask all sources and add them up.
+
+        Args:
+            rows: The rows, ``[N]``.
+            time: Their episodes.
+            reward_key: Where the episodes' own rewards are.
+            label_key: Where each row's label is, non-tensor.
+
+        Returns:
+            The reward, ``[N, S]`` float32, zero on masked tokens; and of each label and source the
+            unweighted score of the episodes: ``"reward/<label>/<source>/mean"``, ``"std"`` and
+            ``"count"``. An episode's score is the sum over its tokens.
+
+        Raises:
+            KeyError: If labels or the episodes' own rewards are missing.
+            ValueError: If a label has no recipe or differs within an episode, or a source answers
+                what it must not.
+        """
+        labels = self._labels(rows, time, label_key)
+        number = {label: k for k, label in enumerate(self.weights)}
+        of_row = torch.tensor([number[label] for label in labels], device=time.mask.device)
+        used = set(labels)
+        asked: list[int] = []
+        calls: list[tuple[str, RewardSource, TensorDictBase]] = []
+        places: list[Tensor] = []
+        total = torch.zeros(time.mask.shape, device=time.mask.device)
+        scored: dict[int, Tensor] = {}
+        for i, source in enumerate(self.sources):
+            wanted = [number[x] for x in self.weights if x in used and i in self.weights[x]]
+            wants = torch.isin(
+                of_row, torch.tensor(wanted, dtype=of_row.dtype, device=of_row.device)
+            )
+            if not wanted:
+                continue
+            if source == OWN:
+                own = read_entry(rows, reward_key, f"; {_rows.WRITERS[_rows.REWARDS]}")
+                check_like(reward_key, own, _rows.ASSISTANT_MASK, time.mask.shape)
+                scored[i] = rewards_on_sampled(own, time.mask)
+                continue
+            if getattr(source, "per_episode", False):
+                outcome = torch.zeros_like(wants)
+                outcome[time.outcome_rows()] = True
+                wants &= outcome
+            place = wants.nonzero().squeeze(-1)
+            if not len(place):
+                continue
+            asked.append(i)
+            places.append(place)
+            # By index, which copies: a source cannot change the rows of its caller.
+            calls.append((self.names[i], cast(RewardSource, source), rows[place]))
+        for i, place, answer in zip(asked, places, ask(calls), strict=True):
+            scored[i] = _place(self.names[i], answer.to(total.device), place, time)
+
+        metrics: dict[str, float] = {}
+        episode_label = torch.zeros_like(time.last_token).scatter(0, time.of_row, of_row)
+        for label, weights in self.weights.items():
+            for i, weight in weights.items():
+                if label in used and i in scored:
+                    mine = of_row == number[label]
+                    total += torch.where(mine.unsqueeze(-1), weight * scored[i], 0.0)
+                    score = time.total(scored[i].double())
+                    score = score[(episode_label == number[label]) & (time.last_token >= 0)]
+                    metrics |= summary(f"reward/{label}/{self.names[i]}", score)
+        if self.transform is not None:
+            total = self._transformed(total, time)
+        return total, metrics
+
+    def _labels(self, rows: TensorDictBase, time: EpisodeTime, key: NestedKey) -> list[str]:
+        """The label of every row, of which each has a recipe."""
+        labels = read_objects(rows, key)
+        known = ", ".join(map(repr, self.weights))
+        if labels is None:
+            if DEFAULT not in self.weights:
+                raise KeyError(
+                    f"rows lack the entry {key!r}, which chooses between reward's recipes, {known}: "
+                    f"carry it over from the episodes, or add a recipe {DEFAULT!r}."
+                )
+            return [DEFAULT] * len(rows)
+        first: dict[int, str] = {}
+        for n, (label, episode) in enumerate(zip(labels, time.of_row.tolist(), strict=True)):
+            if not isinstance(label, str) or label not in self.weights:
+                raise ValueError(f"{key!r} of row {n} must be one of {known}, got {label!r}.")
+            if first.setdefault(episode, label) != label:
+                raise ValueError(
+                    f"{key!r} must be the same on all rows of an episode, got {label!r} on row {n} and "
+                    f"{first[episode]!r} on another row of its episode."
+                )
+        return labels
+
+    def _transformed(self, reward: Tensor, time: EpisodeTime) -> Tensor:
+        """Call the user's transform and check what comes back."""
+        assert self.transform is not None
+        rewarded = time.mask & (reward != 0)
+        rewarded.view(-1)[time.last_token[time.last_token >= 0]] = True
+        out = self.transform(reward, rewarded)
+        check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
+        if not bool(out[time.mask].isfinite().all()):
+            raise ValueError("reward_transform(reward, mask) must return finite numbers.")
+        return torch.where(time.mask, out.float(), 0.0)
+
+
+def summary(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, standard deviation (0 for one) and count of a 1-D tensor, as numbers under a name.
+
+    Args:
+        name: What the keys begin with.
+        values: ``[n]`` floating.
+
+    Examples:
+        >>> summary("x", torch.tensor([1.0, 3.0]))
+        {'x/mean': 2.0, 'x/std': 1.0, 'x/count': 2.0}
+    """
+    count = values.numel()
+    mean, std = torch.stack([values.mean(), values.std(correction=0)]).tolist() if count else (0, 0)
+    return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/count": float(count)}
+
+
+def _place(name: str, answer: Tensor, place: Tensor, time: EpisodeTime) -> Tensor:
+    """Put a source's answer about some rows on the tokens of all rows."""
+    out = torch.zeros(time.mask.shape, device=answer.device)
+    if answer.ndim == 2:
+        if answer.shape[1] != out.shape[1]:
+            raise ValueError(
+                f"reward source {name!r} must answer with one number for each of the {out.shape[1]} "
+                f"tokens of a row, got shape {tuple(answer.shape)}."
+            )
+        out[place] = answer
+        return rewards_on_sampled(out, time.mask)
+    score = torch.zeros(len(out), device=answer.device)
+    asked = torch.zeros(len(out), dtype=torch.bool, device=answer.device)
+    score[place], asked[place] = answer, True
+    last = time.last_token[time.last_token >= 0]
+    row = last // max(1, out.shape[1])
+    out.view(-1)[last] = torch.where(asked[row], score[row], 0.0)
+    return out
+
+
+def _by_label(recipe: Recipe) -> Mapping[str, Any]:
+    """The recipe with labels, whichever form it came in."""
+    if isinstance(recipe, Mapping):
+        if not recipe or not all(isinstance(label, str) for label in recipe):
+            raise ValueError(f"reward must have a recipe for each label, a str, got {recipe!r}.")
+        return recipe
+    if isinstance(recipe, Sequence) and not isinstance(recipe, str):
+        return {DEFAULT: recipe}
+    return {DEFAULT: [(recipe, 1.0)]}
+
+
+def _pair(label: str, pair: Any) -> tuple[Source, float]:
+    """A source with its weight."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"reward: label {label!r} must list (source, weight) pairs, got {pair!r}.")
+    source, weight = pair
+    if isinstance(source, TensorDictModuleBase) or not (source == OWN or callable(source)):
+        raise TypeError(
+            "a reward source must be 'episode', a callable from rows to a tensor, or a reward model "
+            f"(nn.Module called with input_ids and attention_mask), got {source!r}."
+        )
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not math.isfinite(weight)
+    ):
+        raise ValueError(
+            f"reward: the weight of {source!r} must be a finite number, got {weight!r}."
+        )
+    return source, float(weight)
+
+
+def _name(source: Any) -> str:
+    """What to call a source in metrics and errors."""
+    name = getattr(source, "name", None) or getattr(source, "__name__", None)
+    return name if isinstance(name, str) else type(source).__name__
