@@ -1,12 +1,37 @@
 """Experience: scores, KL, returns and advantages by episode, group and turn, never by position."""
 
+import copy
+
 import pytest
 import torch
+from torchrl.data import AdaptiveKLController, ConstantKLController
+from transformers import Qwen2ForSequenceClassification
 
 from torchrl_mt.objectives import ExperienceMaker, row_log_probs
 from torchrl_mt.objectives.functional import kl_estimate
+from torchrl_mt.objectives.row_values import row_values
 
 KINDS = ["grpo", "dr_grpo", "rloo", "batch", "turn"]
+ALL_KINDS = [*KINDS, "gae", "turn_gae"]
+
+
+def scored(rows):
+    return (rows["tokens", "full"] * rows["masks", "all_attention_mask"]).sum(-1) / 50
+
+
+SOURCES = [("episode", 1.0), (scored, 0.5)]
+
+
+class Critic(torch.nn.Module):
+    """A value that depends on all tokens so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.01))
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, input_ids, attention_mask):
+        return self.dropout((input_ids * attention_mask).cumsum(-1) * self.scale).unsqueeze(-1)
 
 
 def score(model, rows):
@@ -44,22 +69,62 @@ def test_old_log_probs_come_from_who_was_asked(model, rows):
     torch.testing.assert_close(actor["log_probs", "old"], score(model, batch))
 
 
+def everything(model, other_model, **options):
+    torch.manual_seed(5)
+    judge = Qwen2ForSequenceClassification(reward_config(model))
+    return ExperienceMaker(
+        model,
+        ref=other_model,
+        critic=Critic(),
+        reward=[("episode", 1.0), (judge, 0.5)],
+        old_log_probs="actor",
+        with_entropy=True,
+        advantage="gae",
+        kl_coef=0.1,
+        **options,
+    )
+
+
+def reward_config(model):
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    return config
+
+
 @pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"micro_batch_tokens": 13}])
 def test_micro_batches_change_nothing(model, other_model, rows, options):
-    whole = ExperienceMaker(model, ref=other_model, old_log_probs="actor")(rows())
-    cut = ExperienceMaker(model, ref=other_model, old_log_probs="actor", **options)(rows())
+    whole = everything(model, other_model)(rows())
+    cut = everything(model, other_model, **options)(rows())
     for key in whole.keys(True, True):
         torch.testing.assert_close(cut[key], whole[key], atol=1e-5, rtol=1e-5)
 
 
-def test_dropout_is_off_and_everything_is_restored(rows, make_model):
+def test_dropout_is_off_and_everything_is_restored(other_model, rows, make_model):
     model = make_model(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    maker = everything(model, other_model)
+    modes = [module.training for module in maker.modules()]
+    assert len(set(modes)) == 2
     state = torch.get_rng_state()
     batch = rows()
-    out = ExperienceMaker(model, old_log_probs="actor")(batch)
-    assert model.training
+    out = maker(batch)
+    assert [module.training for module in maker.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.requires_grad for parameter in maker.parameters())
+    again = maker(rows())
+    for key in maker.out_keys:
+        assert not out[key].requires_grad
+        assert torch.equal(out[key], again[key])
     torch.testing.assert_close(out["log_probs", "old"], score(model.eval(), batch))
+
+
+def test_mixed_precision_is_close_and_answers_in_float32(model, other_model, rows):
+    exact = everything(model, other_model)(rows())
+    mixed = everything(model, other_model, dtype=torch.bfloat16)(rows())
+    for key in [("log_probs", "old"), ("log_probs", "ref"), "values"]:
+        assert mixed[key].dtype is torch.float32
+        torch.testing.assert_close(mixed[key], exact[key], atol=0.3, rtol=0.1)
+    assert not torch.equal(mixed["log_probs", "old"], exact["log_probs", "old"])
 
 
 def outcomes(batch, gamma):
@@ -116,7 +181,7 @@ def test_turn_advantage_takes_the_returns_that_came_with_the_rows(model, rows):
     torch.testing.assert_close(out["advantage"], made["advantage"])
 
 
-@pytest.mark.parametrize("advantage", KINDS)
+@pytest.mark.parametrize("advantage", ALL_KINDS)
 @pytest.mark.parametrize("given_returns", [False, True])
 def test_making_experience_twice_is_making_it_once(
     model, other_model, rows, advantage, given_returns
@@ -125,7 +190,9 @@ def test_making_experience_twice_is_making_it_once(
     if given_returns:
         given = torch.randn(batch["rewards", "full"].shape)
         batch["rewards", "to_go"] = given
-    maker = ExperienceMaker(model, ref=other_model, kl_coef=0.1, advantage=advantage, gamma=0.9)
+    maker = ExperienceMaker(
+        model, ref=other_model, critic=Critic(), kl_coef=0.1, advantage=advantage, gamma=0.9
+    )
     once = maker(batch).clone()
     if given_returns:
         assert torch.equal(once["rewards", "to_go"], given)
@@ -155,18 +222,25 @@ def test_kl_penalty_is_a_reward_on_each_token(model, other_model, rows, advantag
     torch.testing.assert_close(penalised["kl"], torch.where(mask, kl_estimate(old, ref, "k1"), 0.0))
 
 
-@pytest.mark.parametrize("advantage", KINDS)
+@pytest.mark.parametrize("advantage", ALL_KINDS)
 def test_rows_may_come_in_any_order(model, rows, advantage):
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    maker = ExperienceMaker(model, advantage=advantage)
+    maker = ExperienceMaker(model, critic=Critic(), reward=SOURCES, advantage=advantage)
     out, permuted = maker(rows(n=12)), maker(rows(n=12)[order].clone())
     torch.testing.assert_close(permuted["advantage"], out["advantage"][order])
 
 
-@pytest.mark.parametrize("advantage", KINDS)
+@pytest.mark.parametrize("advantage", ALL_KINDS)
 def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, advantage):
     maker = ExperienceMaker(
-        model, ref=other_model, kl_coef=0.1, advantage=advantage, old_log_probs="actor"
+        model,
+        ref=other_model,
+        critic=Critic(),
+        reward=SOURCES,
+        kl_coef=0.1,
+        advantage=advantage,
+        old_log_probs="actor",
+        with_entropy=True,
     )
     batch, wide = maker(rows()), maker(spread(rows()))
     mask, wide_mask = (x["masks", "all_assistant_mask"] for x in (batch, wide))
@@ -175,13 +249,13 @@ def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, adva
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("advantage", KINDS)
+@pytest.mark.parametrize("advantage", ALL_KINDS)
 def test_copies_of_an_episode_are_episodes_of_their_own(model, rows, advantage):
     batch = torch.cat([rows(), rows()])
     batch["episode_index"] = batch["episode"] + 100 * (torch.arange(12) >= 6)
     renamed = torch.cat([rows(), rows()])
     renamed["episode"] = batch["episode_index"]
-    maker = ExperienceMaker(model, advantage=advantage, gamma=0.9)
+    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage, gamma=0.9)
     got, expected = maker(batch), maker(renamed)
     torch.testing.assert_close(got["returns"], expected["returns"])
     torch.testing.assert_close(got["advantage"], expected["advantage"])
@@ -219,13 +293,24 @@ def test_a_token_that_nothing_predicts_has_no_kl(model, other_model, rows, sprea
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("advantage", KINDS)
-def test_nothing_sampled_is_finite(model, other_model, rows, advantage):
+@pytest.mark.parametrize("advantage", ALL_KINDS)
+def test_rows_of_which_nothing_was_sampled_are_finite(model, other_model, rows, advantage):
+    batch = rows()
+    mask = batch["masks", "all_assistant_mask"]
+    mask[:-1] = False
+    mask[-1, 1:3] = True
+    out = ExperienceMaker(model, ref=other_model, critic=Critic(), advantage=advantage)(batch)
+    for key in ("advantage", "kl", "returns", "values", ("log_probs", "ref")):
+        assert out[key].isfinite().all()
+        assert not out[key][:-1].any()
+
+
+def test_nothing_sampled_at_all_is_refused(model, rows):
     batch = rows()
     batch["masks", "all_assistant_mask"].zero_()
-    out = ExperienceMaker(model, ref=other_model, advantage=advantage)(batch)
-    assert not out["advantage"].any()
-    assert all(out[key].isfinite().all() for key in ("kl", "returns", ("log_probs", "ref")))
+    with pytest.raises(ValueError, match="no token of these 6 rows was sampled"):
+        ExperienceMaker(model)(batch)
+    assert "advantage" not in batch
 
 
 def test_a_callable_sees_everything_else(model, other_model, rows):
@@ -242,6 +327,150 @@ def test_a_callable_sees_everything_else(model, other_model, rows):
     assert {"kl", "returns"} <= set(seen)
 
 
+@pytest.mark.parametrize("kl_kind", ["k1", "k3"])
+def test_gae_of_shaped_rewards_is_the_plain_recursion(model, other_model, rows, kl_kind):
+    batch = rows(n=9)
+    maker = ExperienceMaker(
+        model,
+        ref=other_model,
+        critic=Critic(),
+        reward=SOURCES,
+        advantage="gae",
+        gamma=0.9,
+        lmbda=0.8,
+        kl_coef=0.3,
+        kl_kind=kl_kind,
+    )
+    out = maker(batch)
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    old, ref = batch["log_probs", "full"].double(), score(other_model, batch).double()
+    d = ref - old
+    kl = torch.where(mask, -d if kl_kind == "k1" else d.exp() - 1 - d, 0.0)
+    value = (batch["tokens", "full"].double().cumsum(-1) * 0.01).roll(1, -1)
+    reward = torch.where(mask, batch["rewards", "full"], 0.0).double() - 0.3 * kl
+    for e in set(batch["episode"].tolist()):
+        places = [(n, t) for n, t in mask.nonzero().tolist() if int(batch["episode"][n]) == e]
+        places.sort(key=lambda place: (int(turns[place]), place[1]))
+        after = next_value = 0.0
+        for k, place in enumerate(reversed(places)):
+            earned = float(reward[place]) + (0.5 * float(scored(batch)[place[0]]) if k == 0 else 0)
+            v = float(value[place])
+            after = earned + 0.9 * next_value - v + 0.9 * 0.8 * after
+            next_value = v
+            assert float(out["advantage"][(*place, 0)]) == pytest.approx(after, abs=1e-3)
+            assert float(out["returns"][place]) == pytest.approx(after + v, abs=1e-3)
+            assert float(out["values"][place]) == pytest.approx(v, abs=1e-4)
+    torch.testing.assert_close(out["kl"].double(), kl, atol=1e-4, rtol=1e-4)
+    assert not out["values"][~mask].any()
+    assert maker.metrics["kl/mean"] == pytest.approx(float(kl[mask].mean()), abs=1e-4)
+    assert maker.metrics["kl_coef"] == 0.3
+    assert maker.metrics["reward/default/scored/count"] == 6
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "gae", "turn_gae"])
+def test_an_outcome_reaches_the_earlier_rows_of_its_episode(model, rows, advantage):
+    batch = rows(n=3)
+    batch["rewards", "full"].zero_()
+    maker = ExperienceMaker(
+        model, critic=torch.nn.Identity(), reward=scored, advantage=advantage, lmbda=1.0
+    )
+    maker.critic.forward = lambda input_ids, attention_mask: torch.zeros(input_ids.shape)
+    out = maker(batch)
+    earned = scored(batch)
+    # The episode of rows 0 and 1 ends in row 1, whose score alone is the episode's.
+    for n, score_of in [(0, earned[1]), (1, earned[1]), (2, earned[2])]:
+        returns = out["returns"][n][batch["masks", "all_assistant_mask"][n]]
+        torch.testing.assert_close(returns, score_of.expand_as(returns))
+
+
+def test_whitened_advantages_have_mean_0_and_standard_deviation_1(model, rows):
+    maker = ExperienceMaker(model, critic=Critic(), advantage="gae", whiten=True)
+    batch = maker(rows())
+    advantage = batch["advantage"].squeeze(-1)[batch["masks", "all_assistant_mask"]]
+    assert float(advantage.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(advantage.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_values_are_of_the_state_before_each_token(rows, spread):
+    batch, critic = rows(), Critic().eval()
+    wide = spread(batch)
+    for x in (batch, wide):
+        masks = x["masks"]
+        x["v"] = row_values(
+            critic, x["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+        )
+    mask, wide_mask = (x["masks", "all_assistant_mask"] for x in (batch, wide))
+    torch.testing.assert_close(wide["v"][wide_mask], batch["v"][mask])
+    changed = batch["tokens", "full"].clone()
+    n, t = mask.nonzero()[0].tolist()
+    changed[n, t] += 1
+    value = row_values(critic, changed, batch["masks", "all_attention_mask"], mask)
+    assert torch.equal(value[n, : t + 1], batch["v"][n, : t + 1])
+
+
+def test_controllers_are_told_each_batch_once_and_hold_for_the_next(model, other_model, rows):
+    adaptive = AdaptiveKLController(init_kl_coef=0.1, target=0.01, horizon=10)
+    maker = ExperienceMaker(model, ref=other_model, kl_coef=adaptive, kl_kind="k3")
+    fixed = ExperienceMaker(model, ref=other_model, kl_coef=0.1, kl_kind="k3")
+    first, expected = maker(rows()), fixed(rows())
+    assert torch.equal(first["advantage"], expected["advantage"])
+    assert maker.metrics["kl/mean"] > 0.012
+    assert maker.metrics["kl_coef"] == 0.1
+    assert adaptive.coef == pytest.approx(0.1 * (1 + 0.2 / 10))
+    maker(rows())
+    assert maker.metrics["kl_coef"] == pytest.approx(0.102)
+    low = AdaptiveKLController(init_kl_coef=0.1, target=100.0, horizon=10)
+    ExperienceMaker(model, ref=other_model, kl_coef=low, kl_kind="k3")(rows())
+    assert low.coef == pytest.approx(0.1 * (1 - 0.2 / 10))
+    constant = ExperienceMaker(
+        model, ref=other_model, kl_coef=ConstantKLController(kl_coef=0.1), kl_kind="k3"
+    )
+    assert torch.equal(constant(rows())["advantage"], expected["advantage"])
+
+
+def test_keys_may_be_set(model, other_model, rows):
+    usual = everything(model, other_model)(rows())
+    maker = everything(model, other_model)
+    names = {
+        "action": "ids",
+        "attention_mask": ("m", "attended"),
+        "assistant_mask": ("m", "sampled"),
+        "turns": "turn",
+        "reward": "r",
+        "episode": "trajectory",
+        "advantage": "adv",
+        "value_target": ("v", "target"),
+        "kl": "divergence",
+    }
+    default = {name: getattr(maker.tensor_keys, name) for name in names}
+    maker.set_keys(**names)
+    batch = rows()
+    for name in ["action", "attention_mask", "assistant_mask", "turns", "reward", "episode"]:
+        batch.rename_key_(default[name], names[name])
+    assert "ids" in maker.in_keys
+    assert "adv" in maker.out_keys
+    out = maker(batch)
+    assert all(key in out.keys(True) for key in maker.in_keys + maker.out_keys)
+    for name in ["advantage", "value_target", "kl"]:
+        torch.testing.assert_close(out[names[name]], usual[default[name]])
+        assert default[name] not in out.keys(True)
+    maker.set_keys(advantage=None)
+    assert "advantage" in maker.out_keys
+    with pytest.raises(ValueError, match="set_keys must be one of"):
+        maker.set_keys(advantages="adv")
+    with pytest.raises(TypeError, match="advantage must be a key"):
+        maker.set_keys(advantage=3)
+
+
+def test_keys_that_are_read_are_all_that_is_needed(model, other_model, rows):
+    for advantage in ALL_KINDS:
+        maker = ExperienceMaker(model, ref=other_model, critic=Critic(), advantage=advantage)
+        maker(rows().select(*maker.in_keys))
+        for key in maker.in_keys:
+            with pytest.raises(KeyError, match="rows lack the entry"):
+                maker(rows().exclude(key))
+
+
 def test_bad_arguments_are_refused_by_name(model, rows):
     for options, message in [
         ({"advantage": "best"}, "advantage must be one of"),
@@ -250,6 +479,17 @@ def test_bad_arguments_are_refused_by_name(model, rows):
         ({"old_log_probs": "critic"}, "old_log_probs must be one of"),
         ({"micro_batch_size": 0}, "micro_batch_size must be at least 1"),
         ({"kl_kind": "k9"}, "kl_kind must be one of"),
+        ({"advantage": "gae"}, "advantage='gae' needs a critic"),
+        ({"lmbda": -0.5}, "lmbda must lie in"),
+        ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"kl_coef": float("nan"), "ref": model}, "kl_coef must be finite"),
+        (
+            {
+                "kl_coef": AdaptiveKLController(init_kl_coef=0.0, target=1.0, horizon=1),
+                "ref": model,
+            },
+            "kl_coef must be finite and not 0",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             ExperienceMaker(model, **options)
@@ -257,14 +497,81 @@ def test_bad_arguments_are_refused_by_name(model, rows):
         ExperienceMaker(None)
 
 
-def test_a_refused_call_changes_nothing(model, rows):
-    with pytest.raises(KeyError, match="old_log_probs='actor' does without"):
-        ExperienceMaker(model)(rows().exclude("log_probs"))
-    batch = rows().exclude("group")
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda rows: rows.exclude("log_probs"), KeyError, "old_log_probs='actor' does without"),
+        (lambda rows: rows.exclude("group"), KeyError, "lack the entry 'group'.*the collector"),
+        (lambda rows: rows.exclude("episode"), KeyError, "lack the entry 'episode'; MergeTurns"),
+        (lambda rows: rows.exclude("turns"), KeyError, "'turns', 'full'.*MergeTurns writes it"),
+        (
+            lambda rows: rows.exclude("rewards"),
+            KeyError,
+            r"where the turns have \('next', 'reward'",
+        ),
+        (
+            lambda rows: rows.set(("log_probs", "full"), torch.zeros(6, 3)),
+            ValueError,
+            r"'log_probs', 'full'\) of rows must have shape \(6, 12\) to fit \('tokens', 'full'\), "
+            r"got \(6, 3\)",
+        ),
+        (
+            lambda rows: rows.set(("rewards", "full"), torch.zeros(6, 3)),
+            ValueError,
+            r"'rewards', 'full'\) of rows must have shape \(6, 12\) to fit .* got \(6, 3\)",
+        ),
+        (
+            lambda rows: rows.set(("masks", "all_assistant_mask"), torch.ones(6, 3).bool()),
+            ValueError,
+            r"'all_assistant_mask'\) of rows must have shape \(6, 12\) to fit",
+        ),
+        (
+            lambda rows: rows.set("group", torch.zeros(6, 1).long()),
+            ValueError,
+            r"'group' of rows must have shape \(6,\) to fit 'episode', got \(6, 1\)",
+        ),
+        (
+            lambda rows: rows.set(("masks", "all_assistant_mask"), torch.ones(6, 12)),
+            TypeError,
+            "must be a bool tensor",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_and_left_alone(model, rows, spoil, error, message):
+    batch = spoil(rows())
     before = batch.clone()
-    with pytest.raises(KeyError, match="rows lack the entry 'group'"):
+    with pytest.raises(error, match=message):
         ExperienceMaker(model)(batch)
     assert set(batch.keys(True)) == set(before.keys(True))
+    assert bool((batch == before).all())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_sampler_that_gives_no_number_is_named(model, rows, bad):
+    batch = rows()
+    mask, log_probs = batch["masks", "all_assistant_mask"], batch["log_probs", "full"]
+    log_probs[~mask] = bad
+    ExperienceMaker(model)(batch.clone())
+    n, t = mask[4:].nonzero()[0].tolist()
+    log_probs[4 + n, t] = bad
+    episode = int(batch["episode"][4 + n])
+    with pytest.raises(
+        ValueError, match=rf"got {bad} in episode {episode} \(row {4 + n}, token {t}\)"
+    ):
+        ExperienceMaker(model)(batch)
+    assert "advantage" not in batch
+
+
+def test_a_call_that_fails_late_changes_nothing(model, other_model, rows):
+    def advantage(rows):
+        rows["mine"] = rows["returns"]
+        return rows["returns"][:1]
+
+    adaptive = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
+    maker = ExperienceMaker(model, ref=other_model, kl_coef=adaptive, advantage=advantage)
+    batch = rows()
     with pytest.raises(ValueError, match=r"the result of advantage\(rows\) must have shape"):
-        ExperienceMaker(model, advantage=lambda rows: rows["returns"][:1])(batch)
-    assert set(batch.keys(True)) == set(before.keys(True))
+        maker(batch)
+    assert set(batch.keys(True)) == set(rows().keys(True))
+    assert adaptive.coef == 0.1
+    assert maker.metrics == {}

@@ -1,45 +1,49 @@
-"""What the loss needs beyond the rows themselves: behaviour and reference scores, KL, advantages.
+"""What the loss needs beyond the rows themselves: scores, values, rewards, KL, advantages.
 
 Statistics are taken over the whole batch of rows that is given, by episode, group and turn id, so the
-order of the rows and how a forked episode was cut into them change nothing.
+order of the rows and how a forked episode was cut into them change nothing. A call that fails
+changes nothing in the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from dataclasses import fields
+from typing import Any, Literal, get_args
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import read_entry, read_episode
-from torchrl_mt.objectives.functional import (
-    kl_estimate,
-    outcome_advantage,
-    turn_normalize,
-    turn_returns,
+from torchrl_mt.objectives.credit import (
+    ADVANTAGE_KINDS,
+    CRITIC_KINDS,
+    GROUP_KINDS,
+    AdvantageKind,
+    advantage_with_critic,
+    advantage_without_critic,
+    returns_to_go,
 )
+from torchrl_mt.objectives.episode_gae import whiten
+from torchrl_mt.objectives.functional import kl_estimate
 from torchrl_mt.objectives.functional._checks import (
     check_choice,
     check_positive,
     check_shape,
     check_unit_interval,
 )
-from torchrl_mt.objectives.functional.group import GroupKind
 from torchrl_mt.objectives.functional.kl import KLKind
-from torchrl_mt.objectives.row_log_probs import (
-    causal_lm,
-    micro_batches,
-    row_log_probs,
-    scored_tokens,
-    scoring_mode,
+from torchrl_mt.objectives.kl_control import (
+    KLCoefficient,
+    kl_coefficient,
+    update_kl_coefficient,
 )
-
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "batch", "turn"]
-"""How credit is given: to whole episodes by group (the first four), or turn by turn."""
+from torchrl_mt.objectives.rewards import OWN, Recipe, RewardMix, RewardTransform, summary
+from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
+from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.objectives.row_values import row_values
+from torchrl_mt.objectives.scoring import Score, check_dtype, check_micro_batch, score_rows
 
 OldLogProbs = Literal["sampler", "actor"]
 """Whose log-probabilities the importance ratio is taken against."""
@@ -48,9 +52,8 @@ OldLogProbs = Literal["sampler", "actor"]
 class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
 
-    ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
-    whatever rows its forks lie in. Rows are one episode if they agree on ``"episode"`` and, where it
-    is present, on ``"episode_index"``, which tells copies of one episode apart among the rows of one
+    Rows are one episode if they agree on ``"episode"`` and, where it is present, on
+    ``"episode_index"``, which tells copies of one episode apart among the rows of one
     :class:`~torchrl_mt.transforms.MergeTurns` call. An episode that was truncated counts like one
     that was terminated: what it might still have earned is taken as 0. The advantage is
 
@@ -58,32 +61,48 @@ class ExperienceMaker(TensorDictModuleBase):
       compared with its group, each episode counting once, on all of its sampled tokens
       (:func:`~torchrl_mt.objectives.functional.outcome_advantage`);
     - ``"turn"``: each turn's return, normalised among the turns of the batch that have the same turn
-      id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). The rows' own
-      ``("rewards", "to_go")`` are used where present, in place of ``("rewards", "full")`` and
-      ``gamma``;
+      id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward`` and
+      ``reward_transform``, the rows' own ``("rewards", "to_go")`` are used where present, in place of
+      ``("rewards", "full")`` and ``gamma``;
+    - ``"gae"``, ``"turn_gae"``: with the critic, over the episode's sampled tokens or its turns, through
+      all its rows (:func:`~torchrl_mt.objectives.episode_gae.episode_gae`);
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
-    No gradient flows; the models' modes and the random state are left as they were.
+    ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
+    whatever rows its forks lie in; with a ``"gae"`` kind it is what the critic is trained towards.
+
+    No gradient flows; the models' modes and the random state are left as they were. After a call
+    ``metrics`` has what the rewards, the KL and its coefficient were, as numbers.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
         ref: The reference policy, of the same kinds; without it there is no KL.
+        critic: As :func:`~torchrl_mt.objectives.row_values.row_values` takes it; it makes ``"values"``.
+        reward: The source or the sources of rewards, by label
+            (:class:`~torchrl_mt.objectives.rewards.RewardMix`); the episodes' own by default.
+        reward_transform: Rewards and a mask of where they lie, ``[N, S]``, to rewards: clipping and
+            running normalisation (:class:`~torchrl_mt.objectives.rewards.RewardMix`).
         advantage: See above.
-        gamma: Discount per turn, in [0, 1].
+        gamma: Discount in [0, 1]: per turn, but with ``"gae"`` per sampled token.
+        lmbda: Trace decay of ``"gae"`` per sampled token, of ``"turn_gae"`` per turn, in [0, 1].
+        whiten: Normalise the advantages over all sampled tokens of the batch.
         kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
-            0 the KL is only written.
+            0 the KL is only written. A KL controller of TorchRL is told each batch's KL, mean per
+            token, and what it makes of it holds for the next.
         kl_kind: The estimator of ``"kl"``, from the old policy to the reference. In a reward its
             value counts, and k1's is unbiased, as is the policy gradient that it adds
             (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")`` as sampled; ``"actor"``
             scores the rows again under the actor as it is now.
+        with_entropy: Whether to write the actor's entropy at each sampled token as ``"entropy"``.
         temperature: The temperature that the tokens were sampled at, if not 1.
+        dtype: Run all models in mixed precision: bfloat16 or float16.
         micro_batch_size: Most rows of one forward pass.
         micro_batch_tokens: Most tokens of one forward pass, padding included.
 
     Raises:
-        ValueError: If an argument is unknown or out of range, or ``kl_coef`` is given without ``ref``.
-        TypeError: If ``actor`` or ``ref`` is no language model.
+        ValueError: If an argument is unknown or out of range, or needs another that is missing.
+        TypeError: If ``actor`` or ``ref`` is no language model, or a reward source is none.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -115,64 +134,106 @@ class ExperienceMaker(TensorDictModuleBase):
                 [ 0.0000, -0.5000]])
     """
 
+    _AcceptedKeys = ExperienceKeys
+
     def __init__(
         self,
         actor: nn.Module,
         *,
         ref: nn.Module | None = None,
+        critic: nn.Module | None = None,
+        reward: Recipe | None = None,
+        reward_transform: RewardTransform | None = None,
         advantage: AdvantageKind | Callable[[TensorDictBase], Tensor] = "grpo",
         gamma: float = 1.0,
-        kl_coef: float = 0.0,
+        lmbda: float = 0.95,
+        whiten: bool = False,
+        kl_coef: KLCoefficient = 0.0,
         kl_kind: KLKind = "k1",
         old_log_probs: OldLogProbs = "sampler",
+        with_entropy: bool = False,
         temperature: float = 1.0,
+        dtype: torch.dtype | None = None,
         micro_batch_size: int | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
         super().__init__()
         causal_lm(actor)
+        coefficient = kl_coefficient(kl_coef)
         if ref is not None:
             causal_lm(ref)
-        elif kl_coef:
-            raise ValueError(f"kl_coef needs a reference policy, got {kl_coef} with ref=None.")
+        elif coefficient:
+            raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
         if not callable(advantage):
-            check_choice("advantage", advantage, get_args(AdvantageKind))
+            check_choice("advantage", advantage, ADVANTAGE_KINDS)
+        if advantage in CRITIC_KINDS and critic is None:
+            raise ValueError(f"advantage={advantage!r} needs a critic, got critic=None.")
         check_unit_interval("gamma", gamma)
+        check_unit_interval("lmbda", lmbda)
         check_positive("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
-        for name, value in (
-            ("micro_batch_size", micro_batch_size),
-            ("micro_batch_tokens", micro_batch_tokens),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {value}.")
+        check_micro_batch(micro_batch_size, micro_batch_tokens)
+        check_dtype(dtype)
+        self.micro_batching: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "micro_batch_tokens": micro_batch_tokens,
+            "dtype": dtype,
+        }
         self.actor = actor
         self.ref = ref
+        self.critic = critic
+        self.own_reward = reward is None and reward_transform is None
+        self.reward = RewardMix(
+            OWN if reward is None else reward, transform=reward_transform, **self.micro_batching
+        )
         self.advantage = advantage
         self.gamma = gamma
+        self.lmbda = lmbda
+        self.whiten = whiten
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
+        self.with_entropy = with_entropy
         self.temperature = temperature
-        self.micro_batch_size = micro_batch_size
-        self.micro_batch_tokens = micro_batch_tokens
-        self.in_keys = [
-            _rows.TOKENS,
-            _rows.ATTENTION_MASK,
-            _rows.ASSISTANT_MASK,
-            *([_rows.SAMPLER_LOG_PROBS] if old_log_probs == "sampler" else []),
-            _rows.TURNS,
-            _rows.REWARDS,
-            _rows.EPISODE,
-            _rows.GROUP,
-        ]
-        self.out_keys = [
-            _rows.OLD_LOG_PROBS,
-            *([] if ref is None else [_rows.REF_LOG_PROBS, "kl"]),
-            "advantage",
-            "returns",
-        ]
+        self.metrics: dict[str, float] = {}
+        self.tensor_keys = ExperienceKeys()
+        self._set_in_and_out_keys()
+
+    def set_keys(self, **kwargs: NestedKey | None) -> None:
+        """Change where entries are read and written.
+
+        Args:
+            **kwargs: Names of ``tensor_keys`` with their keys; ``None`` sets the default again.
+
+        Raises:
+            ValueError: If a name is unknown.
+            TypeError: If a key is none.
+        """
+        default = ExperienceKeys()
+        names = [field.name for field in fields(default)]
+        keys: dict[str, NestedKey] = {}
+        for name, key in kwargs.items():
+            check_choice("set_keys", name, names)
+            if not (key is None or isinstance(key, (str, tuple))):
+                raise TypeError(f"{name} must be a key (a str or a tuple of str), got {key!r}.")
+            keys[name] = getattr(default, name) if key is None else unravel_key(key)
+        for name, key in keys.items():
+            setattr(self.tensor_keys, name, key)
+        self._set_in_and_out_keys()
+
+    def _set_in_and_out_keys(self) -> None:
+        """List the entries that are read and written."""
+        sampler = self.old_log_probs == "sampler"
+        group = self.advantage in GROUP_KINDS
+        read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
+        read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
+        read += ["group"] * group + ["label"] * (len(self.reward.weights) > 1)
+        write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
+        write += ["entropy"] * self.with_entropy + ["value"] * (self.critic is not None)
+        write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
+        self.in_keys = [getattr(self.tensor_keys, name) for name in read]
+        self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -186,82 +247,112 @@ class ExperienceMaker(TensorDictModuleBase):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together or a row is there twice; the rows are then
-                unchanged.
+            ValueError: If entries do not fit together, a row is there twice, no token was sampled, a
+                log-probability is not finite, or a reward source answers what it must not; the rows
+                are then unchanged.
+            RewardError: If a reward server fails; the rows are then unchanged.
         """
-        mask = read_entry(tensordict, _rows.ASSISTANT_MASK)
-        out: dict = {}
-        if self.old_log_probs == "sampler":
-            hint = "; old_log_probs='actor' does without"
-            old = read_entry(tensordict, _rows.SAMPLER_LOG_PROBS, hint)
-            check_shape(str(_rows.SAMPLER_LOG_PROBS), old, mask.shape)
-            out[_rows.OLD_LOG_PROBS] = torch.where(mask, old.float(), 0.0)
-        else:
-            out[_rows.OLD_LOG_PROBS] = self._score(self.actor, tensordict)
-        if self.ref is not None:
-            out[_rows.REF_LOG_PROBS] = self._score(self.ref, tensordict)
-            kl = kl_estimate(out[_rows.OLD_LOG_PROBS], out[_rows.REF_LOG_PROBS], self.kl_kind)
-            attention_mask = read_entry(tensordict, _rows.ATTENTION_MASK)
-            out["kl"] = torch.where(scored_tokens(attention_mask, mask), kl, 0.0)
-        given = tensordict.get(_rows.TURN_RETURNS, None)
-        if given is not None:
-            check_shape(str(_rows.TURN_RETURNS), given, mask.shape)
-        use_given = given if self.advantage == "turn" else None
-        out["returns"] = self._returns(tensordict, mask, out.get("kl"), use_given)
-        advantage = self._advantage(tensordict, mask, out)
-        out["advantage"] = torch.where(mask, advantage, 0.0).unsqueeze(-1)
-        for key, value in out.items():
-            tensordict.set(key, value)
+        batch = read_batch(tensordict, self.tensor_keys)
+        out, metrics = self._outputs(batch)
+        for name, value in out.items():
+            tensordict.set(getattr(self.tensor_keys, name), value)
+        if "kl" in out:
+            scored = scored_tokens(batch.attention_mask, batch.mask)
+            update_kl_coefficient(self.kl_coef, out["kl"], scored)
+        self.metrics = metrics
         return tensordict
 
-    def _returns(
-        self, rows: TensorDictBase, mask: Tensor, kl: Tensor | None, given: Tensor | None
-    ) -> Tensor:
-        """Return-to-go of each turn, less the KL's part in the reward."""
-        if given is None:
-            reward = read_entry(rows, _rows.REWARDS).float()
-        elif self.kl_coef:
-            reward = torch.zeros_like(given, dtype=torch.float32)
+    def _outputs(self, batch: RowBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """All that is written, by name, and the metrics."""
+        out: dict[str, Tensor] = {}
+        metrics: dict[str, float] = {}
+        if self.advantage in GROUP_KINDS:
+            batch.group()
+        if self.old_log_probs == "sampler":
+            out["sample_log_prob"] = batch.sampler_log_probs()
+        reward: Tensor | None = None
+        # The rows' own returns stand for their rewards.
+        if not (self.own_reward and self.advantage == "turn" and batch.has("turn_return")):
+            keys = {"reward_key": self.tensor_keys.reward, "label_key": self.tensor_keys.label}
+            reward, metrics = self.reward(batch.with_usual_keys(), batch.time, **keys)
+            if not self.own_reward:
+                out["shaped_reward"] = reward
+
+        if self.old_log_probs == "actor" or self.with_entropy:
+            log_prob, *entropy = self._score(self.actor, batch, self.with_entropy)
+            out.setdefault("sample_log_prob", log_prob)
+            if entropy:
+                out["entropy"] = entropy[0]
+        kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
+        if self.ref is not None:
+            out["ref_log_probs"] = self._score(self.ref, batch)[0]
+            kl = kl_estimate(out["sample_log_prob"], out["ref_log_probs"], self.kl_kind)
+            scored = scored_tokens(batch.attention_mask, batch.mask)
+            out["kl"] = torch.where(scored, kl, 0.0)
+            coefficient = kl_coefficient(self.kl_coef)
+            metrics |= summary("kl", kl[scored]) | {"kl_coef": coefficient}
+            if coefficient:
+                kl_reward = -coefficient * out["kl"]
+        if self.critic is not None:
+            out["value"] = self._values(self.critic, batch)
+        out |= self._credit(batch, reward, kl_reward, out)
+        return out, metrics
+
+    def _credit(
+        self, batch: RowBatch, reward: Tensor | None, kl_reward: Tensor, out: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns and advantage."""
+        if self.advantage in CRITIC_KINDS:
+            assert reward is not None
+            assert isinstance(self.advantage, str)
+            advantage, returns = advantage_with_critic(
+                batch, reward + kl_reward, out["value"], self.advantage, self.gamma, self.lmbda
+            )
         else:
-            return torch.where(mask, given.float(), 0.0)
-        if kl is not None and self.kl_coef:
-            reward = reward - self.kl_coef * kl
-        turns, episode = read_entry(rows, _rows.TURNS), read_episode(rows)
-        returns = turn_returns(reward, mask, turns, self.gamma, episode=episode)
-        # Returns are linear in rewards: those of the KL add to those that came with the rows.
-        return returns if given is None else torch.where(mask, given.float(), 0.0) + returns
+            returns = returns_to_go(batch, reward, kl_reward, self.gamma)
+            if callable(self.advantage):
+                completed = batch.rows.copy()
+                for name, value in (out | {"value_target": returns}).items():
+                    completed.set(getattr(self.tensor_keys, name), value)
+                advantage = self.advantage(completed)
+                check_shape("the result of advantage(rows)", advantage, batch.mask.shape)
+            else:
+                advantage = advantage_without_critic(batch, returns, self.advantage)
+        if self.whiten:
+            advantage = whiten(advantage, batch.mask)
+        advantage = torch.where(batch.mask, advantage.float(), 0.0).unsqueeze(-1)
+        return {"value_target": returns, "advantage": advantage}
 
-    def _advantage(self, rows: TensorDictBase, mask: Tensor, out: dict) -> Tensor:
-        """Advantage of each token, ``[N, S]``."""
-        if callable(self.advantage):
-            completed = rows.copy()
-            for key, value in out.items():
-                completed.set(key, value)
-            advantage = self.advantage(completed)
-            check_shape("the result of advantage(rows)", advantage, mask.shape)
-            return advantage.float()
-        turns, episode = read_entry(rows, _rows.TURNS), read_episode(rows)
-        if self.advantage == "turn":
-            return turn_normalize(out["returns"], mask, turns, episode=episode)
-        kind: GroupKind = self.advantage
-        group = read_entry(rows, _rows.GROUP)
-        return outcome_advantage(out["returns"], mask, turns, episode, group, kind)
+    def _score(
+        self, model: nn.Module, batch: RowBatch, with_entropy: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities of the rows' sampled tokens and, when asked, the entropies there."""
 
-    def _score(self, model: nn.Module, rows: TensorDictBase) -> Tensor:
-        """Log-probabilities of the rows' sampled tokens, in micro-batches."""
-        keys = (_rows.TOKENS, _rows.ATTENTION_MASK, _rows.ASSISTANT_MASK)
-        tokens, attention_mask, mask = (read_entry(rows, key) for key in keys)
-        out = torch.zeros(tokens.shape, device=tokens.device)
-        lengths = attention_mask.sum(-1)
-        with scoring_mode(model):
-            for part in micro_batches(lengths, self.micro_batch_size, self.micro_batch_tokens):
-                part = part.to(tokens.device)
-                log_prob, _ = row_log_probs(
-                    model,
-                    tokens[part],
-                    attention_mask[part],
-                    mask[part],
-                    temperature=self.temperature,
-                )
-                out[part] = log_prob
-        return out
+        def score(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+            scores = row_log_probs(
+                model,
+                tokens,
+                attention_mask,
+                mask,
+                temperature=self.temperature,
+                with_entropy=with_entropy,
+            )
+            return tuple(each for each in scores if each is not None)
+
+        return self._in_micro_batches(model, score, batch)
+
+    def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
+        """Values of the states in which the tokens were sampled."""
+
+        def score(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> tuple[Tensor]:
+            return (row_values(critic, tokens, attention_mask, mask),)
+
+        return self._in_micro_batches(critic, score, batch)[0]
+
+    def _in_micro_batches(
+        self, model: nn.Module, score: Score, batch: RowBatch
+    ) -> tuple[Tensor, ...]:
+        """Score all rows."""
+        return score_rows(
+            model, score, batch.tokens, batch.attention_mask, batch.mask, **self.micro_batching
+        )

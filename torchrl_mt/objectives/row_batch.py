@@ -1,0 +1,146 @@
+"""The entries that experience is made from, read once and checked before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._rows import check_like, read_entry, read_episode
+from torchrl_mt.objectives.episode_time import EpisodeTime, order_episodes
+from torchrl_mt.objectives.functional._checks import check_mask
+
+
+@dataclass
+class ExperienceKeys:
+    """Where the entries of rows lie; :meth:`ExperienceMaker.set_keys` changes them."""
+
+    action: NestedKey = _rows.TOKENS
+    attention_mask: NestedKey = _rows.ATTENTION_MASK
+    assistant_mask: NestedKey = _rows.ASSISTANT_MASK
+    sampler_log_prob: NestedKey = _rows.SAMPLER_LOG_PROBS
+    turns: NestedKey = _rows.TURNS
+    reward: NestedKey = _rows.REWARDS
+    turn_return: NestedKey = _rows.TURN_RETURNS
+    episode: NestedKey = _rows.EPISODE
+    episode_index: NestedKey = _rows.EPISODE_INDEX
+    fork: NestedKey = _rows.FORK
+    group: NestedKey = _rows.GROUP
+    label: NestedKey = _rows.LABEL
+    sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
+    ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
+    kl: NestedKey = _rows.KL
+    entropy: NestedKey = _rows.ENTROPY
+    value: NestedKey = _rows.VALUES
+    shaped_reward: NestedKey = _rows.SHAPED_REWARDS
+    value_target: NestedKey = _rows.RETURNS
+    advantage: NestedKey = _rows.ADVANTAGE
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows ``[N]`` and those of their entries that everything needs."""
+
+    rows: TensorDictBase
+    keys: ExperienceKeys
+    tokens: Tensor
+    """``[N, S]`` int64."""
+    attention_mask: Tensor
+    """``[N, S]`` bool, false on padding."""
+    mask: Tensor
+    """``[N, S]`` bool, true on sampled tokens; at least one is."""
+    turns: Tensor
+    """``[N, S]`` int64 turn id of each token."""
+    episode: Tensor
+    """``[N]`` int64 episode of each row, copies told apart."""
+    time: EpisodeTime
+    """The order in which tokens were sampled."""
+
+    def read(self, name: str) -> Tensor:
+        """Read another entry that has the tokens' shape, by the name of its key."""
+        value = _read(self.rows, self.keys, name)
+        check_like(getattr(self.keys, name), value, self.keys.action, self.mask.shape)
+        return value
+
+    def group(self) -> Tensor:
+        """Read each row's group, ``[N]``."""
+        group = _read(self.rows, self.keys, "group")
+        check_like(self.keys.group, group, self.keys.episode, self.episode.shape)
+        return group
+
+    def has(self, name: str) -> bool:
+        """Whether the rows have an entry, by the name of its key."""
+        return getattr(self.keys, name) in self.rows.keys(True)
+
+    def sampler_log_probs(self) -> Tensor:
+        """Read the sampler's log-probabilities, ``[N, S]`` float32, all of them finite."""
+        log_prob = self.read("sampler_log_prob")
+        bad = (self.mask & ~log_prob.isfinite()).nonzero()
+        if len(bad):
+            n, t = bad[0].tolist()
+            episode = int(_read(self.rows, self.keys, "episode")[n])
+            raise ValueError(
+                f"{self.keys.sampler_log_prob!r} must be finite on sampled tokens, got "
+                f"{float(log_prob[n, t])} in episode {episode} (row {n}, token {t}) and {len(bad) - 1} "
+                "more: the sampler is at fault; drop the episode, or score the rows again with "
+                "old_log_probs='actor'."
+            )
+        return torch.where(self.mask, log_prob.float(), 0.0)
+
+    def with_usual_keys(self) -> TensorDictBase:
+        """Copy the rows, without their values, such that entries lie under their usual keys, too."""
+        out = self.rows.copy()
+        for field in fields(self.keys):
+            key, usual = getattr(self.keys, field.name), getattr(ExperienceKeys, field.name)
+            if key != usual and self.has(field.name):
+                out.set(usual, self.rows.get(key))
+        return out
+
+
+def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
+    """Read rows, or say what is wrong with them.
+
+    Args:
+        rows: Rows ``[N]``.
+        keys: Where their entries lie.
+
+    Returns:
+        The rows with their entries.
+
+    Raises:
+        KeyError: If an entry is missing.
+        ValueError: If shapes differ, a row is there twice, or no token was sampled.
+        TypeError: If a mask is not boolean.
+    """
+    names = ("action", "attention_mask", "assistant_mask", "turns")
+    entries = [_read(rows, keys, name) for name in names]
+    tokens, attention_mask, mask, turns = entries
+    if tokens.ndim != 2 or rows.batch_size != tokens.shape[:1]:
+        raise ValueError(
+            f"rows must have batch size [N] and {keys.action!r} shape [N, S], got "
+            f"{list(rows.batch_size)} and {tuple(tokens.shape)}."
+        )
+    for name, entry in zip(names, entries, strict=True):
+        check_like(getattr(keys, name), entry, keys.action, tokens.shape)
+    check_mask(str(keys.attention_mask), attention_mask, tokens.shape)
+    check_mask(str(keys.assistant_mask), mask, tokens.shape)
+    if not bool(mask.any()):
+        raise ValueError(
+            f"{keys.assistant_mask!r} is false everywhere: no token of these {len(rows)} rows was "
+            "sampled by the policy, so there is nothing to learn from."
+        )
+    episode = read_episode(rows, keys.episode, keys.episode_index, keys.fork)
+    time = order_episodes(mask, turns, episode)
+    return RowBatch(rows, keys, tokens, attention_mask, mask, turns, episode, time)
+
+
+def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:
+    """Read an entry by the name of its key."""
+    usual = getattr(ExperienceKeys, name)
+    hint = f"; {_rows.WRITERS[usual]}" if usual in _rows.WRITERS else ""
+    if name == "sampler_log_prob":
+        hint += "; old_log_probs='actor' does without"
+    return read_entry(rows, getattr(keys, name), hint)
