@@ -383,6 +383,39 @@ def test_an_outcome_reaches_the_earlier_rows_of_its_episode(model, rows, advanta
         torch.testing.assert_close(returns, score_of.expand_as(returns))
 
 
+def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, rows):
+    batch = rows()
+    options = {"ref": other_model, "advantage": "dr_grpo", "kl_coef": 0.1}
+    maker = ExperienceMaker(
+        model, reward=SOURCES, reward_transform=lambda reward, mask: reward.clamp(-1, 1), **options
+    )
+    out = maker(batch)
+    by_hand = rows()
+    by_hand["rewards", "full"] = (
+        ExperienceMaker(model, reward=SOURCES)(rows())["rewards", "shaped"].clamp(-1, 1).clone()
+    )
+    assert torch.equal(out["rewards", "shaped"], by_hand["rewards", "full"])
+    expected = ExperienceMaker(model, **options)(by_hand)
+    for key in ("advantage", "returns"):
+        torch.testing.assert_close(out[key], expected[key])
+
+
+def test_running_statistics_do_not_count_a_batch_that_could_not_be_scored(model, rows):
+    seen = []
+
+    class Broken(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            raise RuntimeError("out of memory")
+
+    def transform(reward, mask):
+        seen.append(mask)
+        return reward
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ExperienceMaker(model, critic=Broken(), reward_transform=transform)(rows())
+    assert not seen
+
+
 def test_whitened_advantages_have_mean_0_and_standard_deviation_1(model, rows):
     maker = ExperienceMaker(model, critic=Critic(), advantage="gae", whiten=True)
     batch = maker(rows())

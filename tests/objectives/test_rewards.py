@@ -13,7 +13,9 @@ from torchrl_mt.objectives.rewards import RewardMix
 
 def mixed(recipe, batch, **options):
     mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
-    return RewardMix(recipe, **options)(batch, order_episodes(mask, turns, read_episode(batch)))
+    time, mix = order_episodes(mask, turns, read_episode(batch)), RewardMix(recipe, **options)
+    reward, metrics = mix(batch, time)
+    return mix.transformed(reward, time), metrics
 
 
 def labelled(batch):
@@ -187,6 +189,10 @@ def test_the_transform_sees_where_rewards_lie(rows):
     assert float(outcome.abs().max()) <= 2
     mixed("episode", batch, transform=clip)
     assert torch.equal(seen[1], batch["rewards", "full"] != 0)
+    # What is made of tokens without a reward is not read.
+    shifted, _ = mixed("episode", batch, transform=lambda reward, mask: reward + 1)
+    original = batch["rewards", "full"]
+    assert torch.equal(shifted, torch.where(original != 0, original + 1, 0.0))
     with pytest.raises(ValueError, match=r"reward_transform\(reward, mask\) must have shape"):
         mixed("episode", batch, transform=lambda reward, mask: reward[:1])
     with pytest.raises(ValueError, match="must return finite numbers"):
@@ -201,9 +207,10 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
 
     async def waits(rows):
         try:
-            await asyncio.sleep(60)
-        finally:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
             stopped.append(True)
+            raise
 
     with pytest.raises(RuntimeError, match="judge is ill"):
         mixed([(waits, 1.0), (fails, 1.0)], rows())

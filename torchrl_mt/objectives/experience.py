@@ -80,8 +80,9 @@ class ExperienceMaker(TensorDictModuleBase):
         critic: As :func:`~torchrl_mt.objectives.row_values.row_values` takes it; it makes ``"values"``.
         reward: The source or the sources of rewards, by label
             (:class:`~torchrl_mt.objectives.rewards.RewardMix`); the episodes' own by default.
-        reward_transform: Rewards and a mask of where they lie, ``[N, S]``, to rewards: clipping and
-            running normalisation (:class:`~torchrl_mt.objectives.rewards.RewardMix`).
+        reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards:
+            clipping and running normalisation
+            (:meth:`~torchrl_mt.objectives.rewards.RewardMix.transformed`).
         advantage: See above.
         gamma: Discount in [0, 1]: per turn, but with ``"gae"`` per sampled token.
         lmbda: Trace decay of ``"gae"`` per sampled token, of ``"turn_gae"`` per turn, in [0, 1].
@@ -275,8 +276,6 @@ class ExperienceMaker(TensorDictModuleBase):
         if not (self.own_reward and self.advantage == "turn" and batch.has("turn_return")):
             keys = {"reward_key": self.tensor_keys.reward, "label_key": self.tensor_keys.label}
             reward, metrics = self.reward(batch.with_usual_keys(), batch.time, **keys)
-            if not self.own_reward:
-                out["shaped_reward"] = reward
 
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, *entropy = self._score(self.actor, batch, self.with_entropy)
@@ -295,6 +294,9 @@ class ExperienceMaker(TensorDictModuleBase):
                 kl_reward = -coefficient * out["kl"]
         if self.critic is not None:
             out["value"] = self._values(self.critic, batch)
+        if reward is not None and not self.own_reward:
+            # After the models: running statistics must not count a batch whose scoring failed.
+            reward = out["shaped_reward"] = self.reward.transformed(reward, batch.time)
         out |= self._credit(batch, reward, kl_reward, out)
         return out, metrics
 

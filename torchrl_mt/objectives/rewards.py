@@ -54,9 +54,7 @@ class RewardMix(nn.Module):
     Args:
         recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Rows without
             labels have the label ``"default"``.
-        transform: Called with the sum ``[N, S]`` and a mask of where rewards lie: each episode's last
-            sampled token, and every other sampled token whose reward is not 0. Clipping and running
-            normalisation go here.
+        transform: What :meth:`transformed` does with the sum; nothing by default.
         **options: Passed to :class:`~torchrl_mt.objectives.reward_model.ModelReward`.
 
     Raises:
@@ -192,9 +190,34 @@ class RewardMix(nn.Module):
                     score = time.total(scored[i].double())
                     score = score[(episode_label == number[label]) & (time.last_token >= 0)]
                     metrics |= summary(f"reward/{label}/{self.names[i]}", score)
-        if self.transform is not None:
-            total = self._transformed(total, time)
         return total, metrics
+
+    def transformed(self, reward: Tensor, time: EpisodeTime) -> Tensor:
+        """Apply the transform where rewards lie.
+
+        Those places are each episode's last sampled token, and every other sampled token whose reward
+        is not 0. The transform is called with the rewards and the mask of these places, both
+        ``[N, S]``; what it makes of other places is not read.
+
+        Args:
+            reward: ``[N, S]`` float32, zero on masked tokens.
+            time: The rows' episodes.
+
+        Returns:
+            ``[N, S]`` float32, zero on masked tokens.
+
+        Raises:
+            ValueError: If the transform returns another shape, or what is not finite.
+        """
+        if self.transform is None:
+            return reward
+        rewarded = time.mask & (reward != 0)
+        rewarded.view(-1)[time.last_token[time.last_token >= 0]] = True
+        out = self.transform(reward, rewarded)
+        check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
+        if not bool(out[rewarded].isfinite().all()):
+            raise ValueError("reward_transform(reward, mask) must return finite numbers.")
+        return torch.where(rewarded, out.float(), 0.0)
 
     def _labels(self, rows: TensorDictBase, time: EpisodeTime, key: NestedKey) -> list[str]:
         """The label of every row, of which each has a recipe."""
@@ -217,17 +240,6 @@ class RewardMix(nn.Module):
                     f"{first[episode]!r} on another row of its episode."
                 )
         return labels
-
-    def _transformed(self, reward: Tensor, time: EpisodeTime) -> Tensor:
-        """Call the user's transform and check what comes back."""
-        assert self.transform is not None
-        rewarded = time.mask & (reward != 0)
-        rewarded.view(-1)[time.last_token[time.last_token >= 0]] = True
-        out = self.transform(reward, rewarded)
-        check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
-        if not bool(out[time.mask].isfinite().all()):
-            raise ValueError("reward_transform(reward, mask) must return finite numbers.")
-        return torch.where(time.mask, out.float(), 0.0)
 
 
 def summary(name: str, values: Tensor) -> dict[str, float]:
