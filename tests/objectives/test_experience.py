@@ -23,15 +23,20 @@ SOURCES = [("episode", 1.0), (scored, 0.5)]
 
 
 class Critic(torch.nn.Module):
-    """A value that depends on all tokens so far."""
+    """A value that depends on all tokens so far, of a row or of each packed row."""
 
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.tensor(0.01))
         self.dropout = torch.nn.Dropout(0.5)
 
-    def forward(self, input_ids, attention_mask):
-        return self.dropout((input_ids * attention_mask).cumsum(-1) * self.scale).unsqueeze(-1)
+    def forward(self, input_ids, attention_mask=None, position_ids=None):
+        so_far = input_ids.cumsum(-1)
+        if position_ids is not None:
+            begins = torch.where(position_ids == 0, torch.arange(input_ids.shape[1]), 0)
+            begins = begins.cummax(-1).values
+            so_far = so_far - (so_far - input_ids).gather(-1, begins)
+        return self.dropout(so_far * self.scale).unsqueeze(-1)
 
 
 def score(model, rows):
@@ -91,8 +96,16 @@ def reward_config(model):
     return config
 
 
-@pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"micro_batch_tokens": 13}])
-def test_micro_batches_change_nothing(model, other_model, rows, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_size": 2},
+        {"micro_batch_tokens": 13},
+        {"packed": True},
+        {"packed": True, "micro_batch_tokens": 13},
+    ],
+)
+def test_micro_batches_and_packs_change_nothing(model, other_model, rows, options):
     whole = everything(model, other_model)(rows())
     cut = everything(model, other_model, **options)(rows())
     for key in whole.keys(True, True):
@@ -514,7 +527,7 @@ def test_bad_arguments_are_refused_by_name(model, rows):
         ({"kl_kind": "k9"}, "kl_kind must be one of"),
         ({"advantage": "gae"}, "advantage='gae' needs a critic"),
         ({"lmbda": -0.5}, "lmbda must lie in"),
-        ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"dtype": torch.int8}, "dtype must be torch.bfloat16"),
         ({"kl_coef": float("nan"), "ref": model}, "kl_coef must be finite"),
         (
             {

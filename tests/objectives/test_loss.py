@@ -1,5 +1,6 @@
 """The loss is a function of the sampled tokens alone, exact over shards, and trains the actor."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from torchrl_mt.objectives.functional import (
     ppo,
 )
 from torchrl_mt.objectives.functional.objectives import default_clip_epsilon
+from torchrl_mt.objectives.value_head import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 
@@ -271,6 +273,37 @@ def test_a_token_that_nothing_predicts_is_not_trained(model, experience, spread,
         torch.testing.assert_close(got.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
         assert_same_gradients(gradients(model, objective_of(got)), slopes, atol=1e-5, rtol=1e-4)
         assert torch.equal(loss.total(rows), total)
+
+
+def test_packed_rows_have_the_same_loss_and_gradient(model, experience):
+    batch = experience()
+    critic = ValueModel.from_model(copy.deepcopy(model))
+    torch.nn.init.normal_(critic.head.weight)
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": critic}
+    expected, got = (
+        MultiTurnLoss(model, packed=packed, **options)(batch) for packed in (False, True)
+    )
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    both = torch.nn.ModuleList([model, critic])
+    assert_same_gradients(
+        gradients(both, objective_of(got)),
+        gradients(both, objective_of(expected)),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+def test_mixed_precision_trains_in_float32(model, experience):
+    batch = experience()
+    exact = MultiTurnLoss(model, entropy_coef=0.01)(batch)
+    mixed = MultiTurnLoss(model, entropy_coef=0.01, dtype=torch.bfloat16)(batch)
+    assert all(value.dtype is torch.float32 for value in mixed.values())
+    torch.testing.assert_close(mixed["entropy"], exact["entropy"], atol=0.1, rtol=0.1)
+    assert not torch.equal(mixed["entropy"], exact["entropy"])
+    grown = gradients(model, objective_of(mixed))
+    assert all(g.dtype is torch.float32 and g.isfinite().all() for g in grown.values())
+    with pytest.raises(ValueError, match="dtype must be"):
+        MultiTurnLoss(model, dtype=torch.float64)
 
 
 def test_entropy_bonus_raises_the_entropy(model, experience):

@@ -28,6 +28,7 @@ ENTROPY = "entropy"
 VALUES = "values"
 RETURNS = "returns"
 ADVANTAGE = "advantage"
+WEIGHTS = ("weights", "full")
 
 _MERGED = "MergeTurns writes it"
 WRITERS: dict[NestedKey, str] = {

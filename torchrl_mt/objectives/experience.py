@@ -39,11 +39,12 @@ from torchrl_mt.objectives.kl_control import (
     kl_coefficient,
     update_kl_coefficient,
 )
+from torchrl_mt.objectives.model_forward import check_dtype, scoring_mode
+from torchrl_mt.objectives.packing import check_micro_batch
 from torchrl_mt.objectives.rewards import OWN, Recipe, RewardMix, RewardTransform, summary
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
 from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.objectives.row_values import row_values
-from torchrl_mt.objectives.scoring import Score, check_dtype, check_micro_batch, score_rows
 
 OldLogProbs = Literal["sampler", "actor"]
 """Whose log-probabilities the importance ratio is taken against."""
@@ -97,9 +98,11 @@ class ExperienceMaker(TensorDictModuleBase):
             scores the rows again under the actor as it is now.
         with_entropy: Whether to write the actor's entropy at each sampled token as ``"entropy"``.
         temperature: The temperature that the tokens were sampled at, if not 1.
-        dtype: Run all models in mixed precision: bfloat16 or float16.
-        micro_batch_size: Most rows of one forward pass.
+        packed: Give the models several rows in one sequence instead of padding each to the longest
+            (:func:`~torchrl_mt.objectives.row_log_probs`); reward models get them padded.
+        micro_batch_size: Most sequences (rows, or packs of rows) of one forward pass.
         micro_batch_tokens: Most tokens of one forward pass, padding included.
+        dtype: Run all models in mixed precision: bfloat16 or float16.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.
@@ -154,9 +157,10 @@ class ExperienceMaker(TensorDictModuleBase):
         old_log_probs: OldLogProbs = "sampler",
         with_entropy: bool = False,
         temperature: float = 1.0,
-        dtype: torch.dtype | None = None,
+        packed: bool = False,
         micro_batch_size: int | None = None,
         micro_batch_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         causal_lm(actor)
@@ -176,7 +180,8 @@ class ExperienceMaker(TensorDictModuleBase):
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
         check_micro_batch(micro_batch_size, micro_batch_tokens)
         check_dtype(dtype)
-        self.micro_batching: dict[str, Any] = {
+        self.packed = packed
+        self.passes: dict[str, Any] = {
             "micro_batch_size": micro_batch_size,
             "micro_batch_tokens": micro_batch_tokens,
             "dtype": dtype,
@@ -186,7 +191,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.critic = critic
         self.own_reward = reward is None and reward_transform is None
         self.reward = RewardMix(
-            OWN if reward is None else reward, transform=reward_transform, **self.micro_batching
+            OWN if reward is None else reward, transform=reward_transform, **self.passes
         )
         self.advantage = advantage
         self.gamma = gamma
@@ -278,10 +283,10 @@ class ExperienceMaker(TensorDictModuleBase):
             reward, metrics = self.reward(batch.with_usual_keys(), batch.time, **keys)
 
         if self.old_log_probs == "actor" or self.with_entropy:
-            log_prob, *entropy = self._score(self.actor, batch, self.with_entropy)
+            log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
             out.setdefault("sample_log_prob", log_prob)
-            if entropy:
-                out["entropy"] = entropy[0]
+            if entropy is not None:
+                out["entropy"] = entropy
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             out["ref_log_probs"] = self._score(self.ref, batch)[0]
@@ -327,34 +332,19 @@ class ExperienceMaker(TensorDictModuleBase):
 
     def _score(
         self, model: nn.Module, batch: RowBatch, with_entropy: bool = False
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the rows' sampled tokens and, when asked, the entropies there."""
-
-        def score(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-            scores = row_log_probs(
+        with scoring_mode(model):
+            return row_log_probs(
                 model,
-                tokens,
-                attention_mask,
-                mask,
+                *batch.inputs,
                 temperature=self.temperature,
                 with_entropy=with_entropy,
+                packed=self.packed,
+                **self.passes,
             )
-            return tuple(each for each in scores if each is not None)
-
-        return self._in_micro_batches(model, score, batch)
 
     def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
         """Values of the states in which the tokens were sampled."""
-
-        def score(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> tuple[Tensor]:
-            return (row_values(critic, tokens, attention_mask, mask),)
-
-        return self._in_micro_batches(critic, score, batch)[0]
-
-    def _in_micro_batches(
-        self, model: nn.Module, score: Score, batch: RowBatch
-    ) -> tuple[Tensor, ...]:
-        """Score all rows."""
-        return score_rows(
-            model, score, batch.tokens, batch.attention_mask, batch.mask, **self.micro_batching
-        )
+        with scoring_mode(critic):
+            return row_values(critic, *batch.inputs, packed=self.packed, **self.passes)

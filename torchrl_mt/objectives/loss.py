@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -41,7 +41,9 @@ from torchrl_mt.objectives.functional._checks import check_choice, check_positiv
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.functional.objectives import default_clip_epsilon, takes
+from torchrl_mt.objectives.model_forward import check_dtype
 from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.objectives.row_values import row_values
 
 Sequences = Literal["row", "turn"]
 """What an objective or a correction of whole sequences takes for one."""
@@ -102,6 +104,10 @@ class MultiTurnLoss(LossModule):
         critic_coef: Weight of the value loss.
         clip_value: Clip the value loss at this distance from ``"values"``
             (:func:`~torchrl_mt.objectives.functional.value_loss`).
+        packed: Give the models several rows in one sequence instead of padding each to the longest
+            (:func:`~torchrl_mt.objectives.row_log_probs`).
+        dtype: Run the models in mixed precision: bfloat16 or float16. Losses are in float32 in any
+            case.
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
@@ -146,12 +152,12 @@ class MultiTurnLoss(LossModule):
         sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
         sampler_log_probs: NestedKey = _rows.SAMPLER_LOG_PROBS
         ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
-        advantage: NestedKey = "advantage"
-        weight: NestedKey = ("weights", "full")
+        advantage: NestedKey = _rows.ADVANTAGE
+        weight: NestedKey = _rows.WEIGHTS
         turns: NestedKey = _rows.TURNS
         group: NestedKey = _rows.GROUP
-        values: NestedKey = "values"
-        returns: NestedKey = "returns"
+        values: NestedKey = _rows.VALUES
+        returns: NestedKey = _rows.RETURNS
 
     def __init__(
         self,
@@ -170,6 +176,8 @@ class MultiTurnLoss(LossModule):
         critic: nn.Module | None = None,
         critic_coef: float = 1.0,
         clip_value: float | None = None,
+        packed: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         causal_lm(actor)
@@ -187,6 +195,7 @@ class MultiTurnLoss(LossModule):
             )
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_positive("temperature", temperature)
+        check_dtype(dtype)
         if clip_value is not None:
             check_positive("clip_value", clip_value)
             if critic is None:
@@ -207,6 +216,7 @@ class MultiTurnLoss(LossModule):
         self.temperature = temperature
         self.critic_coef = critic_coef
         self.clip_value = clip_value
+        self.passes: dict[str, Any] = {"packed": packed, "dtype": dtype}
         self._set_in_keys()
         self.out_keys = [
             "loss_objective",
@@ -282,7 +292,11 @@ class MultiTurnLoss(LossModule):
         inputs = rows["action"], rows["attention_mask"], rows["assistant_mask"]
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
-            self.actor_network, *inputs, temperature=self.temperature, with_entropy=True
+            self.actor_network,
+            *inputs,
+            temperature=self.temperature,
+            with_entropy=True,
+            **self.passes,
         )
         assert entropy is not None
         group = rows.get("group")
@@ -316,7 +330,10 @@ class MultiTurnLoss(LossModule):
         if self.entropy_coef is not None:
             out["loss_entropy"] = -self.entropy_coef * reduce(entropy)
         if self.critic_network is not None:
-            value, returns = _row_values(self.critic_network, *inputs), rows["returns"]
+            value, returns = (
+                row_values(self.critic_network, *inputs, **self.passes),
+                rows["returns"],
+            )
             error, cut = value_loss(
                 value, returns, mask, old_value=rows.get("values"), clip_value=self.clip_value
             )
@@ -332,13 +349,6 @@ class MultiTurnLoss(LossModule):
             for keyword, name in names.items()
             if name in rows and takes(self.objective, keyword)
         }
-
-
-def _row_values(critic: nn.Module, *inputs: Tensor) -> Tensor:
-    """Values of the sampled tokens, ``[N, S]`` float32, zero on the others."""
-    from torchrl_mt.objectives.row_values import row_values
-
-    return row_values(critic, *inputs)
 
 
 def _bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:

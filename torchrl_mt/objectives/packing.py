@@ -51,6 +51,21 @@ def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
         raise ValueError("mask must be false on padding, but some sampled tokens are not attended.")
 
 
+def check_micro_batch(size: int | None, tokens: int | None) -> None:
+    """Refuse a forward pass without a row.
+
+    Args:
+        size: ``micro_batch_size``.
+        tokens: ``micro_batch_tokens``.
+
+    Raises:
+        ValueError: If one is below 1.
+    """
+    for name, limit in (("micro_batch_size", size), ("micro_batch_tokens", tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1 or None, got {limit}.")
+
+
 def micro_batches(
     lengths: Tensor, max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[Tensor]:
@@ -161,10 +176,7 @@ def forward_passes(
         >>> step.state.tolist(), step.target.tolist()
         ([0, 1, 3], [6, 7, 9])
     """
-    limits = (("micro_batch_size", micro_batch_size), ("micro_batch_tokens", micro_batch_tokens))
-    for name, limit in limits:
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1 or None, got {limit}.")
+    check_micro_batch(micro_batch_size, micro_batch_tokens)
     if not tokens.numel():
         return
     lengths = attention_mask.sum(-1).cpu()

@@ -5,16 +5,14 @@ Padding is known by the mask alone, so where it lies, and which token fills it, 
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._rows import read_entry
-from torchrl_mt.objectives.scoring import check_dtype, check_micro_batch, score_rows
+from torchrl_mt.objectives.model_forward import check_dtype, run_model, scoring_mode
+from torchrl_mt.objectives.packing import check_micro_batch, micro_batches
 
 
 class ModelReward(nn.Module):
@@ -72,7 +70,6 @@ class ModelReward(nn.Module):
         self.micro_batch_tokens = micro_batch_tokens
         self.dtype = dtype
 
-    @torch.no_grad()
     def forward(self, rows: TensorDictBase) -> Tensor:
         """Score rows.
 
@@ -88,52 +85,45 @@ class ModelReward(nn.Module):
         tokens = read_entry(rows, _rows.TOKENS)
         attention_mask = read_entry(rows, _rows.ATTENTION_MASK)
 
-        def score(tokens: Tensor, attention_mask: Tensor, _: Tensor) -> tuple[Tensor]:
-            return (self._score(tokens, attention_mask),)
-
-        return score_rows(
-            self.model,
-            score,
-            tokens,
-            attention_mask,
-            attention_mask,
-            micro_batch_size=self.micro_batch_size,
-            micro_batch_tokens=self.micro_batch_tokens,
-            dtype=self.dtype,
-        )[0]
+        scores = torch.zeros(len(tokens), device=tokens.device)
+        lengths = attention_mask.sum(-1)
+        with scoring_mode(self.model):
+            for part in micro_batches(lengths, self.micro_batch_size, self.micro_batch_tokens):
+                part = part.to(tokens.device)
+                scores[part] = self._score(tokens[part], attention_mask[part]).to(scores)
+        return scores
 
     def _score(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """Score some rows at once."""
-        parameter = next(self.model.parameters(), None)
-        device = tokens.device if parameter is None else parameter.device
         length = attention_mask.sum(-1).clamp(min=1)
         # A stable sort takes the attended tokens to the left, in order.
         order = (~attention_mask).int().argsort(dim=-1, stable=True)[:, : int(length.max())]
         attended = torch.arange(order.shape[1], device=tokens.device) < length.unsqueeze(-1)
-        inputs = torch.where(attended, tokens.gather(-1, order), 0).to(device)
-        last = (length - 1).to(device)
-        rows = torch.arange(len(inputs), device=device)
+        given = torch.where(attended, tokens.gather(-1, order), 0)
+        inputs = {"input_ids": given, "attention_mask": attended.long()}
         head = getattr(self.model, "score", None)
         body = getattr(self.model, "base_model", None)
         if isinstance(head, nn.Module) and isinstance(body, nn.Module) and body is not self.model:
             # The classifier itself would look for the last token that differs from the padding
             # token, and take a row that ends with one for shorter than it is.
-            hidden = _call(body, inputs, attended.to(device))[0]
-            return head(hidden[rows, last]).squeeze(-1)
-        output = _call(self.model, inputs, attended.to(device))
+            hidden = run_model(body, inputs, self.dtype)[0]
+            with torch.autocast(
+                hidden.device.type, dtype=self.dtype, enabled=self.dtype is not None
+            ):
+                return head(_at(hidden, length - 1)).squeeze(-1)
+        output = run_model(self.model, inputs, self.dtype)
         scores = output if isinstance(output, Tensor) else output.logits
-        if scores.shape in ((len(rows),), (len(rows), 1)):
+        n, width = given.shape
+        if scores.shape in ((n,), (n, 1)):
             return scores.reshape(-1)
-        if scores.shape in (inputs.shape, (*inputs.shape, 1)):
-            return scores.reshape(inputs.shape)[rows, last]
+        if scores.shape in ((n, width), (n, width, 1)):
+            return _at(scores.reshape(n, width), length - 1)
         raise ValueError(
-            f"reward model {self.name!r} must return one score for each of {len(rows)} rows, or for "
-            f"each of their {inputs.shape[1]} tokens, got shape {tuple(scores.shape)}."
+            f"reward model {self.name!r} must return one score for each of {n} rows, or for each of "
+            f"their {width} tokens, got shape {tuple(scores.shape)}."
         )
 
 
-def _call(model: nn.Module, inputs: Tensor, attended: Tensor) -> Any:
-    """Call a model without a cache, if it has one."""
-    accepted = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    return model(input_ids=inputs, attention_mask=attended.long(), **options)
+def _at(states: Tensor, position: Tensor) -> Tensor:
+    """Each row's state at one position: ``[n, L, ...]`` to ``[n, ...]``."""
+    return states[torch.arange(len(states), device=states.device), position.to(states.device)]

@@ -59,6 +59,11 @@ class RowBatch:
     time: EpisodeTime
     """The order in which tokens were sampled."""
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, attention mask and mask: what scoring rows takes."""
+        return self.tokens, self.attention_mask, self.mask
+
     def read(self, name: str) -> Tensor:
         """Read another entry that has the tokens' shape, by the name of its key."""
         value = _read(self.rows, self.keys, name)
