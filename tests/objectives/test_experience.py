@@ -8,11 +8,9 @@ from torchrl.data import AdaptiveKLController, ConstantKLController
 from transformers import Qwen2ForSequenceClassification
 
 from torchrl_mt.objectives import ExperienceMaker, row_log_probs
-from torchrl_mt.objectives.functional import kl_estimate
+from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
+from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
 from torchrl_mt.objectives.row_values import row_values
-
-KINDS = ["grpo", "dr_grpo", "rloo", "batch", "turn"]
-ALL_KINDS = [*KINDS, "gae", "turn_gae"]
 
 
 def scored(rows):
@@ -194,7 +192,7 @@ def test_turn_advantage_takes_the_returns_that_came_with_the_rows(model, rows):
     torch.testing.assert_close(out["advantage"], made["advantage"])
 
 
-@pytest.mark.parametrize("advantage", ALL_KINDS)
+@pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 @pytest.mark.parametrize("given_returns", [False, True])
 def test_making_experience_twice_is_making_it_once(
     model, other_model, rows, advantage, given_returns
@@ -235,7 +233,7 @@ def test_kl_penalty_is_a_reward_on_each_token(model, other_model, rows, advantag
     torch.testing.assert_close(penalised["kl"], torch.where(mask, kl_estimate(old, ref, "k1"), 0.0))
 
 
-@pytest.mark.parametrize("advantage", ALL_KINDS)
+@pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 def test_rows_may_come_in_any_order(model, rows, advantage):
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
     maker = ExperienceMaker(model, critic=Critic(), reward=SOURCES, advantage=advantage)
@@ -243,7 +241,7 @@ def test_rows_may_come_in_any_order(model, rows, advantage):
     torch.testing.assert_close(permuted["advantage"], out["advantage"][order])
 
 
-@pytest.mark.parametrize("advantage", ALL_KINDS)
+@pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, advantage):
     maker = ExperienceMaker(
         model,
@@ -262,7 +260,7 @@ def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, adva
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("advantage", ALL_KINDS)
+@pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 def test_copies_of_an_episode_are_episodes_of_their_own(model, rows, advantage):
     batch = torch.cat([rows(), rows()])
     batch["episode_index"] = batch["episode"] + 100 * (torch.arange(12) >= 6)
@@ -306,7 +304,7 @@ def test_a_token_that_nothing_predicts_has_no_kl(model, other_model, rows, sprea
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("advantage", ALL_KINDS)
+@pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 def test_rows_of_which_nothing_was_sampled_are_finite(model, other_model, rows, advantage):
     batch = rows()
     mask = batch["masks", "all_assistant_mask"]
@@ -400,7 +398,10 @@ def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, ro
     batch = rows()
     options = {"ref": other_model, "advantage": "dr_grpo", "kl_coef": 0.1}
     maker = ExperienceMaker(
-        model, reward=SOURCES, reward_transform=lambda reward, mask: reward.clamp(-1, 1), **options
+        model,
+        reward=SOURCES,
+        reward_transform=lambda reward, mask: clip_reward(reward, -1, 1)[0],
+        **options,
     )
     out = maker(batch)
     by_hand = rows()
@@ -411,6 +412,35 @@ def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, ro
     expected = ExperienceMaker(model, **options)(by_hand)
     for key in ("advantage", "returns"):
         torch.testing.assert_close(out[key], expected[key])
+
+
+def test_rewards_are_normalised_by_all_batches_so_far(model, rows):
+    normalizer = RewardNormalizer(clip=1.5)
+    maker = ExperienceMaker(model, advantage="dr_grpo", reward_transform=normalizer)
+    batches = [rows(seed, suffix_padding=False) for seed in range(3)]
+    # Equal rewards first: nothing to divide by.
+    batches[0]["rewards", "full"] = torch.where(batches[0]["masks", "all_assistant_mask"], 0.1, 0.0)
+    seen = []
+    for batch in batches:
+        mask = batch["masks", "all_assistant_mask"]
+        before = torch.where(mask, batch["rewards", "full"], 0.0)
+        after = maker(batch)["rewards", "shaped"]
+        ends = {}
+        for n, t in mask.nonzero().tolist():
+            place = (int(batch["turns", "full"][n, t]), n, t)
+            ends[int(batch["episode"][n])] = max(ends.get(int(batch["episode"][n]), place), place)
+        lies = mask & (before != 0)
+        for _, n, t in ends.values():
+            lies[n, t] = True
+        seen.append(before[lies].double())
+        everything = torch.cat(seen)
+        expected = torch.zeros(before.shape, dtype=torch.float64)
+        if everything.min() < everything.max():
+            expected = (before.double() - everything.mean()) / everything.std()
+        expected = torch.where(lies, expected.clamp(-1.5, 1.5), 0.0)
+        torch.testing.assert_close(after.double(), expected, atol=1e-4, rtol=1e-4)
+    assert "reward.transform.mean" in maker.state_dict()
+    assert int(normalizer.count) == len(torch.cat(seen))
 
 
 def test_running_statistics_do_not_count_a_batch_that_could_not_be_scored(model, rows):
@@ -509,7 +539,7 @@ def test_keys_may_be_set(model, other_model, rows):
 
 
 def test_keys_that_are_read_are_all_that_is_needed(model, other_model, rows):
-    for advantage in ALL_KINDS:
+    for advantage in ADVANTAGE_KINDS:
         maker = ExperienceMaker(model, ref=other_model, critic=Critic(), advantage=advantage)
         maker(rows().select(*maker.in_keys))
         for key in maker.in_keys:

@@ -275,6 +275,21 @@ def test_a_token_that_nothing_predicts_is_not_trained(model, experience, spread,
         assert torch.equal(loss.total(rows), total)
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_rejected_rows_are_left_out(model, experience, aggregation):
+    batch = experience()
+    kept = torch.arange(len(batch)) % 3 != 1
+    options = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01}
+    loss = MultiTurnLoss(model, **options)
+    expected, total = loss(batch[kept]), loss.total(batch[kept])
+    batch["valid"] = kept
+    batch["advantage"][~kept] = torch.nan
+    torch.testing.assert_close(loss(batch), expected)
+    assert torch.equal(loss.total(batch), total)
+    shards = sum(objective_of(loss(shard, total=total)) for shard in batch.split(2))
+    torch.testing.assert_close(shards, objective_of(expected))
+
+
 def test_packed_rows_have_the_same_loss_and_gradient(model, experience):
     batch = experience()
     critic = ValueModel.from_model(copy.deepcopy(model))

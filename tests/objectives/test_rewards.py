@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from torchrl_mt.objectives._rows import read_episode
-from torchrl_mt.objectives.episode_time import order_episodes
+from torchrl_mt.objectives.functional import index_episodes
 from torchrl_mt.objectives.rewards import RewardMix
 
 
 def mixed(recipe, batch, **options):
     mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
-    time, mix = order_episodes(mask, turns, read_episode(batch)), RewardMix(recipe, **options)
+    time, mix = index_episodes(mask, turns, read_episode(batch)), RewardMix(recipe, **options)
     reward, metrics = mix(batch, time)
     return mix.transformed(reward, time), metrics
 

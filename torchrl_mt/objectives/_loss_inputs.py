@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.objectives._rows import read_entry
+from torchrl_mt.objectives._rows import read_entry, read_valid
 from torchrl_mt.objectives.functional._checks import check_shape
 from torchrl_mt.objectives.row_log_probs import scored_tokens
 
@@ -44,8 +44,8 @@ def read_inputs(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Read the entries that ``keys`` has under ``names``, and ``keys.weight`` where it is present.
 
-    Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the sampled
-    tokens that have a score.
+    Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the tokens that
+    count: the sampled ones of valid rows that have a score.
     """
     rows = {
         name: read_entry(tensordict, getattr(keys, name), HINTS.get(name, "")) for name in names
@@ -60,6 +60,7 @@ def read_inputs(
     rows["advantage"] = rows["advantage"].squeeze(-1)
     rows |= {name: rows[name].float() for name in FLOATING if name in rows}
     mask = scored_tokens(rows["attention_mask"], rows["assistant_mask"])
+    mask &= read_valid(tensordict, keys.valid, mask).unsqueeze(-1)
     _check_finite(rows, mask, keys)
     return rows, mask
 

@@ -8,6 +8,8 @@ import torch
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+from torchrl_mt.objectives.functional._checks import check_mask
+
 TOKENS = ("tokens", "full")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
@@ -23,6 +25,7 @@ EPISODE_INDEX = "episode_index"
 FORK = "fork"
 GROUP = "group"
 LABEL = "label"
+VALID = "valid"
 KL = "kl"
 ENTROPY = "entropy"
 VALUES = "values"
@@ -112,3 +115,12 @@ def read_episode(
                 f"or make {index_key!r} differ between the copies."
             )
     return name
+
+
+def read_valid(rows: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:
+    """Read which rows are not rejected, ``[N]`` bool; without the entry none is."""
+    valid = rows.get(key, None)
+    if valid is None:
+        return torch.ones(mask.shape[:1], dtype=torch.bool, device=mask.device)
+    check_mask(str(key), valid, mask.shape[:1])
+    return valid

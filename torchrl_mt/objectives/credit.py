@@ -7,18 +7,24 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.episode_gae import episode_gae
-from torchrl_mt.objectives.functional import outcome_advantage, turn_normalize, turn_returns
-from torchrl_mt.objectives.functional.group import GroupKind
+from torchrl_mt.objectives.functional import (
+    bilevel_gae,
+    episode_gae,
+    outcome_advantage,
+    turn_gae,
+    turn_normalize,
+    turn_returns,
+)
+from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.row_batch import RowBatch
 
-AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae"]
+AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae"]
 """How credit is given: to whole episodes by group, or over time."""
 
-CRITIC_KINDS = ("gae", "turn_gae")
+CRITIC_KINDS = ("gae", "turn_gae", "bilevel_gae")
 """The kinds that need a critic."""
-GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind != "batch")
-"""The kinds that read the group: to ``"batch"`` the whole batch is one."""
+GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH)
+"""The kinds that read the group: to the others the whole batch is one."""
 ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 
@@ -53,9 +59,9 @@ def advantage_without_critic(batch: RowBatch, returns: Tensor, kind: str) -> Ten
         kind: One of ``ADVANTAGE_KINDS`` that needs no critic.
 
     Returns:
-        ``[N, S]`` float32, zero on masked tokens.
+        ``[N, S]`` float32, zero on masked tokens and on rejected rows.
     """
-    mask, turns, episode = batch.mask, batch.turns, batch.episode
+    mask, turns, episode = batch.counted, batch.turns, batch.episode
     if kind == "turn":
         return turn_normalize(returns, mask, turns, episode=episode)
     group = batch.group() if kind in GROUP_KINDS else torch.zeros_like(episode)
@@ -63,7 +69,14 @@ def advantage_without_critic(batch: RowBatch, returns: Tensor, kind: str) -> Ten
 
 
 def advantage_with_critic(
-    batch: RowBatch, reward: Tensor, value: Tensor, kind: str, gamma: float, lmbda: float
+    batch: RowBatch,
+    reward: Tensor,
+    value: Tensor,
+    kind: str,
+    gamma: float,
+    lmbda: float,
+    turn_gamma: float,
+    turn_lmbda: float,
 ) -> tuple[Tensor, Tensor]:
     """Advantage of each token by comparison with what a critic expected.
 
@@ -72,11 +85,19 @@ def advantage_with_critic(
         reward: ``[N, S]`` floating.
         value: ``[N, S]`` floating.
         kind: One of ``CRITIC_KINDS``.
-        gamma: Discount per sampled token, or per turn.
+        gamma: Discount per sampled token; with ``"turn_gae"`` per turn.
         lmbda: Trace decay per the same.
+        turn_gamma: Discount per turn of ``"bilevel_gae"``.
+        turn_lmbda: Trace decay per turn of ``"bilevel_gae"``.
 
     Returns:
         Advantage and return, ``[N, S]`` float32, zero on masked tokens.
     """
-    turns = batch.turns if kind == "turn_gae" else None
-    return episode_gae(reward, value, batch.time, gamma, lmbda, turns=turns)
+    entries = reward, value, batch.mask, batch.turns, gamma, lmbda
+    if kind == "gae":
+        return episode_gae(*entries, episode=batch.episode)
+    if kind == "turn_gae":
+        return turn_gae(*entries, episode=batch.episode)
+    return bilevel_gae(
+        *entries, turn_gamma=turn_gamma, turn_lmbda=turn_lmbda, episode=batch.episode
+    )

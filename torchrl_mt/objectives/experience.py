@@ -25,8 +25,7 @@ from torchrl_mt.objectives.credit import (
     advantage_without_critic,
     returns_to_go,
 )
-from torchrl_mt.objectives.episode_gae import whiten
-from torchrl_mt.objectives.functional import kl_estimate
+from torchrl_mt.objectives.functional import kl_estimate, masked_whiten
 from torchrl_mt.objectives.functional._checks import (
     check_choice,
     check_positive,
@@ -58,19 +57,27 @@ class ExperienceMaker(TensorDictModuleBase):
     :class:`~torchrl_mt.transforms.MergeTurns` call. An episode that was truncated counts like one
     that was terminated: what it might still have earned is taken as 0. The advantage is
 
-    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"batch"``: the episode's return (that of its first turn)
-      compared with its group, each episode counting once, on all of its sampled tokens
-      (:func:`~torchrl_mt.objectives.functional.outcome_advantage`);
+    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
+      episode's return (that of its first turn) compared with its group, each episode counting once,
+      on all of its sampled tokens (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
+      :func:`~torchrl_mt.objectives.functional.group_advantage`); ``"batch"`` or ``"reinforce++"``:
+      with the whole batch;
     - ``"turn"``: each turn's return, normalised among the turns of the batch that have the same turn
       id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward`` and
       ``reward_transform``, the rows' own ``("rewards", "to_go")`` are used where present, in place of
       ``("rewards", "full")`` and ``gamma``;
-    - ``"gae"``, ``"turn_gae"``: with the critic, over the episode's sampled tokens or its turns, through
-      all its rows (:func:`~torchrl_mt.objectives.episode_gae.episode_gae`);
+    - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the episode's sampled tokens,
+      its turns, or one inside the other, through all its rows
+      (:func:`~torchrl_mt.objectives.functional.episode_gae`,
+      :func:`~torchrl_mt.objectives.functional.turn_gae`,
+      :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
     whatever rows its forks lie in; with a ``"gae"`` kind it is what the critic is trained towards.
+
+    Rejected rows, on which ``"valid"`` ``[N]`` bool is there and false, enter no statistic and have the
+    advantage 0; :class:`MultiTurnLoss` leaves them out.
 
     No gradient flows; the models' modes and the random state are left as they were. After a call
     ``metrics`` has what the rewards, the KL and its coefficient were, as numbers.
@@ -81,12 +88,16 @@ class ExperienceMaker(TensorDictModuleBase):
         critic: As :func:`~torchrl_mt.objectives.row_values.row_values` takes it; it makes ``"values"``.
         reward: The source or the sources of rewards, by label
             (:class:`~torchrl_mt.objectives.rewards.RewardMix`); the episodes' own by default.
-        reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards:
-            clipping and running normalisation
-            (:meth:`~torchrl_mt.objectives.rewards.RewardMix.transformed`).
+        reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards
+            (:meth:`~torchrl_mt.objectives.RewardMix.transformed`): a
+            :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
+            ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``.
         advantage: See above.
-        gamma: Discount in [0, 1]: per turn, but with ``"gae"`` per sampled token.
-        lmbda: Trace decay of ``"gae"`` per sampled token, of ``"turn_gae"`` per turn, in [0, 1].
+        gamma: Discount in [0, 1]: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token.
+        lmbda: Trace decay in [0, 1]: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of
+            ``"turn_gae"`` per turn.
+        turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
+        turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         whiten: Normalise the advantages over all sampled tokens of the batch.
         kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
             0 the KL is only written. A KL controller of TorchRL is told each batch's KL, mean per
@@ -151,6 +162,8 @@ class ExperienceMaker(TensorDictModuleBase):
         advantage: AdvantageKind | Callable[[TensorDictBase], Tensor] = "grpo",
         gamma: float = 1.0,
         lmbda: float = 0.95,
+        turn_gamma: float = 1.0,
+        turn_lmbda: float = 0.95,
         whiten: bool = False,
         kl_coef: KLCoefficient = 0.0,
         kl_kind: KLKind = "k1",
@@ -173,8 +186,13 @@ class ExperienceMaker(TensorDictModuleBase):
             check_choice("advantage", advantage, ADVANTAGE_KINDS)
         if advantage in CRITIC_KINDS and critic is None:
             raise ValueError(f"advantage={advantage!r} needs a critic, got critic=None.")
-        check_unit_interval("gamma", gamma)
-        check_unit_interval("lmbda", lmbda)
+        for name, factor in [
+            ("gamma", gamma),
+            ("lmbda", lmbda),
+            ("turn_gamma", turn_gamma),
+            ("turn_lmbda", turn_lmbda),
+        ]:
+            check_unit_interval(name, factor)
         check_positive("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
@@ -196,6 +214,8 @@ class ExperienceMaker(TensorDictModuleBase):
         self.advantage = advantage
         self.gamma = gamma
         self.lmbda = lmbda
+        self.turn_gamma = turn_gamma
+        self.turn_lmbda = turn_lmbda
         self.whiten = whiten
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
@@ -263,7 +283,7 @@ class ExperienceMaker(TensorDictModuleBase):
         for name, value in out.items():
             tensordict.set(getattr(self.tensor_keys, name), value)
         if "kl" in out:
-            scored = scored_tokens(batch.attention_mask, batch.mask)
+            scored = scored_tokens(batch.attention_mask, batch.counted)
             update_kl_coefficient(self.kl_coef, out["kl"], scored)
         self.metrics = metrics
         return tensordict
@@ -280,7 +300,7 @@ class ExperienceMaker(TensorDictModuleBase):
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.advantage == "turn" and batch.has("turn_return")):
             keys = {"reward_key": self.tensor_keys.reward, "label_key": self.tensor_keys.label}
-            reward, metrics = self.reward(batch.with_usual_keys(), batch.time, **keys)
+            reward, metrics = self.reward(batch.with_usual_keys(), batch.episodes, **keys)
 
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
@@ -294,14 +314,16 @@ class ExperienceMaker(TensorDictModuleBase):
             scored = scored_tokens(batch.attention_mask, batch.mask)
             out["kl"] = torch.where(scored, kl, 0.0)
             coefficient = kl_coefficient(self.kl_coef)
-            metrics |= summary("kl", kl[scored]) | {"kl_coef": coefficient}
+            metrics |= summary("kl", kl[scored & batch.counted]) | {"kl_coef": coefficient}
             if coefficient:
                 kl_reward = -coefficient * out["kl"]
         if self.critic is not None:
             out["value"] = self._values(self.critic, batch)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
-            reward = out["shaped_reward"] = self.reward.transformed(reward, batch.time)
+            reward = out["shaped_reward"] = self.reward.transformed(
+                reward, batch.episodes, batch.valid
+            )
         out |= self._credit(batch, reward, kl_reward, out)
         return out, metrics
 
@@ -313,7 +335,14 @@ class ExperienceMaker(TensorDictModuleBase):
             assert reward is not None
             assert isinstance(self.advantage, str)
             advantage, returns = advantage_with_critic(
-                batch, reward + kl_reward, out["value"], self.advantage, self.gamma, self.lmbda
+                batch,
+                reward + kl_reward,
+                out["value"],
+                self.advantage,
+                self.gamma,
+                self.lmbda,
+                self.turn_gamma,
+                self.turn_lmbda,
             )
         else:
             returns = returns_to_go(batch, reward, kl_reward, self.gamma)
@@ -326,8 +355,8 @@ class ExperienceMaker(TensorDictModuleBase):
             else:
                 advantage = advantage_without_critic(batch, returns, self.advantage)
         if self.whiten:
-            advantage = whiten(advantage, batch.mask)
-        advantage = torch.where(batch.mask, advantage.float(), 0.0).unsqueeze(-1)
+            advantage = masked_whiten(advantage, batch.counted)
+        advantage = torch.where(batch.counted, advantage.float(), 0.0).unsqueeze(-1)
         return {"value_target": returns, "advantage": advantage}
 
     def _score(

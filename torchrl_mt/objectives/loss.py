@@ -25,7 +25,7 @@ from torchrl_mt.objectives._loss_diagnostics import (
     policy_diagnostics,
 )
 from torchrl_mt.objectives._loss_inputs import read_inputs
-from torchrl_mt.objectives._rows import read_entry
+from torchrl_mt.objectives._rows import read_entry, read_valid
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
     Correction,
@@ -62,6 +62,9 @@ class MultiTurnLoss(LossModule):
     ``"entropy"``; with ``kl_coef`` ``"kl_to_ref"``; with ``correction`` ``"correction_ess"``,
     ``"correction_clip_fraction"`` and ``"correction_mask_fraction"``; with ``critic``
     ``"value_clip_fraction"`` and ``"explained_variance"``.
+
+    Rejected rows, those on which ``"valid"`` ``[N]`` bool is there and false, are left out of
+    everything, what is divided by included.
 
     Where the rows have ``("weights", "full")``, ``[N, S]`` floating, it multiplies the objective of
     each token: an entropy mask, say. Neither it nor a correction changes what is divided by, nor the
@@ -154,6 +157,7 @@ class MultiTurnLoss(LossModule):
         ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
         advantage: NestedKey = _rows.ADVANTAGE
         weight: NestedKey = _rows.WEIGHTS
+        valid: NestedKey = _rows.VALID
         turns: NestedKey = _rows.TURNS
         group: NestedKey = _rows.GROUP
         values: NestedKey = _rows.VALUES
@@ -264,6 +268,7 @@ class MultiTurnLoss(LossModule):
         keys = self.tensor_keys
         mask = read_entry(tensordict, keys.assistant_mask)
         attention_mask = read_entry(tensordict, keys.attention_mask)
+        mask = mask & read_valid(tensordict, keys.valid, mask).unsqueeze(-1)
         by_group = self.aggregation == "prompt_mean"
         return aggregation_total(
             scored_tokens(attention_mask, mask),
@@ -289,7 +294,7 @@ class MultiTurnLoss(LossModule):
             ValueError: If entries do not fit together, or one is not finite on a sampled token.
         """
         rows, mask = read_inputs(tensordict, self.tensor_keys, self._names())
-        inputs = rows["action"], rows["attention_mask"], rows["assistant_mask"]
+        inputs = rows["action"], rows["attention_mask"], mask
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
             self.actor_network,

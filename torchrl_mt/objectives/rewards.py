@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._rows import check_like, read_entry, read_objects
-from torchrl_mt.objectives.episode_time import EpisodeTime
+from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional._checks import check_shape
 from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 from torchrl_mt.objectives.reward_model import ModelReward
@@ -63,7 +63,7 @@ class RewardMix(nn.Module):
 
     Examples:
         >>> from tensordict import TensorDict
-        >>> from torchrl_mt.objectives.episode_time import order_episodes
+        >>> from torchrl_mt.objectives.functional import index_episodes
         >>> mask = torch.tensor([[True, True], [True, False]])
         >>> rows = TensorDict({"rewards": {"full": torch.tensor([[0.0, 1.0], [0.0, 0.0]])}}, [2])
         >>> rows["label"] = ["maths", "chat"]
@@ -72,7 +72,7 @@ class RewardMix(nn.Module):
         ...     "chat": [("episode", 1.0), (lambda rows: torch.full((len(rows),), 4.0), 0.5)],
         ... })
         >>> turns, episode = torch.zeros(2, 2, dtype=torch.long), torch.tensor([0, 1])
-        >>> reward, metrics = mix(rows, order_episodes(mask, turns, episode))
+        >>> reward, metrics = mix(rows, index_episodes(mask, turns, episode))
         >>> reward
         tensor([[0., 1.],
                 [2., 0.]])
@@ -122,7 +122,7 @@ class RewardMix(nn.Module):
     def forward(
         self,
         rows: TensorDictBase,
-        time: EpisodeTime,
+        episodes: EpisodeIndex,
         *,
         reward_key: NestedKey = _rows.REWARDS,
         label_key: NestedKey = _rows.LABEL,
@@ -131,7 +131,7 @@ class RewardMix(nn.Module):
 
         Args:
             rows: The rows, ``[N]``.
-            time: Their episodes.
+            episodes: Their episodes.
             reward_key: Where the episodes' own rewards are.
             label_key: Where each row's label is, non-tensor.
 
@@ -145,14 +145,14 @@ class RewardMix(nn.Module):
             ValueError: If a label has no recipe or differs within an episode, or a source answers
                 what it must not.
         """
-        labels = self._labels(rows, time, label_key)
+        labels = self._labels(rows, episodes, label_key)
         number = {label: k for k, label in enumerate(self.weights)}
-        of_row = torch.tensor([number[label] for label in labels], device=time.mask.device)
+        of_row = torch.tensor([number[label] for label in labels], device=episodes.mask.device)
         used = set(labels)
         asked: list[int] = []
         calls: list[tuple[str, RewardSource, TensorDictBase]] = []
         places: list[Tensor] = []
-        total = torch.zeros(time.mask.shape, device=time.mask.device)
+        total = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
         scored: dict[int, Tensor] = {}
         for i, source in enumerate(self.sources):
             wanted = [number[x] for x in self.weights if x in used and i in self.weights[x]]
@@ -163,12 +163,12 @@ class RewardMix(nn.Module):
                 continue
             if source == OWN:
                 own = read_entry(rows, reward_key, f"; {_rows.WRITERS[_rows.REWARDS]}")
-                check_like(reward_key, own, _rows.ASSISTANT_MASK, time.mask.shape)
-                scored[i] = rewards_on_sampled(own, time.mask)
+                check_like(reward_key, own, _rows.ASSISTANT_MASK, episodes.mask.shape)
+                scored[i] = rewards_on_sampled(own, episodes.mask)
                 continue
             if getattr(source, "per_episode", False):
                 outcome = torch.zeros_like(wants)
-                outcome[time.outcome_rows()] = True
+                outcome[episodes.outcome_rows()] = True
                 wants &= outcome
             place = wants.nonzero().squeeze(-1)
             if not len(place):
@@ -178,21 +178,23 @@ class RewardMix(nn.Module):
             # By index, which copies: a source cannot change the rows of its caller.
             calls.append((self.names[i], cast(RewardSource, source), rows[place]))
         for i, place, answer in zip(asked, places, ask(calls), strict=True):
-            scored[i] = _place(self.names[i], answer.to(total.device), place, time)
+            scored[i] = _place(self.names[i], answer.to(total.device), place, episodes)
 
         metrics: dict[str, float] = {}
-        episode_label = torch.zeros_like(time.last_token).scatter(0, time.of_row, of_row)
+        episode_label = torch.zeros_like(episodes.last_token).scatter(0, episodes.of_row, of_row)
         for label, weights in self.weights.items():
             for i, weight in weights.items():
                 if label in used and i in scored:
                     mine = of_row == number[label]
                     total += torch.where(mine.unsqueeze(-1), weight * scored[i], 0.0)
-                    score = time.total(scored[i].double())
-                    score = score[(episode_label == number[label]) & (time.last_token >= 0)]
+                    score = episodes.total(scored[i].double())
+                    score = score[(episode_label == number[label]) & (episodes.last_token >= 0)]
                     metrics |= summary(f"reward/{label}/{self.names[i]}", score)
         return total, metrics
 
-    def transformed(self, reward: Tensor, time: EpisodeTime) -> Tensor:
+    def transformed(
+        self, reward: Tensor, episodes: EpisodeIndex, valid: Tensor | None = None
+    ) -> Tensor:
         """Apply the transform where rewards lie.
 
         Those places are each episode's last sampled token, and every other sampled token whose reward
@@ -201,7 +203,8 @@ class RewardMix(nn.Module):
 
         Args:
             reward: ``[N, S]`` float32, zero on masked tokens.
-            time: The rows' episodes.
+            episodes: The rows' episodes.
+            valid: ``[N]`` bool: rejected rows, false here, are not shown and keep their rewards.
 
         Returns:
             ``[N, S]`` float32, zero on masked tokens.
@@ -211,15 +214,17 @@ class RewardMix(nn.Module):
         """
         if self.transform is None:
             return reward
-        rewarded = time.mask & (reward != 0)
-        rewarded.view(-1)[time.last_token[time.last_token >= 0]] = True
+        rewarded = episodes.mask & (reward != 0)
+        rewarded.view(-1)[episodes.last_token[episodes.last_token >= 0]] = True
+        if valid is not None:
+            rewarded &= valid.unsqueeze(-1)
         out = self.transform(reward, rewarded)
         check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
         if not bool(out[rewarded].isfinite().all()):
             raise ValueError("reward_transform(reward, mask) must return finite numbers.")
-        return torch.where(rewarded, out.float(), 0.0)
+        return torch.where(rewarded, out.float(), reward)
 
-    def _labels(self, rows: TensorDictBase, time: EpisodeTime, key: NestedKey) -> list[str]:
+    def _labels(self, rows: TensorDictBase, episodes: EpisodeIndex, key: NestedKey) -> list[str]:
         """The label of every row, of which each has a recipe."""
         labels = read_objects(rows, key)
         known = ", ".join(map(repr, self.weights))
@@ -231,7 +236,7 @@ class RewardMix(nn.Module):
                 )
             return [DEFAULT] * len(rows)
         first: dict[int, str] = {}
-        for n, (label, episode) in enumerate(zip(labels, time.of_row.tolist(), strict=True)):
+        for n, (label, episode) in enumerate(zip(labels, episodes.of_row.tolist(), strict=True)):
             if not isinstance(label, str) or label not in self.weights:
                 raise ValueError(f"{key!r} of row {n} must be one of {known}, got {label!r}.")
             if first.setdefault(episode, label) != label:
@@ -258,9 +263,9 @@ def summary(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/count": float(count)}
 
 
-def _place(name: str, answer: Tensor, place: Tensor, time: EpisodeTime) -> Tensor:
+def _place(name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex) -> Tensor:
     """Put a source's answer about some rows on the tokens of all rows."""
-    out = torch.zeros(time.mask.shape, device=answer.device)
+    out = torch.zeros(episodes.mask.shape, device=answer.device)
     if answer.ndim == 2:
         if answer.shape[1] != out.shape[1]:
             raise ValueError(
@@ -268,11 +273,11 @@ def _place(name: str, answer: Tensor, place: Tensor, time: EpisodeTime) -> Tenso
                 f"tokens of a row, got shape {tuple(answer.shape)}."
             )
         out[place] = answer
-        return rewards_on_sampled(out, time.mask)
+        return rewards_on_sampled(out, episodes.mask)
     score = torch.zeros(len(out), device=answer.device)
     asked = torch.zeros(len(out), dtype=torch.bool, device=answer.device)
     score[place], asked[place] = answer, True
-    last = time.last_token[time.last_token >= 0]
+    last = episodes.last_token[episodes.last_token >= 0]
     row = last // max(1, out.shape[1])
     out.view(-1)[last] = torch.where(asked[row], score[row], 0.0)
     return out

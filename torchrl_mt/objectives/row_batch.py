@@ -9,8 +9,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import check_like, read_entry, read_episode
-from torchrl_mt.objectives.episode_time import EpisodeTime, order_episodes
+from torchrl_mt.objectives._rows import check_like, read_entry, read_episode, read_valid
+from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional._checks import check_mask
 
 
@@ -30,6 +30,7 @@ class ExperienceKeys:
     fork: NestedKey = _rows.FORK
     group: NestedKey = _rows.GROUP
     label: NestedKey = _rows.LABEL
+    valid: NestedKey = _rows.VALID
     sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
     ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
     kl: NestedKey = _rows.KL
@@ -56,13 +57,20 @@ class RowBatch:
     """``[N, S]`` int64 turn id of each token."""
     episode: Tensor
     """``[N]`` int64 episode of each row, copies told apart."""
-    time: EpisodeTime
+    episodes: EpisodeIndex
     """The order in which tokens were sampled."""
+    valid: Tensor
+    """``[N]`` bool: false on the rows of rejected episodes."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, attention mask and mask: what scoring rows takes."""
         return self.tokens, self.attention_mask, self.mask
+
+    @property
+    def counted(self) -> Tensor:
+        """The sampled tokens that enter statistics, ``[N, S]`` bool: those of valid rows."""
+        return self.mask & self.valid.unsqueeze(-1)
 
     def read(self, name: str) -> Tensor:
         """Read another entry that has the tokens' shape, by the name of its key."""
@@ -138,8 +146,16 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
             "sampled by the policy, so there is nothing to learn from."
         )
     episode = read_episode(rows, keys.episode, keys.episode_index, keys.fork)
-    time = order_episodes(mask, turns, episode)
-    return RowBatch(rows, keys, tokens, attention_mask, mask, turns, episode, time)
+    episodes = index_episodes(mask, turns, episode)
+    valid = read_valid(rows, keys.valid, mask)
+    mixed = torch.zeros_like(episode).index_add(0, episodes.of_row, (~valid).to(episode.dtype))
+    mixed = valid & (mixed[episodes.of_row] > 0)
+    if bool(mixed.any()):
+        raise ValueError(
+            f"{keys.valid!r} must be the same on all rows of an episode, but some rows of episode "
+            f"{int(_read(rows, keys, 'episode')[mixed][0])} are rejected and others are not."
+        )
+    return RowBatch(rows, keys, tokens, attention_mask, mask, turns, episode, episodes, valid)
 
 
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:

@@ -18,6 +18,8 @@ from torchrl_mt.objectives.functional.corrections import (
 )
 from torchrl_mt.objectives.functional.degenerate import clip_filter_weight, dynamic_sampling_mask
 from torchrl_mt.objectives.functional.entropy_mask import entropy_mask
+from torchrl_mt.objectives.functional.episode_gae import episode_gae
+from torchrl_mt.objectives.functional.episodes import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional.gae import masked_gae
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.importance import (
@@ -64,6 +66,7 @@ __all__ = [
     "GROUP_ESTIMATORS",
     "OBJECTIVES",
     "Correction",
+    "EpisodeIndex",
     "Moments",
     "Objective",
     "RewardNormalizer",
@@ -80,6 +83,7 @@ __all__ = [
     "dynamic_sampling_mask",
     "effective_sample_size",
     "entropy_mask",
+    "episode_gae",
     "find_corrections",
     "geometric",
     "gmpo",
@@ -87,6 +91,7 @@ __all__ = [
     "gspo",
     "gspo_token",
     "icepop",
+    "index_episodes",
     "index_turns",
     "kl_estimate",
     "log_probs_and_entropy",

@@ -44,7 +44,7 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
 """Kind to estimator. What rejected and lone members and groups without spread get is
 :func:`group_advantage`'s to say; an estimator's own values there only have to be finite."""
 
-_OVER_BATCH = ("batch", "reinforce++")
+OVER_BATCH = ("batch", "reinforce++")
 """Kinds that take the whole batch for one group."""
 
 
@@ -112,7 +112,7 @@ def group_advantage(
         )
     if not returns.numel():
         return returns.float()
-    if kind in _OVER_BATCH:
+    if kind in OVER_BATCH:
         groups = Groups(torch.zeros_like(groups.member), groups.valid, 1)
     returns = torch.where(groups.valid, returns.to(dtype), 0.0)
     advantage = GROUP_ESTIMATORS[kind](returns, groups, lengths, eps).float()

@@ -51,7 +51,8 @@ class RewardNormalizer(nn.Module):
 
     ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 as
     long as all rewards seen are equal. Its state is in buffers: ``state_dict`` saves it. Each worker
-    may count its own and merge the others' ``moments``.
+    may count its own and merge the others' ``moments``. It is a ``reward_transform`` of
+    :class:`~torchrl_mt.objectives.ExperienceMaker`, which counts each batch once.
 
     Args:
         center: Subtract the mean. Without it the sign of a reward is kept, and rewards pass unchanged
@@ -116,8 +117,19 @@ class RewardNormalizer(nn.Module):
         for name, value in vars(merged).items():
             getattr(self, name).copy_(value)
 
-    def forward(self, reward: Tensor) -> Tensor:
-        """Normalise rewards by the statistics as they are: any shape to float32 of that shape."""
+    def forward(self, reward: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalise rewards by the statistics.
+
+        Args:
+            reward: Floating, any shape.
+            mask: Bool, the same shape: rewards to count in first, as :meth:`update` does; by default
+                none, and the statistics stay as they are.
+
+        Returns:
+            float32, the shape of ``reward``.
+        """
+        if mask is not None:
+            self.update(reward, mask)
         device, moments = reward.device, self.moments
         mean = moments.mean.to(device) if self.center else 0.0
         scale = torch.where(moments.spread, 1.0 / (moments.std + self.eps), float(not self.center))

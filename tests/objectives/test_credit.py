@@ -1,0 +1,101 @@
+"""Every kind of advantage is that of the pure functions, and rejected rows enter no statistic."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_mt.objectives import ExperienceMaker
+from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KINDS
+from torchrl_mt.objectives.functional import (
+    bilevel_gae,
+    episode_gae,
+    outcome_advantage,
+    turn_gae,
+    turn_normalize,
+    turn_returns,
+)
+from torchrl_mt.objectives.functional.group import GroupKind
+
+
+class Critic(nn.Module):
+    """A value that is a number for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(24, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, input_ids, attention_mask):
+        return self.table[input_ids]
+
+
+def make(model, kind, **options):
+    critic = Critic() if kind in CRITIC_KINDS else None
+    return ExperienceMaker(model, critic=critic, advantage=kind, **options)
+
+
+def entries(batch):
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    return batch["rewards", "full"], mask, turns, batch["episode"]
+
+
+def test_the_kinds_are_all_that_there_are():
+    assert {*get_args(GroupKind), "turn", "gae", "turn_gae", "bilevel_gae"} == set(ADVANTAGE_KINDS)
+    assert {"grpo", "opo", "max_rl", "reinforce_baseline"} <= set(GROUP_KINDS)
+    assert not {"batch", "reinforce++"} & set(GROUP_KINDS)
+
+
+@pytest.mark.parametrize("kind", [*get_args(GroupKind), "turn"])
+def test_without_a_critic(model, rows, kind):
+    batch = rows(n=12)
+    reward, mask, turns, episode = entries(batch)
+    out = make(model, kind, gamma=0.9)(batch)
+    returns = turn_returns(reward, mask, turns, 0.9, episode=episode)
+    torch.testing.assert_close(out["returns"], returns)
+    if kind == "turn":
+        expected = turn_normalize(returns, mask, turns, episode=episode)
+    else:
+        expected = outcome_advantage(returns, mask, turns, episode, batch["group"], kind)
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
+    assert expected.any()
+
+
+@pytest.mark.parametrize("kind", CRITIC_KINDS)
+def test_with_a_critic(model, rows, kind):
+    batch = rows(n=12)
+    reward, mask, turns, episode = entries(batch)
+    out = make(model, kind, gamma=0.9, lmbda=0.8, turn_gamma=0.7, turn_lmbda=0.6)(batch)
+    given = reward, out["values"], mask, turns, 0.9, 0.8
+    if kind == "bilevel_gae":
+        expected = bilevel_gae(*given, turn_gamma=0.7, turn_lmbda=0.6, episode=episode)
+    else:
+        expected = {"gae": episode_gae, "turn_gae": turn_gae}[kind](*given, episode=episode)
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected[0])
+    torch.testing.assert_close(out["returns"], expected[1])
+    assert expected[0].any()
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_rejected_rows_enter_no_statistic(model, rows, kind, whiten):
+    batch = rows(n=12)
+    kept = ~torch.isin(batch["episode"], batch["episode"][[2, 4]])
+    alone = make(model, kind, whiten=whiten)(rows(n=12)[kept])
+    batch["valid"] = kept
+    batch["rewards", "full"][~kept] = 1e6
+    out = make(model, kind, whiten=whiten)(batch)
+    assert not out["advantage"][~kept].any()
+    torch.testing.assert_close(out["advantage"][kept], alone["advantage"], atol=1e-4, rtol=1e-4)
+
+
+def test_an_episode_is_rejected_whole(model, rows):
+    batch = rows()
+    assert batch["episode"][0] == batch["episode"][1]
+    batch["valid"] = torch.arange(len(batch)) != 1
+    with pytest.raises(ValueError, match="'valid' must be the same on all rows of an episode"):
+        ExperienceMaker(model)(batch)
+    batch["valid"] = torch.ones(len(batch), 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"valid must have shape \(6,\), got \(6, 1\)"):
+        ExperienceMaker(model)(batch)
+    assert "advantage" not in batch
