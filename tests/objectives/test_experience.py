@@ -10,7 +10,7 @@ from transformers import Qwen2ForSequenceClassification
 from torchrl_mt.objectives import ExperienceMaker, row_log_probs
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
-from torchrl_mt.objectives.row_values import row_values
+from torchrl_mt.objectives.scoring.row_values import row_values
 
 
 def scored(rows):

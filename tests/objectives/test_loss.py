@@ -23,7 +23,7 @@ from torchrl_mt.objectives.functional import (
     ppo,
 )
 from torchrl_mt.objectives.functional.objectives import default_clip_epsilon
-from torchrl_mt.objectives.value_head import ValueModel
+from torchrl_mt.objectives.scoring.value_model import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.objectives.row_log_probs import micro_batches, row_log_probs
+from torchrl_mt.objectives.scoring.row_log_probs import micro_batches, row_log_probs
 
 __all__ = ["LogProbCheck", "LogProbError", "agrees", "plain_log_probs", "shows_the_model"]
 

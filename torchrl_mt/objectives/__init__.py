@@ -3,10 +3,12 @@
 from torchrl_mt.objectives.experience import ExperienceMaker
 from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.loss import MultiTurnLoss
-from torchrl_mt.objectives.remote_reward import RemoteReward, RewardError
-from torchrl_mt.objectives.reward_model import ModelReward
-from torchrl_mt.objectives.rewards import RewardMix
-from torchrl_mt.objectives.row_log_probs import row_log_probs
+from torchrl_mt.objectives.rewards.mix import RewardMix
+from torchrl_mt.objectives.rewards.model import ModelReward
+from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
+from torchrl_mt.objectives.scoring.row_log_probs import row_log_probs
+from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.objectives.scoring.value_model import ValueModel
 
 __all__ = [
     "Experience",
@@ -16,5 +18,7 @@ __all__ = [
     "RemoteReward",
     "RewardError",
     "RewardMix",
+    "ValueModel",
     "row_log_probs",
+    "row_values",
 ]

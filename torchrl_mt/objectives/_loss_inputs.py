@@ -14,27 +14,27 @@ from torch import Tensor
 
 from torchrl_mt.objectives._rows import read_entry, read_valid
 from torchrl_mt.objectives.functional._checks import check_shape
-from torchrl_mt.objectives.row_log_probs import scored_tokens
+from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
 MAKER = "; ExperienceMaker writes it"
 HINTS = {
     "sample_log_prob": MAKER,
     "advantage": MAKER,
     "ref_log_probs": f"{MAKER} when it has a ref",
-    "sampler_log_probs": "; MergeTurns writes it where the turns have ('log_probs', 'response')",
-    "returns": MAKER,
-    "values": f"{MAKER} when it has a critic",
+    "sampler_log_prob": "; MergeTurns writes it where the turns have ('log_probs', 'response')",
+    "value_target": MAKER,
+    "value": f"{MAKER} when it has a critic",
 }
 """Who should have written an entry that is missing."""
 
 FLOATING = (
     "sample_log_prob",
-    "sampler_log_probs",
+    "sampler_log_prob",
     "ref_log_probs",
     "advantage",
     "weight",
-    "values",
-    "returns",
+    "value",
+    "value_target",
 )
 """Entries that are turned to float32 and must be finite on the tokens that count."""
 

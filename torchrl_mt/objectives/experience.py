@@ -38,12 +38,12 @@ from torchrl_mt.objectives.kl_control import (
     kl_coefficient,
     update_kl_coefficient,
 )
-from torchrl_mt.objectives.model_forward import check_dtype, scoring_mode
-from torchrl_mt.objectives.packing import check_micro_batch
-from torchrl_mt.objectives.rewards import OWN, Recipe, RewardMix, RewardTransform, summary
+from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform, summary
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
-from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
-from torchrl_mt.objectives.row_values import row_values
+from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
+from torchrl_mt.objectives.scoring.packing import check_micro_batch
+from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.objectives.scoring.row_values import row_values
 
 OldLogProbs = Literal["sampler", "actor"]
 """Whose log-probabilities the importance ratio is taken against."""
@@ -85,9 +85,9 @@ class ExperienceMaker(TensorDictModuleBase):
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
         ref: The reference policy, of the same kinds; without it there is no KL.
-        critic: As :func:`~torchrl_mt.objectives.row_values.row_values` takes it; it makes ``"values"``.
+        critic: As :func:`~torchrl_mt.objectives.row_values` takes it; it makes ``"values"``.
         reward: The source or the sources of rewards, by label
-            (:class:`~torchrl_mt.objectives.rewards.RewardMix`); the episodes' own by default.
+            (:class:`~torchrl_mt.objectives.RewardMix`); the episodes' own by default.
         reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards
             (:meth:`~torchrl_mt.objectives.RewardMix.transformed`): a
             :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or

@@ -41,9 +41,9 @@ from torchrl_mt.objectives.functional._checks import check_choice, check_positiv
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.functional.objectives import default_clip_epsilon, takes
-from torchrl_mt.objectives.model_forward import check_dtype
-from torchrl_mt.objectives.row_log_probs import causal_lm, row_log_probs, scored_tokens
-from torchrl_mt.objectives.row_values import row_values
+from torchrl_mt.objectives.scoring.model_forward import check_dtype
+from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.objectives.scoring.row_values import row_values
 
 Sequences = Literal["row", "turn"]
 """What an objective or a correction of whole sequences takes for one."""
@@ -153,15 +153,15 @@ class MultiTurnLoss(LossModule):
         attention_mask: NestedKey = _rows.ATTENTION_MASK
         assistant_mask: NestedKey = _rows.ASSISTANT_MASK
         sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
-        sampler_log_probs: NestedKey = _rows.SAMPLER_LOG_PROBS
+        sampler_log_prob: NestedKey = _rows.SAMPLER_LOG_PROBS
         ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
         advantage: NestedKey = _rows.ADVANTAGE
         weight: NestedKey = _rows.WEIGHTS
         valid: NestedKey = _rows.VALID
         turns: NestedKey = _rows.TURNS
         group: NestedKey = _rows.GROUP
-        values: NestedKey = _rows.VALUES
-        returns: NestedKey = _rows.RETURNS
+        value: NestedKey = _rows.VALUES
+        value_target: NestedKey = _rows.RETURNS
 
     def __init__(
         self,
@@ -240,12 +240,11 @@ class MultiTurnLoss(LossModule):
         """Name the entries that are read, as ``set_keys`` does."""
         needed = {
             "ref_log_probs": self.kl_coef is not None,
-            "sampler_log_probs": bool(self.corrections)
-            or takes(self.objective, "sampler_log_prob"),
+            "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),
             "turns": self.sequence == "turn",
             "group": self.aggregation == "prompt_mean",
-            "returns": self.critic_network is not None,
-            "values": self.clip_value is not None,
+            "value_target": self.critic_network is not None,
+            "value": self.clip_value is not None,
         }
         always = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
         return always + [name for name, is_needed in needed.items() if is_needed]
@@ -320,7 +319,7 @@ class MultiTurnLoss(LossModule):
         out = policy_diagnostics(log_prob, old, entropy, clipped, mask)
         if self.corrections:
             weight, metrics = correct(
-                self.corrections, old, rows["sampler_log_probs"], mask, turns=rows.get("turns")
+                self.corrections, old, rows["sampler_log_prob"], mask, turns=rows.get("turns")
             )
             loss = loss * weight
             out |= {f"correction_{name}": value for name, value in metrics.items()}
@@ -337,10 +336,10 @@ class MultiTurnLoss(LossModule):
         if self.critic_network is not None:
             value, returns = (
                 row_values(self.critic_network, *inputs, **self.passes),
-                rows["returns"],
+                rows["value_target"],
             )
             error, cut = value_loss(
-                value, returns, mask, old_value=rows.get("values"), clip_value=self.clip_value
+                value, returns, mask, old_value=rows.get("value"), clip_value=self.clip_value
             )
             out["loss_critic"] = self.critic_coef * reduce(error)
             out |= critic_diagnostics(value, returns, cut, mask)
@@ -348,12 +347,8 @@ class MultiTurnLoss(LossModule):
 
     def _extras(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give the objective the entries that it asks for."""
-        names = {"sampler_log_prob": "sampler_log_probs", "turns": "turns"}
-        return {
-            keyword: rows[name]
-            for keyword, name in names.items()
-            if name in rows and takes(self.objective, keyword)
-        }
+        names = ("sampler_log_prob", "turns")
+        return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}
 
 
 def _bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import torch
 
 from torchrl_mt.objectives._rows import read_episode
 from torchrl_mt.objectives.functional import index_episodes
-from torchrl_mt.objectives.rewards import RewardMix
+from torchrl_mt.objectives.rewards.mix import RewardMix
 
 
 def mixed(recipe, batch, **options):

@@ -10,9 +10,13 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from torchrl_mt.objectives import packing_support
-from torchrl_mt.objectives.packing_support import check_packing, packing_fault, takes_lengths
-from torchrl_mt.objectives.row_log_probs import row_log_probs
+from torchrl_mt.objectives.scoring import packing_support
+from torchrl_mt.objectives.scoring.packing_support import (
+    check_packing,
+    packing_fault,
+    takes_lengths,
+)
+from torchrl_mt.objectives.scoring.row_log_probs import row_log_probs
 
 TOKENS = torch.arange(24)
 

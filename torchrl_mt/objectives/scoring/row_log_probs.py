@@ -13,16 +13,16 @@ from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 from torchrl_mt.objectives.functional._checks import check_mask, check_positive
 from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
 from torchrl_mt.objectives.functional.log_probs import log_probs_at
-from torchrl_mt.objectives.model_forward import check_dtype, run_model, scoring_mode
-from torchrl_mt.objectives.output_states import OutputStates, output_states
-from torchrl_mt.objectives.packing import (
+from torchrl_mt.objectives.scoring.model_forward import check_dtype, run_model, scoring_mode
+from torchrl_mt.objectives.scoring.output_states import OutputStates, output_states
+from torchrl_mt.objectives.scoring.packing import (
     ForwardPass,
     check_rows,
     forward_passes,
     micro_batches,
     put_back,
 )
-from torchrl_mt.objectives.packing_support import check_packing, takes_lengths
+from torchrl_mt.objectives.scoring.packing_support import check_packing, takes_lengths
 
 __all__ = ["causal_lm", "micro_batches", "row_log_probs", "scored_tokens", "scoring_mode"]
 
@@ -94,7 +94,7 @@ def row_log_probs(
     Logits are made for the sampled tokens alone and a chunk at a time
     (:func:`~torchrl_mt.objectives.functional.linear_log_probs.linear_log_probs`), unless the model's
     output layer is none that can be computed outside of it
-    (:func:`~torchrl_mt.objectives.output_states.output_states`).
+    (:func:`~torchrl_mt.objectives.scoring.output_states.output_states`).
 
     Args:
         actor: See :func:`causal_lm`.
@@ -104,8 +104,8 @@ def row_log_probs(
         temperature: What the logits are divided by, in float32.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
         packed: Put several rows into one sequence instead of padding each to the longest
-            (:func:`~torchrl_mt.objectives.packing.forward_passes`). The model's attention must keep
-            them apart, which is tried once with a few tokens.
+            (:func:`~torchrl_mt.objectives.scoring.packing.forward_passes`). The model's attention
+            must keep them apart, which is tried once with a few tokens.
         micro_batch_size: Most sequences (rows, or packs of rows) of one forward pass.
         micro_batch_tokens: Most tokens of one forward pass, padding included; a longer row is a pass
             of its own.

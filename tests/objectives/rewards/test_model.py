@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2ForSequenceClassification
 
-from torchrl_mt.objectives.reward_model import ModelReward
+from torchrl_mt.objectives.rewards.model import ModelReward
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.objectives.model_forward import check_dtype, run_model
-from torchrl_mt.objectives.packing import check_rows, forward_passes, put_back
-from torchrl_mt.objectives.packing_support import check_packing, takes_lengths
+from torchrl_mt.objectives.scoring.model_forward import check_dtype, run_model
+from torchrl_mt.objectives.scoring.packing import check_rows, forward_passes, put_back
+from torchrl_mt.objectives.scoring.packing_support import check_packing, takes_lengths
 
 
 def row_values(
@@ -36,13 +36,13 @@ def row_values(
     Args:
         critic: Called with ``input_ids`` and ``attention_mask`` (with ``position_ids`` when packed);
             returns ``[N, L]`` or ``[N, L, 1]``, or an object that has them as ``logits``:
-            :class:`~torchrl_mt.objectives.value_head.ValueModel`, or transformers'
+            :class:`~torchrl_mt.objectives.ValueModel`, or transformers'
             ``AutoModelForTokenClassification`` with ``num_labels=1``.
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens.
         packed: Put several rows into one sequence; see
-            :func:`~torchrl_mt.objectives.row_log_probs.row_log_probs`.
+            :func:`~torchrl_mt.objectives.row_log_probs`.
         micro_batch_size: Most sequences of one forward pass.
         micro_batch_tokens: Most tokens of one forward pass, padding included.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision.

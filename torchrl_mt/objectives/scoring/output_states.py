@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.objectives.model_forward import hooked, run_model
+from torchrl_mt.objectives.scoring.model_forward import hooked, run_model
 
 PROBED = 4
 """Positions at which a call's logits are compared."""
@@ -46,7 +46,7 @@ def output_states(
     Args:
         model: A causal language model.
         inputs: Its keyword arguments, with ``input_ids`` ``[B, L]``.
-        dtype: What to compute in; see :func:`~torchrl_mt.objectives.model_forward.run_model`.
+        dtype: What to compute in; see :func:`~torchrl_mt.objectives.scoring.model_forward.run_model`.
 
     Returns:
         The states; or whole logits ``[B, L, V]`` if the model's output layer is not a plain

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_mt.objectives.row_values import row_values
-from torchrl_mt.objectives.value_head import ValueModel
+from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.objectives.scoring.value_model import ValueModel
 
 
 @pytest.fixture(params=["value model", "token classification"])

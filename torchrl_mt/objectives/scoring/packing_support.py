@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.objectives.model_forward import hooked, run_model, scoring_mode
-from torchrl_mt.objectives.packing import forward_passes
+from torchrl_mt.objectives.scoring.model_forward import hooked, run_model, scoring_mode
+from torchrl_mt.objectives.scoring.packing import forward_passes
 
 _FAULTS: WeakKeyDictionary[nn.Module, dict[str | None, str | None]] = WeakKeyDictionary()
 
@@ -25,7 +25,8 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
     Args:
         model: A causal language model or a critic.
         tokens: Any tokens that it knows.
-        dtype: What it will be computed in; see :func:`~torchrl_mt.objectives.model_forward.run_model`.
+        dtype: What it will be computed in; see
+            :func:`~torchrl_mt.objectives.scoring.model_forward.run_model`.
 
     Raises:
         ValueError: If packed rows are not what they are alone.

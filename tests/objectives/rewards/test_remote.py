@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from tensordict import NonTensorStack
 
-from tests.objectives import reward_server
-from tests.objectives.reward_server import answer, half, nothing, running, status
+from tests.objectives.rewards import reward_server
+from tests.objectives.rewards.reward_server import answer, half, nothing, running, status
 from torchrl_mt.objectives import ExperienceMaker
-from torchrl_mt.objectives.remote_reward import RemoteReward, RewardError
+from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 
 pytest.importorskip("httpx")
 

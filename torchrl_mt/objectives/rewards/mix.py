@@ -20,15 +20,15 @@ from torchrl_mt.objectives._rows import check_like, read_entry, read_objects
 from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional._checks import check_shape
 from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
-from torchrl_mt.objectives.reward_model import ModelReward
-from torchrl_mt.objectives.reward_sources import RewardSource, ask
+from torchrl_mt.objectives.rewards.model import ModelReward
+from torchrl_mt.objectives.rewards.sources import RewardSource, ask
 
 OWN: Literal["episode"] = "episode"
 DEFAULT = "default"
 
 Source = Literal["episode"] | RewardSource | nn.Module
-"""The episode's own rewards, a callable (:mod:`~torchrl_mt.objectives.reward_sources`), or a reward
-model, as :class:`~torchrl_mt.objectives.reward_model.ModelReward` takes it."""
+"""The episode's own rewards, a callable (:mod:`~torchrl_mt.objectives.rewards.sources`), or a reward
+model, as :class:`~torchrl_mt.objectives.ModelReward` takes it."""
 
 Recipe = Source | Sequence[tuple[Source, float]] | Mapping[str, Sequence[tuple[Source, float]]]
 """One source, sources with weights, or those of each label."""
@@ -55,7 +55,7 @@ class RewardMix(nn.Module):
         recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Rows without
             labels have the label ``"default"``.
         transform: What :meth:`transformed` does with the sum; nothing by default.
-        **options: Passed to :class:`~torchrl_mt.objectives.reward_model.ModelReward`.
+        **options: Passed to :class:`~torchrl_mt.objectives.ModelReward`.
 
     Raises:
         TypeError: If a source is none.

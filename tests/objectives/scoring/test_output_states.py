@@ -8,10 +8,10 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrl_mt.objectives import output_states as module
 from torchrl_mt.objectives.functional import linear_log_probs
-from torchrl_mt.objectives.output_states import OutputStates, output_states
-from torchrl_mt.objectives.row_log_probs import row_log_probs
+from torchrl_mt.objectives.scoring import output_states as module
+from torchrl_mt.objectives.scoring.output_states import OutputStates, output_states
+from torchrl_mt.objectives.scoring.row_log_probs import row_log_probs
 
 INPUTS = {
     "input_ids": torch.arange(3, 21).view(3, 6),

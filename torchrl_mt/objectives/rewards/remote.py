@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._rows import read_entry, read_objects
 from torchrl_mt.objectives.functional._checks import check_positive
-from torchrl_mt.objectives.reward_sources import wait_all
+from torchrl_mt.objectives.rewards.sources import wait_all
 
 REFERENCE = "reference"
 _RETRIED = frozenset({408, 425, 429})

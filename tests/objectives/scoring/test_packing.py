@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.objectives.packing import forward_passes, micro_batches, packs, put_back
+from torchrl_mt.objectives.scoring.packing import forward_passes, micro_batches, packs, put_back
 
 
 def sequences(step):

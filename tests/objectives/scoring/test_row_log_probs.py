@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_mt.objectives.row_log_probs import row_log_probs, scored_tokens, scoring_mode
+from torchrl_mt.objectives.scoring.row_log_probs import row_log_probs, scored_tokens, scoring_mode
 
 DEVICES = [
     "cpu",

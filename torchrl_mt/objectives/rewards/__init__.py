@@ -1,0 +1,1 @@
+"""Where rewards come from: episodes, callables, models, servers, and mixes of them by label."""
