@@ -20,6 +20,7 @@ TURNS = ("turns", "full")
 REWARDS = ("rewards", "full")
 TURN_RETURNS = ("rewards", "to_go")
 SHAPED_REWARDS = ("rewards", "shaped")
+EPISODE_SCORE = ("rewards", "episode")
 EPISODE = "episode"
 EPISODE_INDEX = "episode_index"
 FORK = "fork"

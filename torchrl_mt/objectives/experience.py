@@ -7,7 +7,7 @@ changes nothing in the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives.credit import (
     ADVANTAGE_KINDS,
     CRITIC_KINDS,
@@ -25,6 +26,7 @@ from torchrl_mt.objectives.credit import (
     advantage_without_critic,
     returns_to_go,
 )
+from torchrl_mt.objectives.filters import Filter, filter_weight, find_filters, reads_group
 from torchrl_mt.objectives.functional import kl_estimate, masked_whiten
 from torchrl_mt.objectives.functional._checks import (
     check_choice,
@@ -99,6 +101,14 @@ class ExperienceMaker(TensorDictModuleBase):
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         whiten: Normalise the advantages over all sampled tokens of the batch.
+        filters: What writes ``("weights", "full")`` ``[N, S]``, by which :class:`MultiTurnLoss`
+            multiplies the objective: ``"dynamic_sampling"`` (0 in groups whose episodes' scores are
+            all equal), ``"clip_filter"`` (and the other groups weighed up for it), ``"top_entropy"``
+            (the least certain tokens alone; needs ``with_entropy``), a function of rows
+            (:data:`~torchrl_mt.objectives.filters.Filter`; ``partial(top_entropy, rho=0.1)``), or
+            several, whose weights multiply. What the loss divides by stays. To leave rows out of that,
+            too, and not to compute them at all, drop them:
+            ``rows = rows[rows["weights", "full"].any(-1)]``.
         kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
             0 the KL is only written. A KL controller of TorchRL is told each batch's KL, mean per
             token, and what it makes of it holds for the next.
@@ -165,6 +175,7 @@ class ExperienceMaker(TensorDictModuleBase):
         turn_gamma: float = 1.0,
         turn_lmbda: float = 0.95,
         whiten: bool = False,
+        filters: str | Filter | Sequence[str | Filter] = (),
         kl_coef: KLCoefficient = 0.0,
         kl_kind: KLKind = "k1",
         old_log_probs: OldLogProbs = "sampler",
@@ -217,6 +228,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.turn_gamma = turn_gamma
         self.turn_lmbda = turn_lmbda
         self.whiten = whiten
+        self.filters = find_filters(filters)
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -251,13 +263,14 @@ class ExperienceMaker(TensorDictModuleBase):
     def _set_in_and_out_keys(self) -> None:
         """List the entries that are read and written."""
         sampler = self.old_log_probs == "sampler"
-        group = self.advantage in GROUP_KINDS
+        group = self.advantage in GROUP_KINDS or any(map(reads_group, self.filters))
         read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
         read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
         read += ["group"] * group + ["label"] * (len(self.reward.weights) > 1)
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
         write += ["entropy"] * self.with_entropy + ["value"] * (self.critic is not None)
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
+        write += ["weight"] * bool(self.filters)
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
@@ -292,7 +305,7 @@ class ExperienceMaker(TensorDictModuleBase):
         """All that is written, by name, and the metrics."""
         out: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
-        if self.advantage in GROUP_KINDS:
+        if self.advantage in GROUP_KINDS or any(map(reads_group, self.filters)):
             batch.group()
         if self.old_log_probs == "sampler":
             out["sample_log_prob"] = batch.sampler_log_probs()
@@ -325,6 +338,12 @@ class ExperienceMaker(TensorDictModuleBase):
                 reward, batch.episodes, batch.valid
             )
         out |= self._credit(batch, reward, kl_reward, out)
+        if self.filters:
+            completed = batch.with_usual_keys(out)
+            completed.set(_rows.EPISODE_SCORE, batch.scores(reward))
+            out["weight"] = filter_weight(self.filters, completed, batch.counted)
+            kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
+            metrics["kept_fraction"] = float(kept)
         return out, metrics
 
     def _credit(

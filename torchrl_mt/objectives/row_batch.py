@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -39,6 +40,7 @@ class ExperienceKeys:
     shaped_reward: NestedKey = _rows.SHAPED_REWARDS
     value_target: NestedKey = _rows.RETURNS
     advantage: NestedKey = _rows.ADVANTAGE
+    weight: NestedKey = _rows.WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,30 @@ class RowBatch:
             )
         return torch.where(self.mask, log_prob.float(), 0.0)
 
-    def with_usual_keys(self) -> TensorDictBase:
-        """Copy the rows, without their values, such that entries lie under their usual keys, too."""
+    def with_usual_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
+        """Copy the rows, without their values, such that entries lie under their usual keys, too.
+
+        What was ``made`` already, by the names of the keys, is added.
+        """
         out = self.rows.copy()
         for field in fields(self.keys):
             key, usual = getattr(self.keys, field.name), getattr(ExperienceKeys, field.name)
             if key != usual and self.has(field.name):
                 out.set(usual, self.rows.get(key))
+        for name, value in (made or {}).items():
+            out.set(getattr(ExperienceKeys, name), value)
         return out
+
+    def scores(self, reward: Tensor | None) -> Tensor:
+        """Score of each row's episode, ``[N]``: all rewards, or the first turn's return without them."""
+        index = self.episodes
+        if reward is not None:
+            return index.total(reward)[index.of_row]
+        begins = index.ends().roll(1)
+        first = self.read("turn_return").float().flatten()[index.token[begins]]
+        return first.new_zeros(len(index.last_token)).index_copy(0, index.of_token[begins], first)[
+            index.of_row
+        ]
 
 
 def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:

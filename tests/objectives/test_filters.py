@@ -1,0 +1,156 @@
+"""Filters weigh the objective by rows and tokens, by group id and over the whole batch."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives.filters import clip_filter, top_entropy
+from torchrl_mt.objectives.functional import overlong_penalty
+
+WEIGHTS = ("weights", "full")
+
+
+def scored_rows(rows, outcome):
+    """Rows of one-row episodes, each group a pair, whose episodes' scores are those given."""
+    batch = rows(n=len(outcome), suffix_padding=False)
+    mask = batch["masks", "all_assistant_mask"]
+    batch["episode"] = torch.arange(len(outcome)).flip(0)
+    batch["group"] = torch.arange(len(outcome)) // 2 * 5
+    batch["turns", "full"] = torch.zeros_like(batch["turns", "full"])
+    batch["rewards", "full"] = torch.zeros(mask.shape)
+    for n, score in enumerate(outcome):
+        assert mask[n].any()
+        batch["rewards", "full"][n, mask[n].nonzero()[-1, 0]] = score
+    return batch
+
+
+SCORES = [1.0, 0.0, 0.5, 0.5, 2.0, 2.0, 0.0, 3.0]
+SPREAD = torch.tensor([True, True, False, False, False, False, True, True])
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("advantage", ["grpo", "turn"])
+def test_groups_without_spread_get_no_weight(model, other_model, rows, advantage, kl_coef):
+    """Whatever the KL adds to the rewards: it differs between any two episodes."""
+    options = {"ref": other_model, "kl_coef": kl_coef, "advantage": advantage}
+    batch = scored_rows(rows, SCORES)
+    mask = batch["masks", "all_assistant_mask"]
+    plain = ExperienceMaker(model, **options)(batch.clone())
+    for name, factor in [("dynamic_sampling", 1.0), ("clip_filter", 2.0)]:
+        maker = ExperienceMaker(model, filters=name, **options)
+        out = maker(batch.clone())
+        assert torch.equal(out[WEIGHTS], factor * (mask & SPREAD[:, None]))
+        assert torch.equal(out["advantage"], plain["advantage"])
+        assert WEIGHTS in maker.out_keys
+        assert "group" in maker.in_keys
+        assert maker.metrics["kept_fraction"] == pytest.approx(
+            int((mask & SPREAD[:, None]).sum()) / int(mask.sum())
+        )
+        assert torch.equal(maker(out)[WEIGHTS], factor * (mask & SPREAD[:, None]))
+    assert WEIGHTS not in plain.keys(True)
+
+
+def test_returns_that_came_with_the_rows_are_scores_too(model, rows):
+    batch = scored_rows(rows, SCORES)
+    given = ExperienceMaker(model, advantage="turn")(batch.clone())
+    batch["rewards", "to_go"] = given["returns"].clone()
+    batch["rewards", "full"].zero_()
+    out = ExperienceMaker(model, advantage="turn", filters="dynamic_sampling")(batch)
+    assert torch.equal(out[WEIGHTS].any(-1), SPREAD)
+
+
+def test_rejected_rows_neither_make_spread_nor_have_weight(model, rows):
+    batch = scored_rows(rows, [1.0, 0.0, 0.5, 0.5])
+    batch["valid"] = torch.tensor([True, False, True, True])
+    assert not ExperienceMaker(model, filters="dynamic_sampling")(batch)[WEIGHTS].any()
+    batch["valid"] = torch.ones(4, dtype=torch.bool)
+    assert ExperienceMaker(model, filters="dynamic_sampling")(batch)[WEIGHTS].any()
+
+
+def test_dropping_what_has_no_weight_takes_it_out_of_the_mean(model, rows):
+    out = ExperienceMaker(model, filters="dynamic_sampling")(scored_rows(rows, SCORES))
+    loss = MultiTurnLoss(model, objective="reinforce")
+    kept = out[out[WEIGHTS].any(-1)]
+    assert len(kept) == int(SPREAD.sum())
+    tokens, fewer = (int(r["masks", "all_assistant_mask"].sum()) for r in (out, kept))
+    whole, part = loss(out)["loss_objective"], loss(kept)["loss_objective"]
+    torch.testing.assert_close(whole * tokens, part * fewer)
+    assert fewer < tokens
+
+
+@pytest.mark.parametrize("rho", [0.2, 0.6])
+def test_the_least_certain_tokens_alone_are_trained(model, rows, rho):
+    maker = ExperienceMaker(model, with_entropy=True, filters=partial(top_entropy, rho=rho))
+    batch = rows(n=8)
+    batch["valid"] = batch["episode"] != batch["episode"][3]
+    out = maker(batch)
+    mask = batch["masks", "all_assistant_mask"] & batch["valid"][:, None]
+    entropy = out["entropy"][mask]
+    kept = -(-rho * len(entropy) // 1)
+    threshold = entropy.sort(descending=True).values[int(kept) - 1]
+    assert torch.equal(out[WEIGHTS], ((out["entropy"] >= threshold) & mask).float())
+    loss = MultiTurnLoss(model, objective="reinforce")(out)["loss_objective"]
+    alone = batch.clone()
+    alone["advantage"] = out["advantage"] * (out[WEIGHTS] > 0).unsqueeze(-1)
+    alone[WEIGHTS] = torch.ones(mask.shape)
+    expected = MultiTurnLoss(model, objective="reinforce")(alone)["loss_objective"]
+    torch.testing.assert_close(loss, expected)
+
+
+def test_several_multiply_and_keys_may_be_set(model, rows):
+    def half(rows):
+        assert rows["rewards", "episode"].shape == rows.batch_size
+        assert {"advantage", "returns", "entropy"} <= set(rows.keys())
+        return torch.full(rows.batch_size, 0.5)
+
+    batch = scored_rows(rows, SCORES)
+    maker = ExperienceMaker(
+        model,
+        with_entropy=True,
+        filters=[partial(clip_filter, max_weight=1.5), half, "top_entropy"],
+    )
+    out = maker(batch.clone())
+    assert set(out[WEIGHTS].unique().tolist()) == {0.0, 0.75}
+    batch.rename_key_("group", "family")
+    maker.set_keys(group="family", weight="w", entropy="h")
+    other = maker(batch)
+    assert torch.equal(other["w"], out[WEIGHTS])
+    assert WEIGHTS not in other.keys(True)
+
+
+@pytest.mark.parametrize(
+    ("filters", "error", "message"),
+    [
+        ("top_p", ValueError, "filters must be one of 'clip_filter', 'dynamic_sampling'"),
+        ([3], TypeError, "filters must be names or functions of rows, got 3"),
+        ("top_entropy", KeyError, "'entropy'; ExperienceMaker writes it when it has with_entropy"),
+        (lambda rows: torch.ones(2), ValueError, r"of shape \(6,\) or \(6, 12\), got \(2,\)"),
+        (lambda rows: torch.full((6,), torch.nan), ValueError, "finite weights of 0 or more"),
+        (lambda rows: -torch.ones(6), ValueError, "finite weights of 0 or more"),
+    ],
+)
+def test_bad_filters_are_refused_and_nothing_is_written(model, rows, filters, error, message):
+    batch = rows()
+    with pytest.raises(error, match=message):
+        ExperienceMaker(model, filters=filters)(batch)
+    assert set(batch.keys(True)) == set(rows().keys(True))
+
+
+def test_an_overlong_penalty_is_a_source_of_rewards(model, rows):
+    batch = rows()
+    length = batch["masks", "all_assistant_mask"].sum(-1)
+
+    def overlong(rows):
+        lengths = rows["masks", "all_assistant_mask"].sum(-1)
+        return overlong_penalty(lengths, max_length=6, buffer=4)
+
+    maker = ExperienceMaker(model, reward=[("episode", 1.0), (overlong, 0.5)])
+    shaped = maker(batch)["rewards", "shaped"]
+    added = shaped - torch.where(batch["masks", "all_assistant_mask"], rows()["rewards", "full"], 0)
+    for n in range(2, len(batch)):
+        if int((batch["episode"] == batch["episode"][n]).sum()) == 1 and length[n]:
+            expected = 0.5 * min(0.0, max(-1.0, (2 - int(length[n])) / 4))
+            assert float(added[n].sum()) == pytest.approx(expected, abs=1e-5)
+    assert "reward/default/overlong/mean" in maker.metrics
