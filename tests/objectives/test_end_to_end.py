@@ -1,0 +1,186 @@
+"""From games that a model plays to gradients in all of its parameters, whatever is chosen between."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
+from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, geometric
+from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.transforms import MergeTurns
+
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """A model that plays at random, and its tokenizer."""
+    torch.manual_seed(0)
+    return tiny_chat_model(WORDS)
+
+
+@pytest.fixture(scope="module")
+def games(chat) -> TensorDict:
+    """Rows of 8 games in 2 groups, of up to 3 turns."""
+    model, tokenizer = chat
+    engine = TransformersEngine(model, tokenizer)
+    try:
+        with MultiTurnCollector(
+            GuessNumber(8, 3, prompt="guess 1 to {numbers}"),
+            engine,
+            GuessNumber.data(numbers=8),
+            episodes_per_batch=8,
+            total_episodes=8,
+            group_size=4,
+            limits=Limits(max_turns=3, max_response_tokens=4),
+        ) as collector:
+            (turns,) = list(collector)
+    finally:
+        engine.close()
+    rows = MergeTurns(pad_token_id=tokenizer.pad_token_id)(turns)
+    assert len(rows["group"].unique()) == 2
+    return rows
+
+
+@pytest.fixture
+def rows(games):
+    return games.clone()
+
+
+@pytest.fixture
+def actor(chat):
+    return copy.deepcopy(chat[0]).eval()
+
+
+@pytest.fixture
+def critic(chat):
+    critic = ValueModel.from_model(copy.deepcopy(chat[0])).eval()
+    torch.manual_seed(1)
+    torch.nn.init.normal_(critic.head.weight)
+    return critic
+
+
+def moved(model):
+    """A copy whose parameters are a little elsewhere."""
+    model, g = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn(p.shape, generator=g)
+    return model
+
+
+def parity(rows):
+    """A reward that random games have, too."""
+    return 1.0 + (rows["tokens", "full"] * rows["masks", "all_assistant_mask"]).sum(-1) % 3
+
+
+def train(loss, rows):
+    """One backward pass: everything finite, and every parameter reached."""
+    out = loss(rows)
+    assert set(out.keys()) == set(loss.out_keys)
+    assert all(value.isfinite() for value in out.values())
+    sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+    for name, p in loss.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+        assert p.grad.any(), name
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, packed):
+    old_critic = copy.deepcopy(critic)
+    maker = ExperienceMaker(
+        moved(actor),
+        ref=moved(moved(actor)),
+        critic=old_critic,
+        reward=[("episode", 1.0), (parity, 0.5)],
+        advantage=kind,
+        gamma=0.9,
+        kl_coef=0.01,
+        old_log_probs="actor",
+        packed=packed,
+        micro_batch_tokens=64,
+    )
+    experience = maker(rows)
+    assert experience["advantage"].isfinite().all()
+    assert experience["advantage"].any()
+    loss = MultiTurnLoss(
+        actor,
+        critic=critic,
+        clip_value=0.5,
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        correction="token_tis",
+        packed=packed,
+    )
+    out = train(loss, experience)
+    assert 0 < out["ess"] <= 1
+    assert out["correction_ess"] < 1
+
+
+@pytest.fixture(scope="module")
+def experience(chat, games) -> TensorDict:
+    """The games under a policy that has moved since, with a reference."""
+    model = chat[0].eval()
+    maker = ExperienceMaker(
+        moved(model), ref=moved(moved(model)), reward=parity, old_log_probs="actor"
+    )
+    return maker(games.clone())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_and_aggregation_trains(experience, actor, objective, aggregation):
+    loss = MultiTurnLoss(
+        actor,
+        objective=objective,
+        aggregation=aggregation,
+        correction=["icepop", "token_tis"],
+        clip_epsilon=0.9,
+    )
+    train(loss, experience.clone())
+
+
+@pytest.mark.parametrize("sequence", ["row", "turn"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_trains(experience, actor, correction, sequence):
+    if correction == "geometric":
+        correction = partial(geometric, bounds=(0.9, 1.1))
+    objective = "gspo" if sequence == "turn" else "ppo"
+    loss = MultiTurnLoss(
+        actor, objective=objective, correction=correction, sequence=sequence, clip_epsilon=0.9
+    )
+    out = train(loss, experience.clone())
+    assert out["correction_ess"] > 0
+
+
+def test_the_hosts_grpo_loss_is_ppo_with_token_mean(experience, chat, actor):
+    ours = MultiTurnLoss(actor, objective="ppo", aggregation="token_mean", clip_epsilon=0.2)
+    wrapper = TransformersWrapper(
+        actor, tokenizer=chat[1], input_mode="tokens", generate=False, pad_output=True
+    )
+    theirs = GRPOLoss(
+        wrapper,
+        masking_strategy="rlhf",
+        clip_epsilon=0.2,
+        entropy_bonus=False,
+        kl_to_ref_coeff=None,
+    )
+    theirs.set_keys(sample_log_prob=("log_probs", "old"))
+    mine, host = ours(experience.clone()), theirs(experience.clone())
+    assert 0 < mine["clip_fraction"] < 1
+    torch.testing.assert_close(
+        mine["loss_objective"], host.loss_objective.reshape(()), atol=1e-5, rtol=1e-5
+    )
