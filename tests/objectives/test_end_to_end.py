@@ -6,13 +6,16 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 
+from tests.objectives.rewards.reward_server import running
 from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RemoteReward, ValueModel
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, geometric
 from torchrl_mt.testing import tiny_chat_model
@@ -184,3 +187,56 @@ def test_the_hosts_grpo_loss_is_ppo_with_token_mean(experience, chat, actor):
     torch.testing.assert_close(
         mine["loss_objective"], host.loss_objective.reshape(()), atol=1e-5, rtol=1e-5
     )
+
+
+def test_labels_and_references_come_from_the_items_of_data(chat):
+    pytest.importorskip("httpx")
+    model, tokenizer = chat
+    items = [
+        {"number": n, "label": "hard" if n % 2 else "easy", "reference": {"answer": n}}
+        for n in (1, 2, 3, 4)
+    ]
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(100),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(replacement=False),
+        transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
+        batch_size=4,
+    )
+    engine = TransformersEngine(model, tokenizer)
+    with MultiTurnCollector(
+        GuessNumber(8, 2, prompt="guess 1 to {numbers}"),
+        engine,
+        items,
+        episodes_per_batch=4,
+        total_episodes=4,
+        limits=Limits(max_turns=2, max_response_tokens=3),
+        replay_buffer=buffer,
+    ) as collector:
+        for _ in collector:
+            pass
+    engine.close()
+    rows = buffer.sample()
+    of_episode = dict(zip(rows["episode"].tolist(), rows["label"], strict=True))
+    assert sorted(of_episode.values()) == ["easy", "easy", "hard", "hard"]
+    with running() as server:
+        judge = RemoteReward(server.url, tokenizer, name="judge")
+        maker = ExperienceMaker(
+            model,
+            advantage="dr_grpo",
+            reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]},
+        )
+        shaped = maker(rows.clone())["rewards", "shaped"]
+        (sent,) = server.seen
+    assert sorted(reference["answer"] for reference in sent["references"]) == [1, 3]
+    own = rows["rewards", "full"].sum(-1)
+    for n, label in enumerate(rows["label"]):
+        added = 0.0
+        if label == "hard":
+            kept = rows["masks", "all_attention_mask"][n]
+            text = tokenizer.decode(rows["tokens", "full"][n][kept].tolist())
+            added = 0.5 * len(text.split())
+            assert text in sent["queries"]
+        assert float(shaped[n].sum()) == pytest.approx(float(own[n]) + added)
+    assert maker.metrics["reward/hard/judge/count"] == 2
+    assert "reward/easy/judge/mean" not in maker.metrics

@@ -13,6 +13,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from torchrl_mt.transforms.carried import carried
 from torchrl_mt.transforms.row_plan import plan_rows
 
 __all__ = ["MergeTurns"]
@@ -56,7 +57,9 @@ class MergeTurns(Transform):
     - ``"episode"`` and ``"group"`` ``[N]`` int64: the trajectory id and the group of the episode.
       Without ids, episodes are numbered by their place in the batch; without groups, each is its own;
     - ``"episode_index"`` ``[N]`` int64: the episode's place in the batch, which tells copies of one
-      episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up.
+      episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up;
+    - ``"label"`` and ``"reference"`` ``[N]``, or whatever else ``carry`` names: what the episode's
+      turns have under these keys, or the item of data that it was reset with.
 
     Log-probabilities, versions, rewards and returns that the batch lacks are lacking in the rows.
 
@@ -65,6 +68,9 @@ class MergeTurns(Transform):
             what is padding.
         max_length: longest row allowed, in tokens; no limit if ``None``.
         traj_key: where the trajectory id of each turn is.
+        carry: keys of entries that are the same on all turns of an episode, to be carried to its rows:
+            entries of the batch, or, where it has none, of the collector's ``"data"`` (mappings; an
+            item without the key counts as ``None``).
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -92,12 +98,18 @@ class MergeTurns(Transform):
         pad_token_id: int = 0,
         max_length: int | None = None,
         traj_key: NestedKey = ("collector", "traj_ids"),
+        carry: Sequence[NestedKey] = ("label", "reference"),
     ) -> None:
         if not isinstance(pad_token_id, int):
             raise ValueError(f"pad_token_id must be an int, got {pad_token_id!r}.")
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {max_length}.")
+        if isinstance(carry, str):
+            raise ValueError(
+                f"carry must be a sequence of keys, got {carry!r}: write ({carry!r},)."
+            )
         super().__init__()
+        self.carry = tuple(carry)
         self.pad_token_id = pad_token_id
         self.max_length = max_length
         self.traj_key = traj_key
@@ -199,7 +211,12 @@ class MergeTurns(Transform):
         if returns is not None:
             values = returns.float().repeat_interleave(size)
             rows["rewards", "to_go"] = table(0.0, torch.float32, sampled, values)
-        return TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
+        out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
+        for key in self.carry:
+            value = carried(tensordict, key, plan.row_turn)
+            if value is not None:
+                out.set(key, value)
+        return out
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Refuse to act on single steps."""
