@@ -232,7 +232,8 @@ class RewardMix(nn.Module):
             if DEFAULT not in self.weights:
                 raise KeyError(
                     f"rows lack the entry {key!r}, which chooses between reward's recipes, {known}: "
-                    f"carry it over from the episodes, or add a recipe {DEFAULT!r}."
+                    "give the items of data such an entry, which MergeTurns carries to the rows, or "
+                    f"add a recipe {DEFAULT!r}."
                 )
             return [DEFAULT] * len(rows)
         first: dict[int, str] = {}
