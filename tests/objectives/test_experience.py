@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torchrl.data import AdaptiveKLController, ConstantKLController
+from torchrl.modules.llm import TransformersWrapper
 from transformers import Qwen2ForSequenceClassification
 
 from torchrl_mt.objectives import ExperienceMaker, row_log_probs
@@ -86,6 +87,18 @@ def everything(model, other_model, **options):
         kl_coef=0.1,
         **options,
     )
+
+
+def test_torchrls_wrappers_are_models_too(model, other_model, rows, tokenizer):
+    actor, ref = (
+        TransformersWrapper(m, tokenizer=tokenizer, input_mode="tokens", generate=False)
+        for m in (model, other_model)
+    )
+    options = {"old_log_probs": "actor", "kl_coef": 0.1}
+    expected = ExperienceMaker(model, ref=other_model, **options)(rows())
+    out = ExperienceMaker(actor, ref=ref, **options)(rows())
+    for key in expected.keys(True, True):
+        torch.testing.assert_close(out[key], expected[key])
 
 
 def reward_config(model):

@@ -382,7 +382,9 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
             corrections[i] = partial(geometric, bounds=(0.8, 1.2))
     uses_turns = objective in ("gspo", "gspo_token", "gmpo") or len(corrections) == 2
     if sequence == "turn" and not uses_turns:
-        pytest.skip("nothing here asks for sequences")
+        with pytest.raises(ValueError, match="sequence='turn' is for objectives and corrections"):
+            MultiTurnLoss(model, objective=objective, correction=corrections, sequence=sequence)
+        return
     batch = experience()
     mask, masks = batch["masks", "all_assistant_mask"], batch["masks"]
     batch["weights", "full"] = torch.rand(mask.shape)
@@ -411,6 +413,36 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
     torch.testing.assert_close(out["loss_objective"], expected)
     if corrections:
         assert 0 < out["correction_ess"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        (("tokens", "full"), "MergeTurns writes it from the turns'"),
+        (("masks", "all_attention_mask"), "MergeTurns writes it"),
+        (("turns", "full"), "MergeTurns writes it"),
+        ("group", "which the collector writes"),
+        (("log_probs", "old"), "ExperienceMaker writes it"),
+        (("log_probs", "ref"), "ExperienceMaker writes it when it has a ref"),
+        (("log_probs", "full"), "where the turns have"),
+        ("advantage", "ExperienceMaker writes it"),
+    ],
+)
+def test_a_missing_entry_names_who_writes_it(model, experience, key, hint):
+    loss = MultiTurnLoss(
+        model,
+        objective="gspo",
+        aggregation="prompt_mean",
+        correction="token_tis",
+        sequence="turn",
+        kl_coef=0.1,
+    )
+    batch = experience()
+    with pytest.raises(KeyError) as error:
+        loss(batch.exclude(key))
+    message = error.value.args[0]
+    assert message.startswith(f"rows lack the entry {key!r}; ")
+    assert hint in message
 
 
 def test_without_a_need_the_samplers_log_probs_are_not_read(model, experience):

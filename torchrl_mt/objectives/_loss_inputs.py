@@ -47,9 +47,7 @@ def read_inputs(
     Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the tokens that
     count: the sampled ones of valid rows that have a score.
     """
-    rows = {
-        name: read_entry(tensordict, getattr(keys, name), HINTS.get(name, "")) for name in names
-    }
+    rows = {name: read_entry(tensordict, getattr(keys, name), HINTS.get(name)) for name in names}
     weight = tensordict.get(keys.weight, None)
     if weight is not None:
         rows["weight"] = weight

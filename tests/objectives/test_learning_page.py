@@ -1,0 +1,46 @@
+"""The page on learning names all that there is, and its numbers are those of the code."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from torchrl.objectives.llm.grpo import CISPOLoss
+
+from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
+from torchrl_mt.objectives.filters import FILTERS
+from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, cispo, ppo
+from torchrl_mt.objectives.functional.aggregation import Aggregation
+
+PAGE = (Path(__file__).parents[2] / "docs" / "learning.rst").read_text()
+RATIOS = torch.tensor([[0.5, 1.0, 1.5, 4.0]])
+
+
+@pytest.mark.parametrize(
+    "name", [*ADVANTAGE_KINDS, *OBJECTIVES, *CORRECTIONS, *get_args(Aggregation), *FILTERS]
+)
+def test_every_name_is_on_the_page(name):
+    assert f'``"{name}"``' in PAGE
+
+
+def slopes(loss_of):
+    log_prob = RATIOS.log().requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(log_prob).sum(), log_prob)
+    return slope.flatten().tolist()
+
+
+def test_the_slopes_of_cispo_beside_torchrls():
+    mask, one, old = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4), torch.zeros(1, 4)
+    bounds = SimpleNamespace(_clip_bounds=(torch.tensor(0.8).log(), torch.tensor(1.2).log()))
+    expected = {
+        "functional.cispo": slopes(lambda x: cispo(x, old, one, mask, (0.2, 0.2))[0]),
+        "CISPOLoss": slopes(lambda x: CISPOLoss._compute_policy_objective(bounds, x, one)[0]),
+        "functional.ppo": slopes(lambda x: ppo(x, old, one, mask, (0.2, 0.2))[0]),
+    }
+    table = PAGE.split(".. cispo-table")[1]
+    for name, numbers in expected.items():
+        row = re.search(rf"\* - .*{name}.*\n((?:     - [-.\d]+\n){{4}})", table).group(1)
+        shown = [float(x) for x in re.findall(r"     - (\S+)", row)]
+        assert shown == pytest.approx(numbers, abs=5e-3)
