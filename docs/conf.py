@@ -99,6 +99,14 @@ def keep_colons(
         lines[:0] = ["..", ""]  # an empty comment, which has no colon
 
 
+def skip_host_members(
+    app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
+    """Leave out what a class has of the host: ``tensorclass`` puts all of a TensorDict's on it."""
+    home = getattr(getattr(obj, "fget", obj), "__module__", None) or ""
+    return True if home.startswith(("tensordict", "torchrl.")) else None
+
+
 def sign_constructor(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, args: str | None, returns: str | None
 ) -> tuple[str | None, str | None] | None:
@@ -117,3 +125,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", describe_variable)
     app.connect("autodoc-process-docstring", name_bases)
     app.connect("autodoc-process-signature", sign_constructor)
+    app.connect("autodoc-skip-member", skip_host_members)

@@ -48,13 +48,13 @@ def test_entries_of_turns_come_before_items_and_may_be_tensors():
     rows = MergeTurns(carry=("label", "level", "absent"))(batch)
     assert rows["label"] == ["yes", "yes", "too"]
     assert torch.equal(rows["level"], torch.tensor([[1.0], [1.0], [2.0]]))
-    assert "absent" not in rows.keys()
+    assert "absent" not in rows
 
 
 def test_one_object_for_all_turns_and_items_that_are_no_mappings():
     batch = episodes()
     batch["data"] = column(3, None, "x")
-    assert "label" not in MergeTurns()(batch).keys()
+    assert "label" not in MergeTurns()(batch)
     batch["label"] = NonTensorData("only", batch_size=[3])
     assert MergeTurns()(batch).get("label").tolist() == ["only"] * 3
 

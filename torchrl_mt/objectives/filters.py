@@ -21,6 +21,8 @@ from torchrl_mt.objectives.functional import (
 from torchrl_mt.objectives.functional._checks import check_choice
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
+__all__ = ["FILTERS", "Filter", "clip_filter", "dynamic_sampling", "top_entropy"]
+
 Filter = Callable[[TensorDictBase], Tensor]
 """Completed rows, and in ``("rewards", "episode")`` ``[N]`` the score of each row's episode, to
 weights of the rows, ``[N]``, or of their tokens, ``[N, S]``; bool or floating, 0 or more."""

@@ -28,6 +28,7 @@ from torchrl_mt.objectives.functional.importance import (
     sequence_sum,
 )
 from torchrl_mt.objectives.functional.kl import kl_estimate
+from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
 from torchrl_mt.objectives.functional.log_probs import (
     log_probs_and_entropy,
     token_entropy,
@@ -94,6 +95,7 @@ __all__ = [
     "index_episodes",
     "index_turns",
     "kl_estimate",
+    "linear_log_probs",
     "log_probs_and_entropy",
     "masked_gae",
     "masked_moments",

@@ -92,7 +92,7 @@ def row_log_probs(
     """Score the sampled tokens of rows.
 
     Logits are made for the sampled tokens alone and a chunk at a time
-    (:func:`~torchrl_mt.objectives.functional.linear_log_probs.linear_log_probs`), unless the model's
+    (:func:`~torchrl_mt.objectives.functional.linear_log_probs`), unless the model's
     output layer is none that can be computed outside of it
     (:func:`~torchrl_mt.objectives.scoring.output_states.output_states`).
 
