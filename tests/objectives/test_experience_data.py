@@ -65,7 +65,7 @@ def test_what_was_not_made_is_none(model, rows):
     for name in ["base_action_log_probs", "values", "kl", "action_entropy"]:
         assert getattr(experience, name) is None
     assert experience.to("meta").kl is None
-    with pytest.raises(KeyError, match="ExperienceMaker completes rows"):
+    with pytest.raises(KeyError, match=r"'old'.*; ExperienceMaker writes it"):
         Experience.from_rows(rows())
 
 

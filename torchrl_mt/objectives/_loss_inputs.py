@@ -16,17 +16,6 @@ from torchrl_mt.objectives._rows import read_entry, read_valid
 from torchrl_mt.objectives.functional._checks import check_shape
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
-MAKER = "; ExperienceMaker writes it"
-HINTS = {
-    "sample_log_prob": MAKER,
-    "advantage": MAKER,
-    "ref_log_probs": f"{MAKER} when it has a ref",
-    "sampler_log_prob": "; MergeTurns writes it where the turns have ('log_probs', 'response')",
-    "value_target": MAKER,
-    "value": f"{MAKER} when it has a critic",
-}
-"""Who should have written an entry that is missing."""
-
 FLOATING = (
     "sample_log_prob",
     "sampler_log_prob",
@@ -47,7 +36,10 @@ def read_inputs(
     Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the tokens that
     count: the sampled ones of valid rows that have a score.
     """
-    rows = {name: read_entry(tensordict, getattr(keys, name), HINTS.get(name)) for name in names}
+    usual = type(keys)()
+    rows = {
+        name: read_entry(tensordict, getattr(keys, name), getattr(usual, name)) for name in names
+    }
     weight = tensordict.get(keys.weight, None)
     if weight is not None:
         rows["weight"] = weight

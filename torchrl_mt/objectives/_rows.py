@@ -35,6 +35,7 @@ ADVANTAGE = "advantage"
 WEIGHTS = ("weights", "full")
 
 _MERGED = "MergeTurns writes it"
+_MADE = "ExperienceMaker writes it"
 WRITERS: dict[NestedKey, str] = {
     TOKENS: f"{_MERGED} from the turns' ('tokens', 'prompt') and ('tokens', 'response')",
     ATTENTION_MASK: _MERGED,
@@ -44,16 +45,27 @@ WRITERS: dict[NestedKey, str] = {
     REWARDS: f"{_MERGED} where the turns have ('next', 'reward')",
     EPISODE: _MERGED,
     GROUP: f"{_MERGED} from the turns' 'group', which the collector writes",
+    OLD_LOG_PROBS: _MADE,
+    REF_LOG_PROBS: f"{_MADE} when it has a ref",
+    ENTROPY: f"{_MADE} when it has with_entropy=True",
+    VALUES: f"{_MADE} when it has a critic",
+    RETURNS: _MADE,
+    ADVANTAGE: _MADE,
 }
 """Who should have written an entry that is missing."""
 
 
-def read_entry(rows: TensorDictBase, key: NestedKey, hint: str | None = None) -> Tensor:
-    """Read an entry, or say which one is missing and who makes it."""
+def read_entry(
+    rows: TensorDictBase, key: NestedKey, usual: NestedKey | None = None, *, hint: str = ""
+) -> Tensor:
+    """Read an entry, or say which one is missing and who makes it.
+
+    ``usual`` is the key that the entry has where nobody changed it.
+    """
     value = rows.get(key, None)
     if value is None:
-        if hint is None:
-            hint = f"; {WRITERS[key]}" if key in WRITERS else ""
+        writer = WRITERS.get(key if usual is None else usual)
+        hint = hint if writer is None else f"; {writer}{hint}"
         found = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
         raise KeyError(f"rows lack the entry {key!r}{hint}; found {', '.join(found)}.")
     return value
@@ -93,8 +105,7 @@ def read_episode(
 
     Refuses a row that is there twice: its rewards would count twice in one episode.
     """
-    hint = f"; {WRITERS[EPISODE]}"
-    episode = read_entry(rows, episode_key, hint)
+    episode = read_entry(rows, episode_key, EPISODE)
     check_like(episode_key, episode, "batch_size", rows.batch_size)
     copy, fork = rows.get(index_key, None), rows.get(fork_key, None)
     if copy is not None:

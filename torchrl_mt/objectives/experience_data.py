@@ -101,7 +101,7 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
             if field in _OPTIONAL:
                 found[field] = rows.get(key, None)
             else:
-                found[field] = read_entry(rows, key, "; ExperienceMaker completes rows")
+                found[field] = read_entry(rows, key, getattr(ExperienceKeys, _NAMES[field]))
         found["advantages"] = found["advantages"].squeeze(-1)
         info = rows.exclude(*where.values())
         return cls(**found, info=info, batch_size=rows.batch_size, device=rows.device)

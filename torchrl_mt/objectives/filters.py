@@ -69,9 +69,7 @@ def top_entropy(rows: TensorDictBase, *, rho: float = 0.2) -> Tensor:
     Returns:
         ``[N, S]`` bool.
     """
-    entropy = read_entry(
-        rows, _rows.ENTROPY, "; ExperienceMaker writes it when it has with_entropy=True"
-    )
+    entropy = read_entry(rows, _rows.ENTROPY)
     mask = scored_tokens(
         read_entry(rows, _rows.ATTENTION_MASK), read_entry(rows, _rows.ASSISTANT_MASK)
     )
@@ -153,8 +151,8 @@ def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor)
 
 def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
     """Score of each row's episode, and its group."""
-    hint = "; ExperienceMaker gives it to its filters"
-    return read_entry(rows, _rows.EPISODE_SCORE, hint), read_entry(rows, _rows.GROUP)
+    score = read_entry(rows, _rows.EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters")
+    return score, read_entry(rows, _rows.GROUP)
 
 
 def _valid(rows: TensorDictBase) -> Tensor:

@@ -178,8 +178,5 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
 
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:
     """Read an entry by the name of its key."""
-    usual = getattr(ExperienceKeys, name)
-    hint = f"; {_rows.WRITERS[usual]}" if usual in _rows.WRITERS else ""
-    if name == "sampler_log_prob":
-        hint += "; old_log_probs='actor' does without"
-    return read_entry(rows, getattr(keys, name), hint)
+    hint = "; old_log_probs='actor' does without" if name == "sampler_log_prob" else ""
+    return read_entry(rows, getattr(keys, name), getattr(ExperienceKeys, name), hint=hint)

@@ -59,6 +59,14 @@ def test_as_a_loss_term_the_expected_gradient_is_that_of_the_kl(kind):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k3", "k3+"])
+def test_the_expected_value_is_the_kl(kind):
+    g = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 6, generator=g, dtype=torch.float64).log_softmax(-1)
+    per_token = kl_estimate(p, q, kind)
+    torch.testing.assert_close((p.exp() * per_token).sum(), (p.exp() * (p - q)).sum())
+
+
 def test_k3_plus_reports_the_value_of_k3_exactly():
     log_prob, ref = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.equal(kl_estimate(log_prob, ref, "k3+"), kl_estimate(log_prob, ref, "k3"))

@@ -162,7 +162,7 @@ class RewardMix(nn.Module):
             if not wanted:
                 continue
             if source == OWN:
-                own = read_entry(rows, reward_key, f"; {_rows.WRITERS[_rows.REWARDS]}")
+                own = read_entry(rows, reward_key, _rows.REWARDS)
                 check_like(reward_key, own, _rows.ASSISTANT_MASK, episodes.mask.shape)
                 scored[i] = rewards_on_sampled(own, episodes.mask)
                 continue

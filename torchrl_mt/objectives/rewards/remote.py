@@ -170,7 +170,7 @@ class RemoteReward:
         if references is not None:
             columns["references"] = references
         elif self.reference_key is not None:
-            read_entry(rows, key, f", which {self.name!r} sends as references")
+            read_entry(rows, key, hint=f", which {self.name!r} sends as references")
         starts = range(0, len(rows), self.batch_size)
         bodies = [{k: v[i : i + self.batch_size] for k, v in columns.items()} for i in starts]
         try:
