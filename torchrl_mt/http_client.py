@@ -37,9 +37,12 @@ class HttpError(RuntimeError):
         reason: what happened the last time.
     """
 
+    asked = "POST"
+    """What the message begins with, before the address."""
+
     def __init__(self, url: str, attempts: int, reason: str) -> None:
         times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-        super().__init__(f"POST {url} failed after {times}: {reason}")
+        super().__init__(f"{self.asked} {url} failed after {times}: {reason}")
         self.url = url
         self.attempts = attempts
         self.reason = reason

@@ -5,24 +5,20 @@ The error names the address, how often it was asked and what came; there is no d
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from tensordict import NestedKey, TensorDictBase
 
+from torchrl_mt.http_client import HttpClient, HttpError
 from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._rows import read_entry, read_objects
-from torchrl_mt.objectives.functional._checks import check_positive
 from torchrl_mt.objectives.rewards.sources import wait_all
 
 REFERENCE = "reference"
-_RETRIED = frozenset({408, 425, 429})
-"""Refusals that may pass; so may every 5xx."""
-_LONGEST_BACKOFF = 60.0
 _QUOTED = 200
 """Characters of an answer that an error quotes."""
 
@@ -34,7 +30,7 @@ class Decoder(Protocol):
         """Return the text of tokens."""
 
 
-class RewardError(RuntimeError):
+class RewardError(HttpError):
     """A reward server gave no rewards.
 
     Args:
@@ -43,11 +39,7 @@ class RewardError(RuntimeError):
         reason: What came of it the last time.
     """
 
-    def __init__(self, url: str, attempts: int, reason: str) -> None:
-        times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-        super().__init__(f"reward server {url} failed after {times}: {reason}")
-        self.url = url
-        self.attempts = attempts
+    asked = "reward server"
 
 
 class RemoteReward:
@@ -97,32 +89,23 @@ class RemoteReward:
         reference_key: NestedKey | None = None,
         skip_special_tokens: bool = False,
     ) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ImportError(
-                "RemoteReward needs httpx: pip install 'torchrl-mt[server]'"
-            ) from None
         for what, value in (("batch_size", batch_size), ("max_concurrency", max_concurrency)):
             if value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}.")
-        if max_retries < 0 or backoff < 0:
-            raise ValueError(
-                f"max_retries and backoff must be 0 or more, got {max_retries} and {backoff}."
-            )
-        check_positive("timeout", timeout)
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {url!r}.")
-        self._httpx = httpx
+        self._client = HttpClient(
+            url,
+            headers=headers,
+            timeout=timeout,
+            max_retries=max_retries,
+            backoff=backoff,
+            max_connections=max_concurrency,
+            name="reward source",
+            error=RewardError,
+        )
         self.url = url
         self.tokenizer = tokenizer
         self.name = url if name is None else name
         self.batch_size = batch_size
-        self.max_concurrency = max_concurrency
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self.backoff = backoff
-        self.headers = dict(headers or {})
         self.reference_key = reference_key
         self.skip_special_tokens = skip_special_tokens
 
@@ -140,21 +123,10 @@ class RemoteReward:
             RewardError: If the server refuses, does not answer, or answers something else.
         """
         bodies = self._bodies(rows)
-        httpx, enough = self._httpx, asyncio.Semaphore(self.max_concurrency)
-        # The time limit is set on whole attempts: httpx's are on single reads and writes.
-        async with httpx.AsyncClient(
-            headers=self.headers,
-            timeout=None,
-            limits=httpx.Limits(max_connections=self.max_concurrency),
-            # Reading the certificates takes longer than a request on a local network.
-            verify=httpx.create_ssl_context() if self.url.startswith("https:") else False,
-        ) as client:
-
-            async def one(body: dict[str, list[Any]]) -> list[float]:
-                async with enough:
-                    return await self._post(client, body)
-
-            parts = await wait_all(one(body) for body in bodies)
+        parts = await wait_all(
+            self._client.post(body, partial(_rewards, count=len(body["queries"])))
+            for body in bodies
+        )
         return [reward for part in parts for reward in part]
 
     def _bodies(self, rows: TensorDictBase) -> list[dict[str, list[Any]]]:
@@ -174,7 +146,7 @@ class RemoteReward:
         starts = range(0, len(rows), self.batch_size)
         bodies = [{k: v[i : i + self.batch_size] for k, v in columns.items()} for i in starts]
         try:
-            json.dumps(references)
+            json.dumps(references, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise TypeError(f"the entry {key!r} of rows must be fit for JSON: {error}.") from error
         return bodies
@@ -186,59 +158,22 @@ class RemoteReward:
             for row, kept in zip(tokens.cpu(), mask.cpu(), strict=True)
         ]
 
-    async def _post(self, client: Any, body: dict[str, list[Any]]) -> list[float]:
-        """Try until an attempt succeeds."""
-        attempt = 0
-        cause: Exception | None = None
-        while True:
-            attempt, wait = attempt + 1, 0.0
-            try:
-                response = await asyncio.wait_for(client.post(self.url, json=body), self.timeout)
-            except asyncio.TimeoutError as error:
-                cause, reason = error, f"no answer within {self.timeout} seconds"
-            except (self._httpx.TransportError, self._httpx.DecodingError) as error:
-                cause, reason = error, f"{type(error).__name__}: {error or 'no message'}"
-            else:
-                if response.is_success:
-                    return self._rewards(response, len(body["queries"]), attempt)
-                status = response.status_code
-                cause, reason = None, f"status {status}: {response.text[:_QUOTED]!r}"
-                if status not in _RETRIED and status < 500:
-                    raise RewardError(self.url, attempt, reason)
-                wait = _seconds(response.headers.get("retry-after"))
-            if attempt > self.max_retries or wait > self.timeout:
-                raise RewardError(self.url, attempt, reason) from cause
-            pause = min(self.backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
-            # Spread out, so that requests that failed together do not come back together.
-            await asyncio.sleep(max(wait, pause * random.uniform(0.5, 1.5)))
 
-    def _rewards(self, response: Any, count: int, attempt: int) -> list[float]:
-        """The rewards of an answer, if it has them all."""
+def _rewards(answer: Any, count: int) -> list[float]:
+    """The rewards of an answer, if it has them all."""
 
-        def fail(what: str) -> RewardError:
-            return RewardError(self.url, attempt, f"{what}; it sent {response.text[:_QUOTED]!r}")
+    def fail(what: str) -> ValueError:
+        return ValueError(f"{what}; it sent {str(answer)[:_QUOTED]}")
 
-        try:
-            answer = json.loads(response.content)
-        except ValueError:
-            raise fail("the answer is no JSON") from None
-        rewards = answer.get("rewards") if isinstance(answer, dict) else None
-        if not isinstance(rewards, list):
-            raise fail("the answer must be {'rewards': [...]}")
-        if len(rewards) != count:
-            raise fail(f"{count} queries were sent and {len(rewards)} rewards came back")
-        for i, reward in enumerate(rewards):
-            if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-                raise fail(f"reward {i} must be a number, got {reward!r}")
-            # Also refuses what is too large for float32.
-            if not abs(reward) < 3.4e38 or not math.isfinite(reward):
-                raise fail(f"reward {i} must be a finite number, got {reward!r}")
-        return [float(reward) for reward in rewards]
-
-
-def _seconds(header: str | None) -> float:
-    """Seconds that a server asks to wait; a date counts as none."""
-    try:
-        return max(0.0, float(header or 0.0))
-    except ValueError:
-        return 0.0
+    rewards = answer.get("rewards") if isinstance(answer, dict) else None
+    if not isinstance(rewards, list):
+        raise fail("the answer must be {'rewards': [...]}")
+    if len(rewards) != count:
+        raise fail(f"{count} queries were sent and {len(rewards)} rewards came back")
+    for i, reward in enumerate(rewards):
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+            raise fail(f"reward {i} must be a number, got {reward!r}")
+        # Also refuses what is too large for float32.
+        if not abs(reward) < 3.4e38 or not math.isfinite(reward):
+            raise fail(f"reward {i} must be a finite number, got {reward!r}")
+    return [float(reward) for reward in rewards]
