@@ -21,6 +21,13 @@ from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, geometric
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
+]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
 
@@ -78,7 +85,7 @@ def moved(model):
     model, g = copy.deepcopy(model), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.02 * torch.randn(p.shape, generator=g)
+            p += 0.02 * torch.randn(p.shape, generator=g).to(p.device)
     return model
 
 
@@ -100,9 +107,11 @@ def train(loss, rows):
     return out
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
-def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, packed):
+def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, packed, device):
+    rows, actor, critic = (x.to(device) for x in (rows, actor, critic))
     old_critic = copy.deepcopy(critic)
     maker = ExperienceMaker(
         moved(actor),
@@ -112,6 +121,7 @@ def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, pack
         advantage=kind,
         gamma=0.9,
         kl_coef=0.01,
+        filters="clip_filter",
         old_log_probs="actor",
         packed=packed,
         micro_batch_tokens=64,

@@ -61,6 +61,19 @@ def test_returns_that_came_with_the_rows_are_scores_too(model, rows):
     assert torch.equal(out[WEIGHTS].any(-1), SPREAD)
 
 
+def test_equal_scores_are_no_spread_in_whatever_order_they_were_earned(model, rows):
+    batch = rows(n=2, s=40, suffix_padding=False)
+    batch["episode"], batch["group"] = torch.tensor([0, 1]), torch.tensor([0, 0])
+    batch["rewards", "full"].zero_()
+    parts = [0.1, 0.2, 0.7, 1e-3, 5.0, 0.3]
+    for n, order in enumerate((parts, parts[::-1])):
+        places = batch["masks", "all_assistant_mask"][n].nonzero()[: len(parts), 0]
+        batch["rewards", "full"][n, places] = torch.tensor(order)
+    out = ExperienceMaker(model, filters="dynamic_sampling")(batch)
+    assert not out["weights", "full"].any()
+    assert not out["advantage"].any()
+
+
 def test_rejected_rows_neither_make_spread_nor_have_weight(model, rows):
     batch = scored_rows(rows, [1.0, 0.0, 0.5, 0.5])
     batch["valid"] = torch.tensor([True, False, True, True])

@@ -13,6 +13,7 @@ from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._rows import check_like, read_entry, read_episode, read_valid
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional._checks import check_mask
+from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
 
 
 @dataclass
@@ -123,7 +124,9 @@ class RowBatch:
         """Score of each row's episode, ``[N]``: all rewards, or the first turn's return without them."""
         index = self.episodes
         if reward is not None:
-            return index.total(reward)[index.of_row]
+            # Equal scores must come out equal in whatever order they were earned.
+            total = index.total(reward.to(accumulation_dtype(reward.device)))
+            return total.float()[index.of_row]
         begins = index.ends().roll(1)
         first = self.read("turn_return").float().flatten()[index.token[begins]]
         return first.new_zeros(len(index.last_token)).index_copy(0, index.of_token[begins], first)[
