@@ -87,8 +87,9 @@ def sampled_recurrence(
     if decay == 0.0:
         return rewards_on_sampled(x, mask)
     count = sampled_so_far(mask) if count is None else count
-    x = x.to(accumulation_dtype(x.device), copy=True)
-    y = _suffix_sums_(x, count, decay).to(torch.float32, copy=True)
+    # Turned around while the numbers are small in memory.
+    x = x.flip(-1).to(accumulation_dtype(x.device), copy=True)
+    y = _running_sums_(x, count.flip(-1), decay).to(torch.float32).flip(-1)
     # Up to the first sampled token no time passes: what all of it amounts to stands at the start.
     y.scatter_(-1, first_sampled(count), y[..., :1].clone())
     return torch.where(mask, y, torch.zeros_like(y))
@@ -108,10 +109,11 @@ def first_sampled(count: Tensor) -> Tensor:
     return torch.searchsorted(count, one).clamp_(max=count.shape[-1] - 1)
 
 
-def _suffix_sums_(x: Tensor, count: Tensor, decay: float) -> Tensor:
+def _running_sums_(x: Tensor, count: Tensor, decay: float) -> Tensor:
     """Sum ``decay ** (number[u] - number[t]) * x[u]`` over ``u >= t``: ``[..., S]``; spends ``x``.
 
-    ``number`` is the sampled token that a position belongs to: 1, 2, ... in each row.
+    The last position comes first in all of these. ``number`` is the sampled token that a position
+    belongs to: 1, 2, ... in each row.
     """
     size = x.shape[-1]
     blocks, length = _blocks(size, decay, x.dtype)
@@ -120,30 +122,31 @@ def _suffix_sums_(x: Tensor, count: Tensor, decay: float) -> Tensor:
         x = torch.nn.functional.pad(x, (0, fill))
         count = torch.cat([count, count[..., -1:].expand(*count.shape[:-1], fill)], dim=-1)
     x, count = x.unflatten(-1, (blocks, length)), count.unflatten(-1, (blocks, length))
-    start = count[..., 0].clamp(min=1)
+    start = count[..., -1].clamp(min=1)
     if blocks > 1:
         count = count - (start - 1).unsqueeze(-1)
     # Entry 0 is for tokens before the first sampled one, which are numbered with it.
     powers = decay ** torch.arange(-1, length, dtype=x.dtype, device=x.device).clamp(min=0)
     weight = powers.index_select(0, count.flatten()).view_as(x)
     # In place: on a CPU, fresh memory for each step costs more than the steps.
-    sums = x.mul_(weight).flip(-1).cumsum_(dim=-1).flip(-1)
+    sums = x.mul_(weight).cumsum_(dim=-1)
     if blocks > 1:
-        span = start[..., 1:] - start[..., :-1]
-        sums += _from_later_blocks(sums[..., 0], decay ** span.to(x.dtype))
+        span = start[..., :-1] - start[..., 1:]
+        sums += _from_later_blocks(sums[..., -1], decay ** span.to(x.dtype))
     return sums.div_(weight).flatten(-2)[..., :size]
 
 
 def _from_later_blocks(sums: Tensor, through: Tensor) -> Tensor:
-    """What each block's later ones add to its sums: ``[..., blocks, 1]``.
+    """What each block's later ones add to its sums: ``[..., blocks, 1]``; the last comes first.
 
     ``sums`` is ``[..., blocks]``, each block's own at its start, and ``through`` the factor from one
     start to the next, ``[..., blocks - 1]``.
     """
-    at_start = reverse_linear_recurrence(sums, torch.nn.functional.pad(through, (0, 1)))
+    later = torch.nn.functional.pad(through, (1, 0))
+    at_start = reverse_linear_recurrence(sums.flip(-1), later.flip(-1)).flip(-1)
     # Masked, not multiplied by 0: what comes later may be infinite.
-    handed = torch.where(through == 0, 0.0, through * at_start[..., 1:])
-    return torch.nn.functional.pad(handed, (0, 1)).unsqueeze(-1)
+    handed = torch.where(through == 0, 0.0, through * at_start[..., :-1])
+    return torch.nn.functional.pad(handed, (1, 0)).unsqueeze(-1)
 
 
 def _blocks(size: int, decay: float, dtype: torch.dtype) -> tuple[int, int]:

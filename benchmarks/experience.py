@@ -1,0 +1,431 @@
+"""What learning from rows costs: estimators, forward passes, and memory.
+
+Estimators run on 512 rows of 4,096 tokens, sampled in stretches of 64 to 128 with as long ones of the
+environment's between. *Floor* is to read what is read and to write what is written once, at the speed of
+a copy. Forward and backward passes are of a small Qwen2. Contenders take turns, medians count. On a
+busy machine, several threads wait for each other: measure on one.
+
+    OMP_NUM_THREADS=1 python benchmarks/experience.py
+    python benchmarks/experience.py --device cuda --dtype bfloat16 --width 896 --layers 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_mt.objectives import functional as F
+from torchrl_mt.objectives import row_log_probs
+
+Row = tuple[str, ...]
+
+ROWS, TOKENS, TURN = 512, 4096, 64
+GAMMA, LMBDA = 0.99, 0.95
+GROUP = 8
+"""Rows that share a prompt."""
+
+
+class Part(NamedTuple):
+    """One table."""
+
+    header: Row
+    widths: tuple[int, ...]
+    """Of the columns, in per cent of the page."""
+    rows: Callable[[argparse.Namespace], Iterable[Row]]
+
+
+def medians(device: str, repeats: int, *contenders: Callable[[], object]) -> list[float]:
+    """Median seconds of each; they take turns, so that what disturbs one disturbs all."""
+    times: list[list[float]] = [[] for _ in contenders]
+    for turn in range(repeats + 1):
+        for contender, seconds in zip(contenders, times, strict=True):
+            begin = time.perf_counter()
+            contender()
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            if turn:  # the first turn allocates and fills caches
+                seconds.append(time.perf_counter() - begin)
+    return [statistics.median(seconds) for seconds in times]
+
+
+# Estimators
+
+
+def turns_of_tokens(device: str) -> tuple[Tensor, Tensor]:
+    """Which tokens are sampled, and the turn of each; padding behind."""
+    ends = torch.randint(TURN, 2 * TURN, (ROWS, TOKENS // TURN)).cumsum(-1)
+    stretch = torch.searchsorted(ends, torch.arange(TOKENS).repeat(ROWS, 1), right=True)
+    here = torch.arange(TOKENS) < torch.randint(TOKENS // 2, TOKENS + 1, (ROWS, 1))
+    turns = torch.where(here, stretch // 2, -1)
+    return ((stretch % 2 == 1) & here).to(device), turns.to(device)
+
+
+def gae_by_position(reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """The recursion as it is written down, a position of all rows at a time."""
+    advantage = torch.zeros_like(reward)
+    following = torch.zeros(len(reward), device=reward.device)
+    next_value = torch.zeros_like(following)
+    for t in range(reward.shape[1] - 1, -1, -1):
+        here = mask[:, t]
+        delta = reward[:, t] + GAMMA * next_value - value[:, t]
+        following = torch.where(here, delta + GAMMA * LMBDA * following, following)
+        next_value = torch.where(here, value[:, t], next_value)
+        advantage[:, t] = torch.where(here, following, 0.0)
+    return advantage
+
+
+def gae_by_token(reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """The same over plain numbers, a token at a time."""
+    rows = []
+    for rewards, values, sampled in zip(*(x.tolist() for x in (reward, value, mask)), strict=True):
+        out, following, next_value = [0.0] * len(rewards), 0.0, 0.0
+        for t in range(len(rewards) - 1, -1, -1):
+            if sampled[t]:
+                delta = rewards[t] + GAMMA * next_value - values[t]
+                out[t] = following = delta + GAMMA * LMBDA * following
+                next_value = values[t]
+        rows.append(out)
+    return torch.tensor(rows, device=reward.device)
+
+
+def recursions(args: argparse.Namespace) -> Iterator[Row]:
+    """``masked_gae`` beside the same recursion as loops, and TorchRL's estimate, which has no mask."""
+    device = args.device
+    mask, _ = turns_of_tokens(device)
+    reward, value = torch.randn(2, ROWS, TOKENS, device=device) * mask
+    done = torch.zeros(ROWS, TOKENS, 1, dtype=torch.bool, device=device)
+    done[:, -1] = True
+    next_value = value.roll(-1, 1)
+
+    def ours() -> Tensor:
+        return F.masked_gae(reward, value, mask, GAMMA, LMBDA)[0]
+
+    def torchrl() -> object:
+        columns = (value, next_value, reward)
+        return vec_generalized_advantage_estimate(
+            GAMMA, LMBDA, *(column[..., None] for column in columns), done, done
+        )
+
+    torch.testing.assert_close(ours(), gae_by_token(reward, value, mask), rtol=1e-3, atol=1e-3)
+    few = max(1, args.repeats // 5)
+    for name, repeats, other in (
+        ("a loop over tokens, plain numbers", few, partial(gae_by_token, reward, value, mask)),
+        (
+            "a loop over positions, all rows at once",
+            few,
+            partial(gae_by_position, reward, value, mask),
+        ),
+        ("TorchRL's vectorised estimate, without a mask", args.repeats, torchrl),
+    ):
+        mine, theirs = medians(device, repeats, ours, other)
+        yield name, f"{1e3 * mine:,.1f}", f"{1e3 * theirs:,.1f}", f"{theirs / mine:.1f}×"
+
+
+def copying(*tensors: Tensor) -> Callable[[], object]:
+    """Copy half of each tensor: as many bytes are read and written as the tensors have."""
+    halves = [tensor[: len(tensor) // 2] for tensor in tensors]
+    targets = [torch.empty_like(half) for half in halves]
+    return lambda: [a.copy_(b) for a, b in zip(targets, halves, strict=True)]
+
+
+@torch.no_grad()
+def estimators(args: argparse.Namespace) -> Iterator[Row]:
+    """Every estimator, and its floor."""
+    device = args.device
+    mask, turns = turns_of_tokens(device)
+    log_prob, old, value, reward = -torch.rand(4, ROWS, TOKENS, device=device)
+    returns, advantage = torch.randn(2, ROWS, TOKENS, device=device)
+    episode = torch.arange(ROWS, device=device)
+    group = episode // GROUP
+    outcome = torch.randn(ROWS, device=device)
+    lengths = mask.sum(-1)
+    work: list[tuple[str, Callable[[], object], tuple[Tensor, ...]]] = [
+        (f"group_advantage, {kind}", partial(_group, outcome, group, kind, lengths), (outcome,) * 3)
+        for kind in F.GROUP_ESTIMATORS
+    ]
+    work += [
+        (
+            "outcome_advantage, grpo",
+            lambda: F.outcome_advantage(returns, mask, turns, episode, group),
+            (returns, mask, turns, returns),
+        ),
+        (
+            "masked_returns",
+            lambda: F.masked_returns(reward, mask, GAMMA),
+            (reward, mask, reward),
+        ),
+        (
+            "masked_gae",
+            lambda: F.masked_gae(reward, value, mask, GAMMA, LMBDA),
+            (reward, value, mask, reward, value),
+        ),
+        (
+            "masked_whiten",
+            lambda: F.masked_whiten(advantage, mask),
+            (advantage, mask, advantage),
+        ),
+    ]
+    work += [
+        (f"kl_estimate, {kind}", partial(F.kl_estimate, log_prob, old, kind), (log_prob, old, old))
+        for kind in ("k1", "k2", "k3", "k3+")
+    ]
+    work += [
+        (
+            f"objective {name}",
+            partial(_objective, name, log_prob, old, advantage, mask),
+            (log_prob, old, advantage, mask, log_prob, mask),
+        )
+        for name in F.OBJECTIVES
+    ]
+    work += [
+        (
+            f"correction {name}",
+            partial(F.CORRECTIONS[name], log_prob, old, mask),
+            (log_prob, old, mask, log_prob),
+        )
+        for name in F.CORRECTIONS
+    ]
+    work += [
+        ("aggregate, token_mean", lambda: F.aggregate(log_prob, mask), (log_prob, mask)),
+    ]
+    for name, ours, moved in work:
+        mine, least = medians(device, args.repeats, ours, copying(*moved))
+        yield name, f"{1e3 * mine:,.2f}", f"{1e3 * least:,.2f}", f"{mine / least:.1f}×"
+
+
+def _group(outcome: Tensor, group: Tensor, kind: str, lengths: Tensor) -> Tensor:
+    """One group estimator."""
+    return F.group_advantage(
+        outcome, group, cast(Any, kind), lengths=lengths if kind == "opo" else None
+    )
+
+
+def _objective(name: str, log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> object:
+    """One policy objective."""
+    more = {"sampler_log_prob": old} if name == "decoupled_ppo" else {}
+    return cast(Any, F.OBJECTIVES[name])(log_prob, old, advantage, mask, **more)
+
+
+# Forward passes
+
+
+def small_model(args: argparse.Namespace, vocabulary: int = 1000) -> nn.Module:
+    """A Qwen2 of random weights."""
+    torch.manual_seed(0)
+    heads = max(1, args.width // 64)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=args.width,
+        intermediate_size=4 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=32_768,
+    )
+    return cast(nn.Module, Qwen2ForCausalLM(config)).to(args.device)
+
+
+def rows_of(lengths: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Random rows of these lengths; of each, every second stretch of tokens is sampled."""
+    position = torch.arange(int(lengths.max()))
+    attended = position < lengths[:, None]
+    mask = attended & (position // 16 % 2 == 1)
+    tokens = torch.randint(4, 1000, attended.shape)
+    return tokens.to(device), attended.to(device), mask.to(device)
+
+
+class Counted(NamedTuple):
+    """A training step and what it cost."""
+
+    run: Callable[[], None]
+    positions: int
+    """Tokens that went through the model, padding included."""
+
+
+def step(model: nn.Module, batches: list[tuple[Tensor, ...]], **options: Any) -> Counted:
+    """Score batches of rows forward and backward."""
+    counted = 0
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal counted
+        counted += inputs[0].numel()
+
+    def run() -> None:
+        for batch in batches:
+            tokens, attended, mask = batch
+            log_prob, _ = row_log_probs(model, tokens, attended, mask, **options)
+            log_prob.sum().backward()
+        model.zero_grad()
+
+    run()  # what is tried once per model is tried
+    embeddings = cast(Any, model).get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(count)
+    run()
+    hook.remove()
+    return Counted(run, counted)
+
+
+def passes(args: argparse.Namespace) -> Iterator[Row]:
+    """Forward and backward, the tokens that go through the model and the seconds.
+
+    The rows are of uneven length, a third of the longest in the mean. The episodes have eight turns,
+    each of 32 new tokens and 32 sampled.
+    """
+    model = small_model(args)
+    options = {} if args.dtype is None else {"dtype": getattr(torch, args.dtype)}
+    lengths = (768 * torch.rand(48) ** 2).long().clamp(min=32)
+    lengths[0] = 768
+    uneven = rows_of(lengths, args.device)
+    budget = {"micro_batch_tokens": 8 * 768}
+    contenders = {
+        "uneven rows, padded": step(model, [uneven], **options),
+        "  padded, those of similar length together": step(model, [uneven], **budget, **options),
+        "  packed": step(model, [uneven], packed=True, **budget, **options),
+    }
+    yield from compared(args, contenders)
+
+    episodes, turns, new = 16, 8, 32
+    tokens, attended, _ = rows_of(torch.full((episodes,), 2 * new * turns), args.device)
+    position = torch.arange(2 * new * turns, device=args.device).expand_as(tokens)
+    sampled = position // new % 2 == 1
+    cut = []
+    for end in range(2 * new, 2 * new * turns + 1, 2 * new):
+        seen = (x[:, :end] for x in (tokens, attended, sampled & (position >= end - new)))
+        cut.append(tuple(seen))
+    contenders = {
+        "episodes of 8 turns, a row a turn": step(model, cut, **options),
+        "  one merged row an episode": step(model, [(tokens, attended, sampled)], **options),
+    }
+    yield from compared(args, contenders)
+
+
+def compared(args: argparse.Namespace, contenders: dict[str, Counted]) -> Iterator[Row]:
+    """Rows of a table: the first is what the others are compared with."""
+    seconds = medians(args.device, max(1, args.repeats // 5), *(c.run for c in contenders.values()))
+    first = next(iter(contenders.values()))
+    for (name, one), time_taken in zip(contenders.items(), seconds, strict=True):
+        yield (
+            name,
+            f"{one.positions:,}",
+            f"{first.positions / one.positions:.2f}×",
+            f"{time_taken:.2f}",
+            f"{seconds[0] / time_taken:.2f}×",
+        )
+
+
+# Memory
+
+
+def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, out: Any) -> None:
+    """Send the bytes that scoring forward and backward takes at its peak, and the seconds."""
+    args.width, args.layers = 64, 2
+    model = small_model(args, vocabulary)
+    tokens, attended, mask = rows_of(torch.full((4,), 1024), args.device)
+    mask &= torch.rand(mask.shape, device=args.device) < 2 * sampled
+    cuda = args.device != "cpu"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else _resident()
+    begin = time.perf_counter()
+    if how == "autograd":
+        logits = cast(Any, model)(input_ids=tokens).logits[:, :-1].float()
+        picked = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        (picked * mask[:, 1:]).sum().backward()
+    else:
+        full = how == "whole logits"
+        log_prob, _ = row_log_probs(model, tokens, attended, mask, full_logits=full)
+        log_prob.sum().backward()
+    after = torch.cuda.max_memory_allocated() if cuda else _resident()
+    out.put((after - before, time.perf_counter() - begin))
+
+
+def _resident() -> int:
+    """The most bytes of memory that this process ever had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows ``[4, 1024]``, a third of the tokens sampled, each way in a process of its own.
+
+    *Autograd* is a ``log_softmax`` of all logits in float32.
+    """
+    context = multiprocessing.get_context("spawn")
+    for vocabulary in (32_000, 152_000):
+        for how in ("autograd", "whole logits", "default"):
+            out = context.SimpleQueue()
+            work = context.Process(target=peak, args=(vocabulary, 0.33, how, args, out))
+            work.start()
+            taken, seconds = out.get()
+            work.join()
+            yield f"{vocabulary:,} tokens, {how}", f"{taken / 2**20:,.0f}", f"{seconds:.1f}"
+
+
+PARTS = {
+    "recursions": Part(
+        ("masked_gae beside", "ours, ms", "ms", "ratio"), (55, 15, 15, 15), recursions
+    ),
+    "estimators": Part(
+        ("512 rows of 4,096 tokens", "ms", "floor, ms", "ratio"), (55, 15, 15, 15), estimators
+    ),
+    "passes": Part(
+        ("forward and backward", "tokens", "fewer", "s", "faster"), (44, 14, 14, 14, 14), passes
+    ),
+    "memory": Part(("vocabulary, how", "peak, MiB", "s"), (60, 20, 20), memory),
+}
+
+
+def print_row(row: Row) -> None:
+    """Print a row of a table."""
+    first, *others = row
+    print(f"{first:<50}" + "".join(f"{cell:>12}" for cell in others), flush=True)
+
+
+def as_rst(part: Part, rows: Iterable[Row]) -> str:
+    """A table for the documentation."""
+    widths = " ".join(map(str, part.widths))
+    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+    for row in (part.header, *rows):
+        lines += [f"   {'  -' if column else '* -'} {cell}" for column, cell in enumerate(row)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts")
+    parser.add_argument("--repeats", type=int, default=15, help="turns; the median counts")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="of the forward passes, as autocast takes it")
+    parser.add_argument("--width", type=int, default=64, help="of the model")
+    parser.add_argument("--layers", type=int, default=2, help="of the model")
+    parser.add_argument("--rst", type=Path, help="write the tables here too, for the documentation")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    print(f"device {args.device}, {torch.get_num_threads()} threads")
+    tables = []
+    for name in args.only:
+        part, rows = PARTS[name], []
+        print()
+        print_row(part.header)
+        for row in part.rows(args):
+            print_row(row)
+            rows.append(row)
+        tables.append(as_rst(part, rows))
+    if args.rst is not None:
+        args.rst.write_text("\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()
