@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from tables import Part, Row, medians, show
 from torch import Tensor, nn
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -29,35 +29,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchrl_mt.objectives import functional as F
 from torchrl_mt.objectives import row_log_probs
 
-Row = tuple[str, ...]
-
 ROWS, TOKENS, TURN = 512, 4096, 64
 GAMMA, LMBDA = 0.99, 0.95
 GROUP = 8
 """Rows that share a prompt."""
-
-
-class Part(NamedTuple):
-    """One table."""
-
-    header: Row
-    widths: tuple[int, ...]
-    """Of the columns, in per cent of the page."""
-    rows: Callable[[argparse.Namespace], Iterable[Row]]
-
-
-def medians(device: str, repeats: int, *contenders: Callable[[], object]) -> list[float]:
-    """Median seconds of each; they take turns, so that what disturbs one disturbs all."""
-    times: list[list[float]] = [[] for _ in contenders]
-    for turn in range(repeats + 1):
-        for contender, seconds in zip(contenders, times, strict=True):
-            begin = time.perf_counter()
-            contender()
-            if device != "cpu":
-                torch.cuda.synchronize(device)
-            if turn:  # the first turn allocates and fills caches
-                seconds.append(time.perf_counter() - begin)
-    return [statistics.median(seconds) for seconds in times]
 
 
 # Estimators
@@ -386,21 +361,6 @@ PARTS = {
 }
 
 
-def print_row(row: Row) -> None:
-    """Print a row of a table."""
-    first, *others = row
-    print(f"{first:<50}" + "".join(f"{cell:>12}" for cell in others), flush=True)
-
-
-def as_rst(part: Part, rows: Iterable[Row]) -> str:
-    """A table for the documentation."""
-    widths = " ".join(map(str, part.widths))
-    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
-    for row in (part.header, *rows):
-        lines += [f"   {'  -' if column else '* -'} {cell}" for column, cell in enumerate(row)]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts")
@@ -414,17 +374,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     print(f"device {args.device}, {torch.get_num_threads()} threads")
-    tables = []
-    for name in args.only:
-        part, rows = PARTS[name], []
-        print()
-        print_row(part.header)
-        for row in part.rows(args):
-            print_row(row)
-            rows.append(row)
-        tables.append(as_rst(part, rows))
-    if args.rst is not None:
-        args.rst.write_text("\n".join(tables))
+    show([PARTS[name] for name in args.only], args, args.rst)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ and versions. On a busy machine, several threads wait for each other: measure on
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
+from tables import medians
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl import torchrl_logger
@@ -139,18 +138,9 @@ def floor(storage: EpisodeStorage, device: str) -> Callable[[], object]:
     return read
 
 
-def medians(device: str, repeats: int, *contenders: Callable[[], object]) -> list[float]:
-    """Median microseconds of each; they take turns, so that what disturbs one disturbs all."""
-    times: list[list[float]] = [[] for _ in contenders]
-    for turn in range(repeats + 1):
-        for contender, seconds in zip(contenders, times, strict=True):
-            begin = time.perf_counter()
-            contender()
-            if device != "cpu":
-                torch.cuda.synchronize(device)
-            if turn:  # the first turn allocates and fills caches
-                seconds.append(time.perf_counter() - begin)
-    return [statistics.median(seconds) * 1e6 for seconds in times]
+def microseconds(device: str, repeats: int, *contenders: Callable[[], object]) -> list[float]:
+    """Median microseconds of each."""
+    return [1e6 * seconds for seconds in medians(device, repeats, *contenders)]
 
 
 def report(name: str, ours: float, theirs: float, least: float | None = None) -> None:
@@ -163,7 +153,7 @@ def sampling(pair: Buffers, name: str, device: str, repeats: int) -> None:
     """Sampling while nothing is written."""
     ours, theirs = pair
     read = floor(ours.storage, device)
-    report(f"sample, {name}", *medians(device, repeats, ours.sample, theirs.sample, read))
+    report(f"sample, {name}", *microseconds(device, repeats, ours.sample, theirs.sample, read))
 
 
 def online(pair: Buffers, name: str, device: str, repeats: int) -> None:
@@ -174,7 +164,7 @@ def online(pair: Buffers, name: str, device: str, repeats: int) -> None:
         buffer.extend(episode)
         buffer.sample()
 
-    times = medians(device, repeats, lambda: turn(pair[0]), lambda: turn(pair[1]))
+    times = microseconds(device, repeats, lambda: turn(pair[0]), lambda: turn(pair[1]))
     report(f"write an episode of 225, then sample, {name}", *times)
 
 
@@ -182,7 +172,7 @@ def choosing(steps: int, name: str, device: str, repeats: int) -> None:
     """Choosing clips, without reading them."""
     pair = buffers(steps, device, marks=False)
     fill(pair, steps, flags, chunk=1_000_000)
-    times = medians(
+    times = microseconds(
         device, repeats, *(lambda b=b: b.sampler.sample(b.storage, BATCH) for b in pair)
     )
     report(f"choose clips, {name}", *times)
@@ -194,7 +184,7 @@ def writing(stored: int, device: str, repeats: int) -> None:
     pair = buffers(stored * length, device)
     fill(pair, stored * length, episodes, length, length)
     episode = episodes(torch.tensor([length]))
-    times = medians(device, repeats, *(lambda b=b: b.extend(episode) for b in pair))
+    times = microseconds(device, repeats, *(lambda b=b: b.extend(episode) for b in pair))
     report(f"write an episode of {length}, {stored:,} stored", *times)
 
 
@@ -298,7 +288,7 @@ def returns(episodes_stored: int, device: str, repeats: int) -> None:
         ("Reward2GoTransform per episode", of_each_episode),
         ("a Python loop over floats", of_each_step),
     ):
-        times = medians(device, min(repeats, 5), lambda: ours(data), other)
+        times = microseconds(device, min(repeats, 5), lambda: ours(data), other)
         report(f"returns of {steps:,} steps; {name}", *times)
 
 

@@ -21,11 +21,12 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import rollout_model
 import rollout_scheduling as scheduling
 import torch
+from tables import Part, Row, show
 from tensordict import TensorDictBase
 from torchrl import torchrl_logger
 
@@ -35,18 +36,7 @@ from torchrl_mt.envs import GuessNumber, Message, TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
 
-Row = tuple[str, ...]
-
 WORDS = tuple(f"w{k}" for k in range(1000))
-
-
-class Part(NamedTuple):
-    """One table."""
-
-    header: Row
-    widths: tuple[int, ...]
-    """Of the columns, in per cent of the page."""
-    rows: Callable[[argparse.Namespace], Iterable[Row]]
 
 
 # A turn
@@ -306,21 +296,6 @@ PARTS = {
 }
 
 
-def print_row(row: Row) -> None:
-    """Print a row of a table."""
-    first, *others = row
-    print(f"{first:<56}" + "".join(f"{cell:>15}" for cell in others), flush=True)
-
-
-def as_rst(part: Part, rows: Iterable[Row]) -> str:
-    """A table for the documentation."""
-    widths = " ".join(map(str, part.widths))
-    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
-    for row in (part.header, *rows):
-        lines += [f"   {'-' if column else '* -'} {cell}" for column, cell in enumerate(row)]
-    return "\n".join(lines).replace("\n   - ", "\n     - ") + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts")
@@ -337,17 +312,7 @@ def main() -> None:
     # nobody runs, and would fall into some windows only.
     gc.collect()
     gc.freeze()
-    tables = []
-    for name in args.only:
-        part, rows = PARTS[name], []
-        print_row(part.header)
-        for row in part.rows(args):
-            print_row(row)
-            rows.append(row)
-        print()
-        tables.append(as_rst(part, rows))
-    if args.rst is not None:
-        args.rst.write_text("\n".join(tables))
+    show([PARTS[name] for name in args.only], args, args.rst)
 
 
 if __name__ == "__main__":
