@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, tables on the screen and for the documentation."""
+"""What the benchmarks share: contenders that take turns, and tables for the screen and the docs."""
 
 from __future__ import annotations
 
