@@ -25,7 +25,6 @@ class Allocator:
     index = 0
 
     def __init__(self, num_pages: int, page_size: int, heads: int) -> None:
-        # Whatever lies where no token was written must not matter, unless it is no number.
         pages = [torch.randn(num_pages, page_size, heads, DIM) for _ in range(2)]
         self._kv_page_views = {0: tuple(pages)}
         self._kv_token_views = {0: tuple(rows.flatten(0, 1) for rows in pages)}
@@ -56,6 +55,12 @@ def test_each_request_attends_to_its_own_tokens(sizes, page_size, heads, decode,
         spans.append(Span(first, new, new + past, pages.tolist()))
         rows.append((pages[:, None] * page_size + torch.arange(page_size)).flatten()[: new + past])
         first += new
+    # What lies where a request has written nothing must not matter, not even if it is no number.
+    known = torch.cat([row[:past] for (_, past), row in zip(sizes, rows, strict=True)])
+    for tokens in allocator._kv_token_views[0]:
+        foreign = torch.ones(len(tokens), dtype=torch.bool)
+        foreign[known] = False
+        tokens[foreign] = torch.nan
     write = torch.cat([row[past:] for (_, past), row in zip(sizes, rows, strict=True)])
     query = torch.randn(1, num_heads, first, DIM)
     key, value = torch.randn(2, 1, num_kept, first, DIM)

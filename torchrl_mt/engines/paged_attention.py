@@ -57,6 +57,8 @@ class _Group(NamedTuple):
     """``B``, ``Q`` and ``P``."""
     bias: torch.Tensor
     """``[B, 1, Q, K]`` 0 where a query attends to a key, else minus infinity."""
+    foreign: torch.Tensor
+    """Places among the ``B * K`` keys that hold what others left there, which need not be finite."""
 
 
 class Layout:
@@ -109,17 +111,19 @@ class Layout:
             blocks += span.blocks[:num_pages]
             # Block 0 is never written: the host keeps it for padding.
             blocks += [0] * (i * num_pages - len(blocks))
-        past = torch.tensor([span.num_keys - span.num_queries for span in spans], device=device)
+        sizes = torch.tensor([span.num_queries for span in spans], device=device)
+        past = torch.tensor([span.num_keys for span in spans], device=device) - sizes
         step = torch.arange(num_queries, device=device)
         # What lies behind a request's last token, in its page or in block 0, lies behind its queries.
         place = torch.arange(num_pages * self.page_size, device=device)
         hidden = place > (past[:, None] + step)[..., None]
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
         bias.masked_fill_(hidden, -math.inf)
+        # The last query sees all that its request has written.
+        foreign = (place >= (past + sizes)[:, None]).flatten().nonzero().squeeze(1)
         queries = taken = None
         if not in_order:
             first = torch.tensor([span.first for span in spans], device=device)
-            sizes = torch.tensor([span.num_queries for span in spans], device=device)
             queries = first[:, None] + torch.minimum(step, sizes[:, None] - 1)
             taken = step < sizes[:, None]
         return _Group(
@@ -128,6 +132,7 @@ class Layout:
             torch.tensor(blocks, device=device) * self.block_size,
             (len(spans), num_queries, num_pages),
             bias[:, None],
+            foreign,
         )
 
 
@@ -233,12 +238,13 @@ def _attend_group(
     q = (queries[:, None] if group.queries is None else queries[group.queries]).transpose(1, 2)
     num_keys, heads = num_pages * keys.shape[1], keys.shape[2]
     shape = (batch * num_pages, *keys.shape[1:])
-    k, v = (
-        torch.index_select(pages, 0, group.pages, out=room.take(i, shape))
-        .view(batch, num_keys, heads, -1)
-        .transpose(1, 2)
-        for i, pages in enumerate((keys, values))
-    )
+    read = []
+    for i, pages in enumerate((keys, values)):
+        rows = torch.index_select(pages, 0, group.pages, out=room.take(i, shape))
+        # A bias of minus infinity does not hide a NaN, nor does a weight of 0.
+        rows.view(batch * num_keys, -1).index_fill_(0, group.foreign, 0)
+        read.append(rows.view(batch, num_keys, heads, -1).transpose(1, 2))
+    k, v = read
     bias, shared = group.bias, q.shape[1] // heads
     # Heads that share keys are further queries of one head.
     q = q.reshape(batch, heads, shared * length, -1)
