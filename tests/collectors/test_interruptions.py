@@ -7,7 +7,9 @@ import itertools
 import logging
 import multiprocessing
 import os
+import queue
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -167,6 +169,58 @@ def test_slow_data_and_a_slow_judge_delay_nobody_else(engine):
     assert sum(gap > 0.25 for gap in gaps) <= 3
 
 
+@pytest.fixture
+def pipe():
+    """Data that comes from a queue, which is empty now and then."""
+    waiting = queue.Queue()
+    yield waiting
+    waiting.put(None)  # lets go of the thread that reads
+
+
+def test_a_batch_is_delivered_while_the_data_keeps_us_waiting(engine, pipe):
+    for item in items(4):
+        pipe.put(item)
+    with MultiTurnCollector(
+        Chat, engine, iter(pipe.get, None), episodes_per_batch=4, max_staleness=4
+    ) as collector:
+        assert sorted(played(next(collector.iterator()))) == list(range(4))
+        assert collector.state_dict()["items"]["following"] == 4
+        begin = time.monotonic()
+        collector.shutdown(timeout=5.0)
+        assert time.monotonic() - begin < 4.0
+
+
+def test_ctrl_c_comes_through_while_the_data_keeps_us_waiting(engine, pipe):
+    pipe.put(items(1)[0])
+    with (
+        MultiTurnCollector(Chat, engine, iter(pipe.get, None), episodes_per_batch=2) as collector,
+        ctrl_c(after=0.5),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        next(collector.iterator())
+    assert counts(collector)["running"] == 0
+
+
+def test_a_member_that_fails_while_data_is_read_holds_nobody_up(engine):
+    """Its item is done with at once, though another is being read."""
+    longest = [0.0]
+
+    class Beats(Chat):
+        async def step(self, response):
+            if self.data["k"] == 0:
+                raise OSError("gone")
+            for _ in range(30):
+                begin = time.perf_counter()
+                await asyncio.sleep(0.01)
+                longest[0] = max(longest[0], time.perf_counter() - begin)
+            return await super().step(response)
+
+    data = (item for item in Slow([*items(2), *items(4)[2:]], 0.4))
+    with MultiTurnCollector(Beats, engine, data, episodes_per_batch=3) as collector:
+        assert sorted(played(next(collector.iterator()))) == [1, 2, 3]
+    assert longest[0] < 0.3
+
+
 def test_accept_may_be_asynchronous(engine):
     async def accept(episode):
         await asyncio.sleep(0)
@@ -218,6 +272,32 @@ def test_an_item_that_always_fails_does_not_stop_a_run_that_refills(engine):
         seen = [k for batch in collector for k in played(batch)]
         assert sorted(seen) == list(range(1, 21))
         assert collector.stats()["rejected/OSError"] == 17
+
+
+@pytest.mark.parametrize("staleness", [None, 9])
+def test_a_run_that_gave_up_may_be_taken_up_again(engine, staleness):
+    class Down(Chat):
+        down = True
+
+        async def step(self, response):
+            await asyncio.sleep(0)
+            if Down.down:
+                raise OSError("the server is down")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        *(Down, engine),
+        episodes_per_batch=16,
+        max_consecutive_failures=4,
+        max_staleness=staleness,
+    ) as collector:
+        # With staleness, what was played ahead would be given out before the next failure.
+        for _ in range(3 if staleness is None else 1):
+            Down.down = True
+            with pytest.raises(RuntimeError, match="4 episodes in a row"):
+                next(collector.iterator())
+            Down.down = False
+            assert len(next(collector.iterator())) == 16
 
 
 def test_siblings_that_succeed_are_no_failures_in_a_row(engine):
@@ -395,6 +475,31 @@ def test_nothing_begins_during_a_pause(engine, staleness):
         wait_until(lambda: collector.stats()["started"] > before + 4)
 
 
+def test_a_pause_that_ends_at_the_worst_moment_is_over(engine):
+    """The scheduler asks whether it may begin, and a moment later the answer is another one."""
+    answers = iter([False, True] * 1000)
+    with MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector:
+        asked = collector._scheduler.gather(2, lambda: next(answers))
+        assert len(collector._thread.run(asked)) == 2
+
+
+def test_what_waits_for_the_loop_is_refused_in_the_loop(engine):
+    class Recursive:
+        async def arun_episode(self, engine, data):
+            await engine.generate([5])
+            return {"evaluate": lambda: collector.evaluate([{}]), "shutdown": collector.shutdown}[
+                data["call"]
+            ]()
+
+    calls = [{"call": "evaluate"}, {"call": "shutdown"}]
+    with MultiTurnCollector(
+        Recursive(), engine, calls, episodes_per_batch=1, max_consecutive_failures=2
+    ) as collector:
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            next(collector.iterator())
+        assert collector.stats()["rejected/RuntimeError"] == 2
+
+
 # Beginning anew
 
 
@@ -425,6 +530,48 @@ def test_a_new_seed_ends_what_runs(engine):
         seeds = [item["seed"] for _ in range(2) for item in next(batches)["data"]]
         assert sorted(seeds) == [5 * 1_000_003 + k for k in range(4)]
         assert counts(collector)["accepted"] == 6
+
+
+def test_a_new_seed_keeps_to_what_was_allowed(engine):
+    with MultiTurnCollector(
+        Chat, engine, episodes_per_batch=4, max_staleness=0, total_episodes=12
+    ) as collector:
+        batches = collector.iterator()
+        for _ in range(2):
+            next(batches)
+            engine.update_weights(None)
+        collector.set_seed(5)
+        next(batches)
+        time.sleep(0.2)
+        assert counts(collector) == {"started": 12, "accepted": 12, "rejected": 0, "running": 0}
+
+
+def test_a_state_is_one_moment_s(engine):
+    """Taken by another thread all the time: what was accepted is what was done with."""
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    states, stop = [], threading.Event()
+    data = items(100_000)
+    try:
+        with MultiTurnCollector(
+            Chat, engine, data, episodes_per_batch=4, total_episodes=800, replay_buffer=buffer()
+        ) as collector:
+
+            def look():
+                while not stop.is_set():
+                    state = collector.state_dict()
+                    given = state["items"]["following"] - len(state["items"]["open"])
+                    states.append((state["counts"]["accepted"], given))
+
+            looking = threading.Thread(target=look)
+            looking.start()
+            list(collector)
+            stop.set()
+            looking.join()
+    finally:
+        sys.setswitchinterval(switching)
+    assert len(states) > 10
+    assert all(accepted == given for accepted, given in states)
 
 
 def test_a_state_is_not_loaded_under_way(engine):

@@ -52,7 +52,8 @@ class Items(Iterator[Item]):
 
     Items that are given out and not done with cost memory, and those alone: from data that is read in
     order their values are kept, and go into ``state_dict``; all else is read again. All methods may be
-    called from several threads.
+    called from several threads. While the data takes its time, only who wants a further item waits for
+    it, and who loads a state.
 
     Args:
         data: what to give out; see the table.
@@ -86,6 +87,13 @@ class Items(Iterator[Item]):
         """By ticket, the items that are not done with; their values if those cannot be read again."""
         self._again: list[int] = []
         """A heap of the tickets to give out before any new one."""
+        self._position = self._source.state(0)
+        """How the source goes on after what it has read."""
+        self._closed = False
+        self.num_loads = 0
+        """How often a state was loaded: tickets given out before mean nothing after."""
+        # Held for long while the data is read; the other one guards what is above and is held briefly.
+        self._reading = threading.Lock()
         self._lock = threading.RLock()
 
     def __next__(self) -> Item:
@@ -95,17 +103,32 @@ class Items(Iterator[Item]):
             StopIteration: if the data is at its end, and is not to be cycled.
             RuntimeError: if the data raises; it names the item. The position stays as it was.
         """
+        with self._reading:
+            try:
+                return self._read()
+            finally:
+                if self._closed:
+                    self._source.close()
+
+    def _read(self) -> Item:
+        """Read an item; nobody else reads meanwhile."""
         with self._lock:
-            if self._again:
-                ticket = self._again[0]
-                value = self._read_again(ticket)
-                heapq.heappop(self._again)
-                return Item(ticket, value)
+            ticket = heapq.heappop(self._again) if self._again else None
+        if ticket is not None:
+            try:
+                by_index = self._source.by_index
+                return Item(ticket, self._source.at(ticket) if by_index else self._open[ticket])
+            except BaseException:
+                with self._lock:
+                    heapq.heappush(self._again, ticket)
+                raise
+        value = self._source.read(self._following)
+        with self._lock:
             ticket = self._following
-            value = self._source.read(ticket)
             self._following += 1
             self._open[ticket] = None if self._source.by_index else value
-            return Item(ticket, value)
+            self._position = self._source.state(self._following)
+        return Item(ticket, value)
 
     @property
     def at_once(self) -> bool:
@@ -117,8 +140,12 @@ class Items(Iterator[Item]):
 
         The position stays as it is, for :meth:`state_dict`.
         """
-        with self._lock:
-            self._source.close()
+        self._closed = True
+        if self._reading.acquire(blocking=False):  # else who reads lets go of it
+            try:
+                self._source.close()
+            finally:
+                self._reading.release()
 
     def done(self, ticket: int) -> None:
         """Be done with an item: it is not given out again, after a restart neither.
@@ -162,7 +189,7 @@ class Items(Iterator[Item]):
                 "following": self._following,
                 "open": tickets,
                 "values": None if by_index else [self._open[ticket] for ticket in tickets],
-                "source": self._source.state(self._following),
+                "source": self._position,
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,7 +201,7 @@ class Items(Iterator[Item]):
             ValueError: if the data looks different or ends before the position, or an iterator is
                 past it already. Nothing is changed then, but for an iterator that was read.
         """
-        with self._lock:
+        with self._reading, self._lock:
             saved, own = state_dict["data"], self._source.fingerprint
             if saved != own:
                 raise ValueError(
@@ -187,10 +214,8 @@ class Items(Iterator[Item]):
             self._following = state_dict["following"]
             self._open = dict(zip(tickets, values, strict=True))
             self._again = sorted(tickets)
-
-    def _read_again(self, ticket: int) -> Any:
-        """The value of an item that was given out before."""
-        return self._source.at(ticket) if self._source.by_index else self._open[ticket]
+            self._position = self._source.state(self._following)
+            self.num_loads += 1
 
     def _require_given(self, ticket: int) -> None:
         """Refuse a ticket that nobody holds."""

@@ -27,6 +27,10 @@ _PATIENCE = 5.0
 """Seconds for tasks to end when nobody asked to close: at garbage collection or interpreter exit."""
 _GRACE = 0.5
 """Seconds for a loop to stop whose tasks did not end in time."""
+_FROM_WITHIN = (
+    "this was called in the event loop that plays the episodes, which would wait for itself: call it "
+    "from outside of workflows and inline environments, or in a thread."
+)
 
 
 async def call_in_thread(
@@ -137,7 +141,11 @@ class LoopThread:
 
         Raises:
             LoopClosedError: if the thread is closed, before or while the coroutine runs.
+            RuntimeError: if called in the loop itself, which would wait for itself.
         """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError(_FROM_WITHIN)
         with self._lock:
             if self.closed:
                 coroutine.close()
@@ -171,7 +179,12 @@ class LoopThread:
         Returns:
             Whether everything has ended in time, or was given up after :data:`CLOSE_SECONDS`. What has
             not is left behind in a daemon thread.
+
+        Raises:
+            RuntimeError: if called in the loop itself, which would wait for itself.
         """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(_FROM_WITHIN)
         with self._lock:
             first = self._closer.detach() is not None
         if first:

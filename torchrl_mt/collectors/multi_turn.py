@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,8 +89,9 @@ class MultiTurnCollector(BaseCollector):
             ``max_concurrency`` if that is more.
         max_staleness: let episodes go on while the policy is trained, so many batches ahead: one is
             begun only if ``(max_staleness + version + 1) * episodes_per_batch`` exceeds those accepted
-            and running, where ``version`` counts the updates since the collector was made. Batches hold
-            the episodes that came to their end first; a slow one may come later than that.
+            and running, where ``version`` counts the updates since the collector was made: without
+            updates, iterating comes to a halt. Batches hold the episodes that came to their end first; a
+            slow one may come later than that.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
             it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end,
@@ -212,6 +214,8 @@ class MultiTurnCollector(BaseCollector):
         self._accepted_before = 0
         self._extra = ExpectedExtra()
         self._numbers, self._traj_ids = Counter(), Counter()
+        # A state is that before a delivery or after, never in between.
+        self._delivering = threading.RLock()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
         self._dump_errors = 0
         total = None if total_episodes < 0 else total_episodes
@@ -279,14 +283,19 @@ class MultiTurnCollector(BaseCollector):
             batch: TensorDictBase = episodes_to_tensordict(episodes)
             if self.postproc is not None:
                 batch = self.postproc(batch)
-            if self.replay_buffer is not None:
-                self.replay_buffer.extend(batch)
         except BaseException:
-            self._scheduler.take_back(groups)
+            self._take_back(groups)
             raise
-        self._tally.accept(episodes, version=self.policy_version)
-        for group in groups:
-            self._items.done(group.ticket)
+        with self._delivering:
+            try:
+                if self.replay_buffer is not None:
+                    self.replay_buffer.extend(batch)
+            except BaseException:
+                self._take_back(groups)
+                raise
+            self._tally.accept(episodes, version=self.policy_version)
+            for group in groups:
+                self._items.done(group.ticket)
         self._record(episodes)
         if self._progress is not None:
             self._progress.show(
@@ -297,6 +306,17 @@ class MultiTurnCollector(BaseCollector):
                 version=self.policy_version,
             )
         return batch if self.replay_buffer is None else None
+
+    def _take_back(self, groups: list[Group]) -> None:
+        """Groups could not be delivered: their items are played again."""
+
+        async def take_back() -> None:
+            self._scheduler.take_back(groups)
+
+        try:
+            self._thread.run(take_back())
+        except LoopClosedError:
+            self._scheduler.take_back(groups)
 
     def _record(self, episodes: list[Episode], *, is_eval: bool = False) -> None:
         """Dump the episodes; training does not depend on it."""
@@ -521,7 +541,7 @@ class MultiTurnCollector(BaseCollector):
             self._stop_for("set_seed")
             self._items.close()
             self._items = items
-            self._scheduler = self._new_scheduler()
+            self._begin_anew()
         torch.manual_seed(seed)
         return seed if static_seed else seed + 1
 
@@ -531,13 +551,14 @@ class MultiTurnCollector(BaseCollector):
         Items whose episodes were not delivered yet count as not taken: a collector that goes on from
         this state plays them again.
         """
-        return OrderedDict(
-            counts=self._tally.stats(),
-            numbers=self._numbers.next,
-            traj_ids=self._traj_ids.next,
-            items=self._items.state_dict(),
-            policy_version=self.policy_version,
-        )
+        with self._delivering:
+            return OrderedDict(
+                counts=self._tally.stats(),
+                numbers=self._numbers.next,
+                traj_ids=self._traj_ids.next,
+                items=self._items.state_dict(),
+                policy_version=self.policy_version,
+            )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Go on where another collector over the same data stood.
@@ -552,10 +573,15 @@ class MultiTurnCollector(BaseCollector):
         self._items.load_state_dict(state_dict["items"])
         self._numbers.next, self._traj_ids.next = state_dict["numbers"], state_dict["traj_ids"]
         self._tally.load(state_dict["counts"])
+        updates = state_dict["policy_version"] - self.engine.version
+        self._player.engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Count from here what bounds the run."""
         self._accepted_before = self._tally.accepted
         self._first_version = self.engine.version
-        updates = state_dict["policy_version"] - self._first_version
-        self._player.engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine
+        self._extra = ExpectedExtra()
         self._scheduler = self._new_scheduler()
 
     def _stop_for(self, what: str) -> None:
@@ -586,10 +612,12 @@ class MultiTurnCollector(BaseCollector):
         Raises:
             TimeoutError: if not everything has ended in time; what has not is left behind.
         """
+        begin = time.monotonic()
         ended = self._thread.close(timeout)
         background = self._background
         if background is not None and background is not threading.current_thread():
-            background.join(timeout)
+            left = None if timeout is None else max(0.0, timeout + begin - time.monotonic())
+            background.join(left)
             ended = ended and not background.is_alive()
         self._items.close()
         if self._owns_engine:
@@ -597,7 +625,7 @@ class MultiTurnCollector(BaseCollector):
         self._tally.reject_running(CANCELLED)
         if ended:
             return
-        message = f"the collector's environments did not end within timeout={timeout} seconds."
+        message = f"what the collector began did not end within timeout={timeout} seconds."
         if raise_on_error:
             raise TimeoutError(message)
         _logger.warning(message)

@@ -27,12 +27,18 @@ class ResumedEngine:
         self._updates = updates
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_engine":  # asked for while it is copied
+            raise AttributeError(name)
         return getattr(self._engine, name)
 
     @property
     def version(self) -> int:
         """How many times the weights were updated, in all."""
         return self._updates + self._engine.version
+
+    def update_weights(self, source: Any) -> int:
+        """Hand on new weights; returns the new version."""
+        return self._updates + self._engine.update_weights(source)
 
     async def generate(self, prompt_ids: Sequence[int], **arguments: Any) -> Completion:
         """What the engine answers."""

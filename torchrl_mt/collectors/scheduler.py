@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torchrl_mt.collectors.episode import Episode
@@ -151,10 +152,12 @@ class Scheduler:
         """
         try:
             while self.ready < size:
-                await self._admit(lambda: size - self.ready - self.under_way if may_begin() else 0)
+                begins = may_begin()  # asked once: it may change at any moment
+                if begins:
+                    await self._admit(lambda: size - self.ready - self.under_way)
                 if not (self._groups or self._items_left):
                     break
-                await self._change(None if may_begin() else _POLL)
+                await self._change(None if begins and self._groups else _POLL)
         except BaseException:
             await self.cancel()
             raise
@@ -180,8 +183,9 @@ class Scheduler:
             self._fail(error)
 
     async def cancel(self) -> None:
-        """End what runs, and reject what was not given out."""
+        """End what runs, reject what was not given out, and forget what went wrong."""
         await cancel_all(self._groups)
+        self._error, self._failures = None, 0
         for group in self._ready:
             self._put_back(group)
         self._ready.clear()
@@ -201,20 +205,22 @@ class Scheduler:
         """The next item, or ``None`` at the end; nobody else waits where the data takes its time."""
         if self._items.at_once:
             return next(self._items, None)
+        num_loads = self._items.num_loads
         reading = asyncio.ensure_future(call_in_thread(next, self._items, None))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            reading.add_done_callback(self._give_back)
+            reading.add_done_callback(partial(self._give_back, num_loads))
             raise
 
-    def _give_back(self, reading: asyncio.Future[Item | None]) -> None:
-        """An item that was read for nobody."""
-        if not reading.cancelled() and reading.exception() is None:
-            item = reading.result()
-            if item is not None:
-                self._items.put_back(item.ticket)
-                self._items_left = True
+    def _give_back(self, num_loads: int, reading: asyncio.Future[Item | None]) -> None:
+        """An item that was read for nobody, before another state was loaded or since."""
+        if reading.cancelled() or reading.exception() is not None:
+            return
+        item = reading.result()
+        if item is not None and self._items.num_loads == num_loads:
+            self._items.put_back(item.ticket)
+            self._items_left = True
 
     def _put_back(self, group: Group) -> None:
         """Nobody will see the group: its item is played again."""

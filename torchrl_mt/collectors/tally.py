@@ -56,16 +56,20 @@ class Tally:
 
     def accept(self, episodes: Iterable[Episode], *, version: int = 0) -> None:
         """Enter episodes that were delivered, when the weights had that version."""
+        # Counted before the lock is taken, which others need to begin an episode.
+        facts = [(e, len(e.turns), e.num_tokens, e.num_forks, e.age(version)) for e in episodes]
         with self._lock:
             ages = []
-            for episode in self._settle(episodes):
+            for episode, turns, tokens, forks, age in facts:
+                if not self._settle([episode]):
+                    continue
                 self._counts["accepted"] += 1
-                self._counts["turns"] += len(episode.turns)
-                self._counts["tokens"] += episode.num_tokens
-                self._counts["forks"] += episode.num_forks
-                self._new_tokens += episode.num_tokens
-                ages.append(episode.age(version))
-            self._ages = [age for age in ages if age is not None]
+                self._counts["turns"] += turns
+                self._counts["tokens"] += tokens
+                self._counts["forks"] += forks
+                self._new_tokens += tokens
+                ages += [] if age is None else [age]
+            self._ages = ages
 
     def reject(self, episodes: Iterable[Episode], cause: str) -> None:
         """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
