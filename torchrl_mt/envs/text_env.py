@@ -90,7 +90,8 @@ class TextEnv(ABC):
         """Begin an episode.
 
         Args:
-            data: the prompt data set's item for this episode; all members of a group get the same.
+            data: the prompt data set's item for this episode. All members of a group get the same
+                object: do not change it.
 
         Returns:
             The messages that the model is shown first.
