@@ -236,3 +236,19 @@ def test_every_kind_gives_outcome_advantages(kind):
     )
     assert got[0, 0] == got[0, 1] > 0 > got[1, 0]
     assert not got[~mask].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ids", [[3, 3, 3, 5, 5], [3, 4, 4, 5, 5]])
+def test_nan_is_never_turned_into_a_number(kind, ids):
+    group = torch.tensor(ids)
+    returns = torch.tensor([float("nan"), 1.0, 2.0, 3.0, 5.0])
+    lengths = torch.ones(5) if kind == "opo" else None
+    out = group_advantage(returns, group, kind, lengths=lengths, lone_value=1.0)
+    assert out[0].isnan()
+    assert out[group == 3].isnan().all()
+    if kind not in ("batch", "reinforce++", "reinforce_baseline"):
+        assert out[group != 3].isfinite().all()
+    valid = torch.tensor([False, True, True, True, True])
+    kept = group_advantage(returns, group, kind, lengths=lengths, valid=valid)
+    assert kept.isfinite().all()

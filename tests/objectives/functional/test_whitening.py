@@ -172,3 +172,13 @@ def test_bad_input_is_refused_by_name():
         clip_reward(x, 1.0, 0.0)
     with pytest.raises(ValueError, match="clip must be positive"):
         RewardNormalizer(clip=0.0)
+
+
+@pytest.mark.parametrize("values", [[float("nan")], [1.0, float("nan")], [float("nan"), 2.0, 3.0]])
+def test_nan_is_never_turned_into_a_number(values):
+    x = torch.tensor([*values, 7.0])
+    mask = torch.arange(len(x)) < len(values)
+    out = masked_whiten(x, mask)
+    assert out[mask].isnan().all()
+    assert float(out[-1]) == 0.0
+    assert masked_whiten(x, mask & ~x.isnan()).isfinite().all()

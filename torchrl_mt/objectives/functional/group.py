@@ -1,7 +1,8 @@
 """Advantage of each member relative to its group, by group id.
 
 Position never matters; a member with nothing to compare it with, and a group whose members are all
-equal, get finite values and finite gradients, whatever the kind.
+equal, get finite values and finite gradients, whatever the kind. A return that is NaN stays NaN, and
+so do all that are compared with it.
 """
 
 from __future__ import annotations
@@ -120,4 +121,6 @@ def group_advantage(
     spread, lone = groups.spread(returns.detach()), groups.count() <= 1
     advantage = torch.where(spread[groups.member], advantage, 0.0)
     advantage = torch.where(lone[groups.member], lone_value, advantage)
+    # No rule for lone members may turn an error into a number.
+    advantage = torch.where(returns.isnan(), torch.nan, advantage)
     return torch.where(groups.valid, advantage, 0.0)

@@ -20,5 +20,5 @@ def max_rl(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) 
         tensor([-1., -1., -1.,  3.])
     """
     mean = groups.mean(returns)[groups.member]
-    scale = torch.where(mean > 0, mean + eps, 1.0)
-    return torch.where(mean > 0, (returns - mean) / scale, 0.0)
+    scale = torch.where(mean <= 0, 1.0, mean + eps)
+    return torch.where(mean <= 0, 0.0, (returns - mean) / scale)

@@ -43,7 +43,7 @@ class Groups:
         return zeros.index_add(0, self.member, self.valid.long())
 
     def spread(self, x: Tensor) -> Tensor:
-        """Whether each group has two valid members that differ: ``[N]`` to ``[K]`` bool.
+        """Whether each group has two valid members that differ, or NaN: ``[N]`` to ``[K]`` bool.
 
         Read from the data: a rounded mean would turn equal members into a tiny spread, which the
         division by a tiny standard deviation would then blow up.
@@ -51,9 +51,9 @@ class Groups:
         start = x.new_full((self.number,), torch.inf)
         low = torch.where(self.valid, x, torch.inf)
         high = torch.where(self.valid, x, -torch.inf)
-        return start.scatter_reduce(0, self.member, low, "amin") < (-start).scatter_reduce(
-            0, self.member, high, "amax"
-        )
+        low = start.scatter_reduce(0, self.member, low, "amin")
+        high = (-start).scatter_reduce(0, self.member, high, "amax")
+        return ~(low >= high)
 
 
 def index_groups(returns: Tensor, group: Tensor, valid: Tensor | None = None) -> Groups:

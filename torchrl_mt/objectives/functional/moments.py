@@ -31,8 +31,8 @@ class Moments:
 
     @property
     def spread(self) -> Tensor:
-        """Whether two values differ: bool, from the values themselves, not from rounded sums."""
-        return self.low < self.high
+        """Whether two values differ, or one is NaN: bool, from the values, not from rounded sums."""
+        return ~(self.low >= self.high)
 
     @property
     def std(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Whitening over all values under a mask, tokens or rows.
 
-Finite whatever the values: equal ones, a single one and none give 0.
+Finite for all finite values: equal ones, a single one and none give 0. NaN stays NaN.
 """
 
 from __future__ import annotations
