@@ -96,6 +96,6 @@ def test_an_episode_is_rejected_whole(model, rows):
     with pytest.raises(ValueError, match="'valid' must be the same on all rows of an episode"):
         ExperienceMaker(model)(batch)
     batch["valid"] = torch.ones(len(batch), 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"valid must have shape \(6,\), got \(6, 1\)"):
+    with pytest.raises(ValueError, match=r"'valid' of rows must have shape \(6,\) .*got \(6, 1\)"):
         ExperienceMaker(model)(batch)
     assert "advantage" not in batch

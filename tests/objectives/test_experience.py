@@ -11,6 +11,7 @@ from transformers import Qwen2ForSequenceClassification
 from torchrl_mt.objectives import ExperienceMaker, row_log_probs
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
+from torchrl_mt.objectives.kl_control import update_kl_coefficient
 from torchrl_mt.objectives.scoring.row_values import row_values
 
 
@@ -664,3 +665,168 @@ def test_a_call_that_fails_late_changes_nothing(model, other_model, rows):
     assert set(batch.keys(True)) == set(rows().keys(True))
     assert adaptive.coef == 0.1
     assert maker.metrics == {}
+
+
+def first_sampled(batch, n):
+    return int(batch["masks", "all_assistant_mask"][n].nonzero()[0])
+
+
+def refused(maker, batch, message):
+    """The call is refused and changes nothing in the rows."""
+    before = batch.clone()
+    with pytest.raises(ValueError, match=message):
+        maker(batch)
+    assert set(batch.keys(True)) == set(before.keys(True))
+    for key in before.keys(True, True):
+        torch.testing.assert_close(batch[key], before[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
+def test_an_own_reward_that_is_no_number_is_named(model, rows, advantage, bad):
+    batch = rows()
+    batch["rewards", "full"][4, 0] = bad
+    episode = int(batch["episode"][4])
+    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage)
+    where = rf"got {bad} in episode {episode} \(row 4, token 0\) and 0 more"
+    refused(maker, batch, rf"\('rewards', 'full'\) must be finite where it counts, {where}")
+
+
+def test_given_returns_that_are_no_number_are_named(model, rows):
+    batch = rows()
+    batch["rewards", "to_go"] = torch.zeros(6, 12)
+    t = first_sampled(batch, 5)
+    batch["rewards", "to_go"][~batch["masks", "all_assistant_mask"]] = float("nan")
+    maker = ExperienceMaker(model, advantage="turn")
+    maker(batch.clone())
+    batch["rewards", "to_go"][5, t] = float("nan")
+    refused(maker, batch, rf"\('rewards', 'to_go'\) must .*episode 5 \(row 5, token {t}\)")
+
+
+def broken(make_model):
+    model = make_model(3)
+    with torch.no_grad():
+        model.lm_head.weight[0] = float("nan")
+    return model
+
+
+def test_models_that_give_no_number_are_named(model, rows, make_model):
+    bad = broken(make_model)
+    maker = ExperienceMaker(bad, old_log_probs="actor")
+    refused(maker, rows(), r"\('log_probs', 'old'\) must be finite .*the model is at fault")
+    for advantage in ("grpo", "dr_grpo", "turn"):
+        coefficient = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
+        maker = ExperienceMaker(model, ref=bad, advantage=advantage, kl_coef=coefficient)
+        refused(maker, rows(), r"\('log_probs', 'ref'\) must be finite .*the model is at fault")
+        assert coefficient.coef == 0.1
+        assert maker.metrics == {}
+    critic = Critic()
+    critic.scale.data.fill_(float("nan"))
+    for advantage in ("gae", "grpo"):
+        maker = ExperienceMaker(model, critic=critic, advantage=advantage)
+        refused(maker, rows(), r"'values' must be finite .*the model is at fault")
+
+
+def test_a_kl_that_overflows_is_refused_before_anything_is_written(model, other_model, rows):
+    batch = rows()
+    t = first_sampled(batch, 2)
+    batch["log_probs", "full"][2, t] = -1e30
+    coefficient = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
+    maker = ExperienceMaker(model, ref=other_model, kl_kind="k2", kl_coef=coefficient)
+    refused(maker, batch, rf"'kl' must be finite .*row 2, token {t}")
+    assert coefficient.coef == 0.1
+    with pytest.raises(ValueError, match="the KL that a controller is told must be finite"):
+        update_kl_coefficient(coefficient, torch.full((1, 1), float("nan")), torch.ones(1, 1) > 0)
+    assert coefficient.coef == 0.1
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_advantage_that_is_no_number_is_named(model, rows, bad, whiten):
+    batch = rows()
+    t = first_sampled(batch, 2)
+
+    def advantage(rows):
+        out = torch.where(rows["masks", "all_assistant_mask"], 1.0, float("nan"))
+        out[2, t] = bad
+        return out
+
+    maker = ExperienceMaker(model, advantage=advantage, whiten=whiten)
+    refused(maker, batch, rf"'advantage' must be finite .*row 2, token {t}")
+
+
+def rejecting(batch, *rows):
+    """The same rows with some episodes rejected, whatever those hold."""
+    batch["valid"] = ~torch.isin(batch["episode"], batch["episode"][list(rows)])
+    return batch
+
+
+def test_what_rejected_rows_hold_stops_no_batch(model, other_model, rows):
+    batch = rejecting(rows(n=9), 2, 6)
+    kept = batch["valid"]
+    batch["label"] = ["maths" if keep else "nothing" for keep in kept.tolist()]
+    for key in ("log_probs", "rewards"):
+        batch[key, "full"][~kept] = float("nan")
+    shown, asked = [], []
+
+    def source(rows):
+        asked.append(len(rows))
+        return torch.ones(len(rows))
+
+    def transform(reward, mask):
+        shown.append(mask)
+        return reward * 2
+
+    def make(batch):
+        maker = ExperienceMaker(
+            model,
+            ref=other_model,
+            reward={"maths": [("episode", 1.0), (source, 0.5)], "chat": [("episode", 1.0)]},
+            reward_transform=transform,
+            kl_coef=AdaptiveKLController(init_kl_coef=0.1, target=0.3, horizon=10),
+            filters="dynamic_sampling",
+        )
+        return maker(batch), maker
+
+    alone, reference = make(batch[kept].clone())
+    out, maker = make(batch)
+    assert asked == [int(kept.sum())] * 2
+    assert not shown[1][~kept].any()
+    assert torch.equal(shown[1][kept], shown[0])
+    assert maker.metrics == pytest.approx(reference.metrics)
+    for key in maker.out_keys:
+        torch.testing.assert_close(out[key][kept], alone[key])
+    assert not out["advantage"][~kept].any()
+    assert not out["rewards", "shaped"][~kept].any()
+
+
+def test_the_controller_is_told_the_kl_of_rows_that_count(model, other_model, rows):
+    def told(batch):
+        kl = []
+
+        class Listening(AdaptiveKLController):
+            def update(self, values):
+                kl.extend(values)
+
+        controller = Listening(init_kl_coef=0.1, target=0.3, horizon=10)
+        maker = ExperienceMaker(model, ref=other_model, kl_coef=controller)
+        maker(batch)
+        return kl, maker.metrics
+
+    batch = rejecting(rows(n=9), 0, 5)
+    batch["log_probs", "full"][~batch["valid"]] -= 9.0
+    kl, metrics = told(batch)
+    expected, expected_metrics = told(batch[batch["valid"]].clone())
+    assert kl == pytest.approx(expected)
+    assert kl[0] == pytest.approx(-0.1 * metrics["kl/mean"])
+    assert metrics == pytest.approx(expected_metrics)
+
+
+@pytest.mark.parametrize("label", [["yes"] * 6, list(range(6))])
+@pytest.mark.parametrize("reward", [None, SOURCES])
+def test_labels_are_not_read_where_there_is_one_recipe(model, rows, label, reward):
+    batch = rows()
+    batch["label"] = label if isinstance(label[0], str) else torch.tensor(label)
+    expected = ExperienceMaker(model, reward=reward)(rows())
+    out = ExperienceMaker(model, reward=reward)(batch)
+    assert torch.equal(out["advantage"], expected["advantage"])

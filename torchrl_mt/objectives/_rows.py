@@ -95,6 +95,23 @@ def check_like(key: NestedKey, value: Tensor, other: NestedKey, shape: torch.Siz
         )
 
 
+def check_finite(
+    key: NestedKey, value: Tensor, where: Tensor, episode: Tensor | None, hint: str
+) -> None:
+    """Refuse an entry ``[N, S]`` that is not finite where ``[N, S]`` bool says that it counts.
+
+    ``episode`` ``[N]`` is what the rows call their episodes.
+    """
+    bad = (where & ~value.isfinite()).nonzero()
+    if len(bad):
+        n, t = bad[0].tolist()
+        of = "" if episode is None else f"in episode {int(episode[n])} "
+        raise ValueError(
+            f"{key!r} must be finite where it counts, got {float(value[n, t])} {of}(row {n}, token "
+            f"{t}) and {len(bad) - 1} more: {hint}"
+        )
+
+
 def read_episode(
     rows: TensorDictBase,
     episode_key: NestedKey = EPISODE,
@@ -134,5 +151,6 @@ def read_valid(rows: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:
     valid = rows.get(key, None)
     if valid is None:
         return torch.ones(mask.shape[:1], dtype=torch.bool, device=mask.device)
+    check_like(key, valid, "batch_size", mask.shape[:1])
     check_mask(str(key), valid, mask.shape[:1])
     return valid

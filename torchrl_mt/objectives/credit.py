@@ -46,7 +46,7 @@ def returns_to_go(
     returns = turn_returns(total, batch.mask, batch.turns, gamma, episode=batch.episode)
     if reward is None:
         # Returns are linear in rewards: those of the KL add to those that came with the rows.
-        returns = returns + torch.where(batch.mask, batch.read("turn_return").float(), 0.0)
+        returns = returns + batch.turn_returns()
     return returns
 
 

@@ -50,6 +50,8 @@ from torchrl_mt.objectives.scoring.row_values import row_values
 OldLogProbs = Literal["sampler", "actor"]
 """Whose log-probabilities the importance ratio is taken against."""
 
+_MODEL_FAULT = "the model is at fault; look for NaN in its weights, or try another dtype."
+
 
 class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
@@ -100,7 +102,8 @@ class ExperienceMaker(TensorDictModuleBase):
             ``"turn_gae"`` per turn.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
-        whiten: Normalise the advantages over all sampled tokens of the batch.
+        whiten: Normalise the advantages over all sampled tokens of the batch; a row's first token,
+            which nothing predicts and which is never trained, does not count and gets 0.
         filters: What writes ``("weights", "full")`` ``[N, S]``, by which :class:`MultiTurnLoss`
             multiplies the objective: ``"dynamic_sampling"`` (0 in groups whose episodes' scores are
             all equal), ``"clip_filter"`` (and the other groups weighed up for it), ``"top_entropy"``
@@ -287,8 +290,8 @@ class ExperienceMaker(TensorDictModuleBase):
         Raises:
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together, a row is there twice, no token was sampled, a
-                log-probability is not finite, or a reward source answers what it must not; the rows
-                are then unchanged.
+                reward, log-probability, value or advantage that counts is not finite, or a reward
+                source answers what it must not; the rows are then unchanged.
             RewardError: If a reward server fails; the rows are then unchanged.
         """
         batch = read_batch(tensordict, self.tensor_keys)
@@ -296,8 +299,7 @@ class ExperienceMaker(TensorDictModuleBase):
         for name, value in out.items():
             tensordict.set(getattr(self.tensor_keys, name), value)
         if "kl" in out:
-            scored = scored_tokens(batch.attention_mask, batch.counted)
-            update_kl_coefficient(self.kl_coef, out["kl"], scored)
+            update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
         self.metrics = metrics
         return tensordict
 
@@ -313,25 +315,31 @@ class ExperienceMaker(TensorDictModuleBase):
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.advantage == "turn" and batch.has("turn_return")):
             keys = {"reward_key": self.tensor_keys.reward, "label_key": self.tensor_keys.label}
-            reward, metrics = self.reward(batch.with_usual_keys(), batch.episodes, **keys)
+            reward, metrics = self.reward(
+                batch.with_usual_keys(), batch.episodes, valid=batch.valid, **keys
+            )
 
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
-            out.setdefault("sample_log_prob", log_prob)
+            if self.old_log_probs == "actor":
+                batch.check_finite("sample_log_prob", log_prob, batch.scored, _MODEL_FAULT)
+                out["sample_log_prob"] = log_prob
             if entropy is not None:
                 out["entropy"] = entropy
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             out["ref_log_probs"] = self._score(self.ref, batch)[0]
+            batch.check_finite("ref_log_probs", out["ref_log_probs"], batch.scored, _MODEL_FAULT)
             kl = kl_estimate(out["sample_log_prob"], out["ref_log_probs"], self.kl_kind)
-            scored = scored_tokens(batch.attention_mask, batch.mask)
-            out["kl"] = torch.where(scored, kl, 0.0)
+            batch.check_finite("kl", kl, batch.scored, "the policies are too far apart.")
+            out["kl"] = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
             coefficient = kl_coefficient(self.kl_coef)
-            metrics |= summary("kl", kl[scored & batch.counted]) | {"kl_coef": coefficient}
+            metrics |= summary("kl", kl[batch.scored]) | {"kl_coef": coefficient}
             if coefficient:
-                kl_reward = -coefficient * out["kl"]
+                kl_reward = torch.where(batch.scored, -coefficient * kl, 0.0)
         if self.critic is not None:
             out["value"] = self._values(self.critic, batch)
+            batch.check_finite("value", out["value"], batch.counted, _MODEL_FAULT)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
             reward = out["shaped_reward"] = self.reward.transformed(
@@ -371,10 +379,13 @@ class ExperienceMaker(TensorDictModuleBase):
                     completed.set(getattr(self.tensor_keys, name), value)
                 advantage = self.advantage(completed)
                 check_shape("the result of advantage(rows)", advantage, batch.mask.shape)
+                batch.check_finite(
+                    "advantage", advantage, batch.scored, "advantage(rows) is at fault."
+                )
             else:
                 advantage = advantage_without_critic(batch, returns, self.advantage)
         if self.whiten:
-            advantage = masked_whiten(advantage, batch.counted)
+            advantage = masked_whiten(advantage, batch.scored)
         advantage = torch.where(batch.counted, advantage.float(), 0.0).unsqueeze(-1)
         return {"value_target": returns, "advantage": advantage}
 

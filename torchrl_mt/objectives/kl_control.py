@@ -50,6 +50,9 @@ def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> N
         kl: ``[N, S]`` estimates per token.
         mask: ``[N, S]`` bool, true on sampled tokens.
 
+    Raises:
+        ValueError: If the mean is not finite; the controller is not told then.
+
     Examples:
         >>> import torch
         >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
@@ -59,6 +62,11 @@ def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> N
     """
     if isinstance(kl_coef, (ConstantKLController, AdaptiveKLController)) and bool(mask.any()):
         mean = float(kl[mask].double().mean())
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"the KL that a controller is told must be finite on sampled tokens, got mean {mean}; "
+                "one of the two policies gave a log-probability that is no number."
+            )
         kl_coef.update([-kl_coefficient(kl_coef) * mean])
         if isinstance(kl_coef.coef, Tensor):
             kl_coef.coef = float(kl_coef.coef)

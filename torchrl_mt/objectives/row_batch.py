@@ -10,10 +10,17 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import check_like, read_entry, read_episode, read_valid
+from torchrl_mt.objectives._rows import (
+    check_finite,
+    check_like,
+    read_entry,
+    read_episode,
+    read_valid,
+)
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional._checks import check_mask
 from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
+from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
 
 @dataclass
@@ -75,6 +82,16 @@ class RowBatch:
         """The sampled tokens that enter statistics, ``[N, S]`` bool: those of valid rows."""
         return self.mask & self.valid.unsqueeze(-1)
 
+    @property
+    def scored(self) -> Tensor:
+        """Those of them that something predicts, ``[N, S]`` bool: the tokens that are trained."""
+        return scored_tokens(self.attention_mask, self.counted)
+
+    def check_finite(self, name: str, value: Tensor, where: Tensor, hint: str) -> None:
+        """Refuse values ``[N, S]`` that are not finite on some tokens, by the name of their key."""
+        episode = _read(self.rows, self.keys, "episode")
+        check_finite(getattr(self.keys, name), value, where, episode, hint)
+
     def read(self, name: str) -> Tensor:
         """Read another entry that has the tokens' shape, by the name of its key."""
         value = _read(self.rows, self.keys, name)
@@ -92,19 +109,30 @@ class RowBatch:
         return getattr(self.keys, name) in self.rows.keys(True)
 
     def sampler_log_probs(self) -> Tensor:
-        """Read the sampler's log-probabilities, ``[N, S]`` float32, all of them finite."""
+        """Read the sampler's log-probabilities, ``[N, S]`` float32, all of them finite.
+
+        Of rejected rows, what is not is 0.
+        """
         log_prob = self.read("sampler_log_prob")
-        bad = (self.mask & ~log_prob.isfinite()).nonzero()
-        if len(bad):
-            n, t = bad[0].tolist()
-            episode = int(_read(self.rows, self.keys, "episode")[n])
-            raise ValueError(
-                f"{self.keys.sampler_log_prob!r} must be finite on sampled tokens, got "
-                f"{float(log_prob[n, t])} in episode {episode} (row {n}, token {t}) and {len(bad) - 1} "
-                "more: the sampler is at fault; drop the episode, or score the rows again with "
-                "old_log_probs='actor'."
-            )
-        return torch.where(self.mask, log_prob.float(), 0.0)
+        self.check_finite(
+            "sampler_log_prob",
+            log_prob,
+            self.counted,
+            "the sampler is at fault; drop the episode, or score the rows again with "
+            "old_log_probs='actor'.",
+        )
+        return torch.where(self.mask & log_prob.isfinite(), log_prob.float(), 0.0)
+
+    def turn_returns(self) -> Tensor:
+        """Read the returns that came with the rows, ``[N, S]`` float32: 0 where nothing counts."""
+        returns = self.read("turn_return")
+        self.check_finite(
+            "turn_return",
+            returns,
+            self.counted,
+            "what made the rewards is at fault; drop the episode or mark it as not valid.",
+        )
+        return torch.where(self.counted, returns.float(), 0.0)
 
     def with_usual_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
         """Copy the rows, without their values, such that entries lie under their usual keys, too.

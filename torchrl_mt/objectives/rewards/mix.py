@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import check_like, read_entry, read_objects
+from torchrl_mt.objectives._rows import check_finite, check_like, read_entry, read_objects
 from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional._checks import check_shape
 from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
@@ -53,7 +53,7 @@ class RewardMix(nn.Module):
 
     Args:
         recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Rows without
-            labels have the label ``"default"``.
+            labels have the label ``"default"``, and so have all where there is no other recipe.
         transform: What :meth:`transformed` does with the sum; nothing by default.
         **options: Passed to :class:`~torchrl_mt.objectives.ModelReward`.
 
@@ -124,6 +124,7 @@ class RewardMix(nn.Module):
         rows: TensorDictBase,
         episodes: EpisodeIndex,
         *,
+        valid: Tensor | None = None,
         reward_key: NestedKey = _rows.REWARDS,
         label_key: NestedKey = _rows.LABEL,
     ) -> tuple[Tensor, dict[str, float]]:
@@ -132,6 +133,8 @@ class RewardMix(nn.Module):
         Args:
             rows: The rows, ``[N]``.
             episodes: Their episodes.
+            valid: ``[N]`` bool: rejected rows, false here, are given to no source, enter no metric
+                and have the reward 0.
             reward_key: Where the episodes' own rewards are.
             label_key: Where each row's label is, non-tensor.
 
@@ -142,12 +145,15 @@ class RewardMix(nn.Module):
 
         Raises:
             KeyError: If labels or the episodes' own rewards are missing.
-            ValueError: If a label has no recipe or differs within an episode, or a source answers
-                what it must not.
+            ValueError: If a label has no recipe or differs within an episode, an episode's own reward
+                is not finite, or a source answers what it must not.
         """
-        labels = self._labels(rows, episodes, label_key)
-        number = {label: k for k, label in enumerate(self.weights)}
-        of_row = torch.tensor([number[label] for label in labels], device=episodes.mask.device)
+        if valid is None:
+            valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
+        labels = self._labels(rows, episodes, label_key, valid)
+        # Rejected rows have no label, and so no source.
+        number: dict[str | None, int] = {label: k for k, label in enumerate(self.weights)}
+        of_row = torch.tensor([number.get(x, -1) for x in labels], device=episodes.mask.device)
         used = set(labels)
         asked: list[int] = []
         calls: list[tuple[str, RewardSource, TensorDictBase]] = []
@@ -164,7 +170,15 @@ class RewardMix(nn.Module):
             if source == OWN:
                 own = read_entry(rows, reward_key, _rows.REWARDS)
                 check_like(reward_key, own, _rows.ASSISTANT_MASK, episodes.mask.shape)
-                scored[i] = rewards_on_sampled(own, episodes.mask)
+                wants = wants.unsqueeze(-1)
+                check_finite(
+                    reward_key,
+                    own,
+                    wants.expand_as(own),
+                    rows.get(_rows.EPISODE, None),
+                    "what made the rewards is at fault; drop the episode or mark it as not valid.",
+                )
+                scored[i] = rewards_on_sampled(torch.where(wants, own, 0.0), episodes.mask)
                 continue
             if getattr(source, "per_episode", False):
                 outcome = torch.zeros_like(wants)
@@ -224,8 +238,13 @@ class RewardMix(nn.Module):
             raise ValueError("reward_transform(reward, mask) must return finite numbers.")
         return torch.where(rewarded, out.float(), reward)
 
-    def _labels(self, rows: TensorDictBase, episodes: EpisodeIndex, key: NestedKey) -> list[str]:
-        """The label of every row, of which each has a recipe."""
+    def _labels(
+        self, rows: TensorDictBase, episodes: EpisodeIndex, key: NestedKey, valid: Tensor
+    ) -> list[str | None]:
+        """The label of every row, of which each has a recipe; ``None`` on rejected rows."""
+        kept = valid.tolist()
+        if list(self.weights) == [DEFAULT]:
+            return [DEFAULT if keep else None for keep in kept]
         labels = read_objects(rows, key)
         known = ", ".join(map(repr, self.weights))
         if labels is None:
@@ -235,9 +254,12 @@ class RewardMix(nn.Module):
                     "give the items of data such an entry, which MergeTurns carries to the rows, or "
                     f"add a recipe {DEFAULT!r}."
                 )
-            return [DEFAULT] * len(rows)
+            return [DEFAULT if keep else None for keep in kept]
+        labels = [label if keep else None for label, keep in zip(labels, kept, strict=True)]
         first: dict[int, str] = {}
         for n, (label, episode) in enumerate(zip(labels, episodes.of_row.tolist(), strict=True)):
+            if not kept[n]:
+                continue
             if not isinstance(label, str) or label not in self.weights:
                 raise ValueError(f"{key!r} of row {n} must be one of {known}, got {label!r}.")
             if first.setdefault(episode, label) != label:
