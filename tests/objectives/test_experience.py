@@ -830,3 +830,59 @@ def test_labels_are_not_read_where_there_is_one_recipe(model, rows, label, rewar
     expected = ExperienceMaker(model, reward=reward)(rows())
     out = ExperienceMaker(model, reward=reward)(batch)
     assert torch.equal(out["advantage"], expected["advantage"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda rows: rows.set("weights", torch.ones(6)),
+            r"the entry \('weights', 'full'\): 'weights' is a Tensor there",
+        ),
+        (
+            lambda rows: rows.set(("returns", "mine"), torch.ones(6)),
+            "the entry 'returns': 'returns' is a TensorDict there",
+        ),
+        (lambda rows: rows.lock_(), r"rows must not be locked.*rows.unlock_\(\)"),
+    ],
+)
+def test_rows_that_cannot_be_written_are_refused_before_the_models_run(model, rows, spoil, message):
+    def never(*args, **kwargs):
+        raise AssertionError("the model ran")
+
+    maker = ExperienceMaker(model, old_log_probs="actor", filters="dynamic_sampling")
+    model.register_forward_pre_hook(never, with_kwargs=True)
+    refused(maker, spoil(rows()), message)
+
+
+def test_keys_that_would_overwrite_each_other_are_refused(model, rows):
+    maker = ExperienceMaker(model)
+    for keys in (
+        {"advantage": "returns"},
+        {"advantage": ("returns", "x")},
+        {"kl": ("kl", "full"), "entropy": "kl"},
+        {"sample_log_prob": ("log_probs", "full")},
+    ):
+        with pytest.raises(ValueError, match="must have keys of which none lies in the other"):
+            maker.set_keys(**keys)
+    assert maker.tensor_keys.advantage == "advantage"
+    maker.set_keys(advantage="returns", value_target="advantage")
+    expected = ExperienceMaker(model)(rows())
+    assert torch.equal(maker(rows())["returns"], expected["advantage"])
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("where", ["advantage", "filters"])
+def test_running_statistics_do_not_count_a_batch_that_failed_late(model, rows, where, bound):
+    def fails(rows):
+        raise RuntimeError("late")
+
+    normalizer = RewardNormalizer()
+    transform = normalizer.forward if bound else normalizer
+    ExperienceMaker(model, reward_transform=transform)(rows(1))
+    before = copy.deepcopy(normalizer.state_dict())
+    with pytest.raises(RuntimeError, match="late"):
+        ExperienceMaker(model, reward_transform=transform, **{where: fails})(rows())
+    assert normalizer.state_dict() == before
+    ExperienceMaker(model, reward_transform=transform)(rows())
+    assert normalizer.count > before["count"]

@@ -17,6 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._writes import check_distinct, check_writable, unchanged_on_failure
 from torchrl_mt.objectives.credit import (
     ADVANTAGE_KINDS,
     CRITIC_KINDS,
@@ -248,7 +249,7 @@ class ExperienceMaker(TensorDictModuleBase):
             **kwargs: Names of ``tensor_keys`` with their keys; ``None`` sets the default again.
 
         Raises:
-            ValueError: If a name is unknown.
+            ValueError: If a name is unknown, or two keys are the same or one lies in the other.
             TypeError: If a key is none.
         """
         default = ExperienceKeys()
@@ -259,6 +260,7 @@ class ExperienceMaker(TensorDictModuleBase):
             if not (key is None or isinstance(key, (str, tuple))):
                 raise TypeError(f"{name} must be a key (a str or a tuple of str), got {key!r}.")
             keys[name] = getattr(default, name) if key is None else unravel_key(key)
+        check_distinct({name: keys.get(name, getattr(self.tensor_keys, name)) for name in names})
         for name, key in keys.items():
             setattr(self.tensor_keys, name, key)
         self._set_in_and_out_keys()
@@ -291,13 +293,16 @@ class ExperienceMaker(TensorDictModuleBase):
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together, a row is there twice, no token was sampled, a
                 reward, log-probability, value or advantage that counts is not finite, or a reward
-                source answers what it must not; the rows are then unchanged.
+                source answers what it must not, or the rows are locked or something else lies where an
+                output goes; the rows are then unchanged.
             RewardError: If a reward server fails; the rows are then unchanged.
         """
         batch = read_batch(tensordict, self.tensor_keys)
-        out, metrics = self._outputs(batch)
-        for name, value in out.items():
-            tensordict.set(getattr(self.tensor_keys, name), value)
+        check_writable(tensordict, self.out_keys)
+        with unchanged_on_failure(self.reward.transform):
+            out, metrics = self._outputs(batch)
+            for name, value in out.items():
+                tensordict.set(getattr(self.tensor_keys, name), value)
         if "kl" in out:
             update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
         self.metrics = metrics
