@@ -12,6 +12,7 @@ from torchrl_mt.objectives import ExperienceMaker, row_log_probs
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
 from torchrl_mt.objectives.kl_control import update_kl_coefficient
+from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 from torchrl_mt.objectives.scoring.row_values import row_values
 
 
@@ -886,3 +887,143 @@ def test_running_statistics_do_not_count_a_batch_that_failed_late(model, rows, w
     assert normalizer.state_dict() == before
     ExperienceMaker(model, reward_transform=transform)(rows())
     assert normalizer.count > before["count"]
+
+
+def test_sampled_padding_is_refused(model, rows):
+    batch = rows()
+    n, t = (~batch["masks", "all_attention_mask"]).nonzero()[0].tolist()
+    batch["masks", "all_assistant_mask"][n, t] = True
+    where = rf"\('masks', 'all_attention_mask'\), but token {t} of row {n}"
+    refused(ExperienceMaker(model), batch, rf"'all_assistant_mask'\) must lie within {where}")
+
+
+def test_shape_errors_name_the_keys_that_were_set(model, rows):
+    maker = ExperienceMaker(model)
+    maker.set_keys(assistant_mask="sampled", reward="r")
+    batch = rows()
+    batch.rename_key_(("masks", "all_assistant_mask"), "sampled")
+    batch["r"] = torch.zeros(6, 3)
+    refused(maker, batch, r"'r' of rows must have shape \(6, 12\) to fit 'sampled', got \(6, 3\)")
+
+
+def test_groups_that_differ_within_an_episode_are_named(model, rows):
+    batch = rows()
+    batch["group"][1] = 9
+    refused(ExperienceMaker(model), batch, "'group' must be the same .* in episode 0")
+
+
+@pytest.mark.parametrize("advantage", ["gae", "turn_gae", "opo"])
+def test_tokens_that_are_never_trained_enter_no_statistic(model, rows, spread, advantage):
+    batch = rows()
+    batch["masks", "all_assistant_mask"][:, 0] = True
+    batch = spread(batch)
+    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage, whiten=advantage != "opo")
+    out = maker(batch)
+    masks = batch["masks"]
+    trained = scored_tokens(masks["all_attention_mask"], masks["all_assistant_mask"])
+    got = out["advantage"].squeeze(-1)
+    if advantage != "opo":
+        assert float(got[trained].mean()) == pytest.approx(0, abs=1e-5)
+        assert float(got[trained].std()) == pytest.approx(1, abs=1e-4)
+        return
+    length, earned = {}, {}
+    for n, e in enumerate(batch["episode"].tolist()):
+        length[e] = length.get(e, 0) + int(trained[n].sum())
+        earned[e] = earned.get(e, 0.0) + float(
+            batch["rewards", "full"][n][masks["all_assistant_mask"][n]].sum()
+        )
+    baseline = sum(length[e] * earned[e] for e in length) / sum(length.values())
+    for n, t in masks["all_assistant_mask"].nonzero().tolist():
+        expected = earned[int(batch["episode"][n])] - baseline
+        assert float(got[n, t]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_episode_alone_in_its_group_gets_the_lone_value(model, rows):
+    batch = rows()
+    batch["group"] = batch["episode"].clone()
+    mask = batch["masks", "all_assistant_mask"]
+    out = ExperienceMaker(model, lone_value=-0.5)(batch)
+    assert torch.equal(out["advantage"].squeeze(-1), torch.where(mask, -0.5, 0.0))
+    with pytest.raises(ValueError, match="lone_value must be finite"):
+        ExperienceMaker(model, lone_value=float("nan"))
+
+
+def test_what_callables_do_in_place_stays_theirs(model, rows):
+    def spoil(rows):
+        for value in rows.values(True, True):
+            if value.dtype.is_floating_point:
+                value.fill_(3.0)
+
+    def source(rows):
+        spoil(rows)
+        return torch.ones(len(rows))
+
+    def advantage(rows):
+        out = rows["returns"].clone()
+        spoil(rows)
+        return out
+
+    def one(rows):
+        spoil(rows)
+        return torch.ones(len(rows))
+
+    def transform(reward, mask):
+        out = reward.clone()
+        reward.fill_(9.0)
+        mask.fill_(False)
+        return out
+
+    def polite(rows):
+        return rows["returns"]
+
+    batch = rows()
+    reward = [("episode", 1.0), (source, 1.0)]
+    out = ExperienceMaker(
+        model, reward=reward, reward_transform=transform, advantage=advantage, filters=[one, one]
+    )(batch)
+    reward[1] = (lambda rows: torch.ones(len(rows)), 1.0)
+    expected = ExperienceMaker(model, reward=reward, advantage=polite)(rows())
+    for key in expected.keys(True, True):
+        torch.testing.assert_close(out[key], expected[key])
+
+
+def test_running_statistics_keep_their_precision(make_model, rows):
+    normalizer = RewardNormalizer()
+    maker = ExperienceMaker(make_model(), reward_transform=normalizer)
+    before = {name: buffer.dtype for name, buffer in normalizer.named_buffers()}
+    normalizer.update(torch.arange(1000.0))
+    for cast in (maker.bfloat16, maker.half, maker.float, maker.double):
+        cast()
+        assert {name: buffer.dtype for name, buffer in normalizer.named_buffers()} == before
+    assert float(normalizer.count) == 1000
+    assert float(normalizer.mean) == 499.5
+    normalizer.to("meta")
+    assert normalizer.mean.device.type == "meta"
+
+
+def test_a_reward_in_a_row_without_sampled_tokens_is_its_episodes(model, rows):
+    batch = rows(n=3, suffix_padding=False)
+    batch["episode"] = torch.zeros(3, dtype=torch.long)
+    mask = batch["masks", "all_assistant_mask"]
+    mask[1] = False
+    batch["rewards", "full"] = torch.zeros(3, 12)
+    batch["turns", "full"] = torch.tensor([[4], [2], [0]]).expand(3, 12).clone()
+    batch["turns", "full"][1, 6:] = -1
+    last = int(mask[2].nonzero()[-1])
+    first = int(mask[2].nonzero()[0])
+    maker = ExperienceMaker(model, reward="episode", reward_transform=lambda reward, mask: reward)
+    for turn, t, expected in ((2, 3, last), (2, 9, last), (7, 0, None), (0, 0, last)):
+        given = batch.clone()
+        given["turns", "full"][1, :6] = turn
+        given["rewards", "full"][1, t] = 5.0
+        place = (0, int(mask[0].nonzero()[-1])) if expected is None else (2, expected)
+        shaped = maker(given)["rewards", "shaped"]
+        assert shaped.nonzero().tolist() == [list(place)]
+        assert float(shaped[place]) == 5.0
+        assert maker.metrics["reward/default/episode/mean"] == 5.0
+    given = batch.clone()
+    given["turns", "full"][0] += 1
+    given["turns", "full"][2] += 1
+    given["turns", "full"][1] = 0
+    given["rewards", "full"][1, 0] = 5.0
+    assert maker(given)["rewards", "shaped"].nonzero().tolist() == [[2, first]]

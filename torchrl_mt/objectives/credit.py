@@ -50,13 +50,16 @@ def returns_to_go(
     return returns
 
 
-def advantage_without_critic(batch: RowBatch, returns: Tensor, kind: str) -> Tensor:
+def advantage_without_critic(
+    batch: RowBatch, returns: Tensor, kind: str, lone_value: float = 0.0
+) -> Tensor:
     """Advantage of each token by comparison with other episodes.
 
     Args:
         batch: The rows.
         returns: ``[N, S]``: :func:`returns_to_go`.
         kind: One of ``ADVANTAGE_KINDS`` that needs no critic.
+        lone_value: What an episode alone in its group gets; ``"turn"`` has no groups.
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens and on rejected rows.
@@ -65,7 +68,16 @@ def advantage_without_critic(batch: RowBatch, returns: Tensor, kind: str) -> Ten
     if kind == "turn":
         return turn_normalize(returns, mask, turns, episode=episode)
     group = batch.group() if kind in GROUP_KINDS else torch.zeros_like(episode)
-    return outcome_advantage(returns, mask, turns, episode, group, cast(GroupKind, kind))
+    return outcome_advantage(
+        returns,
+        mask,
+        turns,
+        episode,
+        group,
+        cast(GroupKind, kind),
+        scored=batch.scored,
+        lone_value=lone_value,
+    )
 
 
 def advantage_with_critic(

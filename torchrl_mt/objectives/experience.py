@@ -7,6 +7,7 @@ changes nothing in the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args
@@ -103,6 +104,8 @@ class ExperienceMaker(TensorDictModuleBase):
             ``"turn_gae"`` per turn.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
+        lone_value: The advantage of an episode that is alone in its group, of the kinds that compare
+            with a group.
         whiten: Normalise the advantages over all sampled tokens of the batch; a row's first token,
             which nothing predicts and which is never trained, does not count and gets 0.
         filters: What writes ``("weights", "full")`` ``[N, S]``, by which :class:`MultiTurnLoss`
@@ -178,6 +181,7 @@ class ExperienceMaker(TensorDictModuleBase):
         lmbda: float = 0.95,
         turn_gamma: float = 1.0,
         turn_lmbda: float = 0.95,
+        lone_value: float = 0.0,
         whiten: bool = False,
         filters: str | Filter | Sequence[str | Filter] = (),
         kl_coef: KLCoefficient = 0.0,
@@ -208,6 +212,8 @@ class ExperienceMaker(TensorDictModuleBase):
             ("turn_lmbda", turn_lmbda),
         ]:
             check_unit_interval(name, factor)
+        if not math.isfinite(lone_value):
+            raise ValueError(f"lone_value must be finite, got {lone_value}.")
         check_positive("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
@@ -231,6 +237,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.lmbda = lmbda
         self.turn_gamma = turn_gamma
         self.turn_lmbda = turn_lmbda
+        self.lone_value = lone_value
         self.whiten = whiten
         self.filters = find_filters(filters)
         self.kl_coef = kl_coef
@@ -319,7 +326,11 @@ class ExperienceMaker(TensorDictModuleBase):
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.advantage == "turn" and batch.has("turn_return")):
-            keys = {"reward_key": self.tensor_keys.reward, "label_key": self.tensor_keys.label}
+            keys = {
+                "reward_key": self.tensor_keys.reward,
+                "label_key": self.tensor_keys.label,
+                "mask_key": self.tensor_keys.assistant_mask,
+            }
             reward, metrics = self.reward(
                 batch.with_usual_keys(), batch.episodes, valid=batch.valid, **keys
             )
@@ -382,13 +393,16 @@ class ExperienceMaker(TensorDictModuleBase):
                 completed = batch.rows.copy()
                 for name, value in (out | {"value_target": returns}).items():
                     completed.set(getattr(self.tensor_keys, name), value)
-                advantage = self.advantage(completed)
+                # Its own copy: what it does in place is no business of the rows.
+                advantage = self.advantage(completed.clone())
                 check_shape("the result of advantage(rows)", advantage, batch.mask.shape)
                 batch.check_finite(
                     "advantage", advantage, batch.scored, "advantage(rows) is at fault."
                 )
             else:
-                advantage = advantage_without_critic(batch, returns, self.advantage)
+                advantage = advantage_without_critic(
+                    batch, returns, self.advantage, self.lone_value
+                )
         if self.whiten:
             advantage = masked_whiten(advantage, batch.scored)
         advantage = torch.where(batch.counted, advantage.float(), 0.0).unsqueeze(-1)

@@ -114,7 +114,7 @@ def find_filters(filters: str | Filter | Sequence[str | Filter]) -> tuple[Filter
 
 def reads_group(one: Filter) -> bool:
     """Whether a filter of this module compares episodes with their groups."""
-    return getattr(one, "func", one) in (dynamic_sampling, clip_filter)
+    return _name(one) in (dynamic_sampling, clip_filter)
 
 
 def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor) -> Tensor:
@@ -133,7 +133,8 @@ def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor)
     """
     weight = mask.float()
     for one in filters:
-        factor = one(rows)
+        # Filters of others get a copy of their own: what they do in place stays theirs.
+        factor = one(rows if _name(one) in FILTERS.values() else rows.clone())
         if factor.shape not in (mask.shape[:1], mask.shape):
             raise ValueError(
                 f"a filter must return weights of shape {tuple(mask.shape[:1])} or "
@@ -147,6 +148,11 @@ def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor)
             )
         weight = weight * factor
     return weight
+
+
+def _name(one: Filter) -> Filter:
+    """The function itself, where arguments were bound to it."""
+    return getattr(one, "func", one)
 
 
 def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,16 @@ class RowBatch:
         """Read each row's group, ``[N]``."""
         group = _read(self.rows, self.keys, "group")
         check_like(self.keys.group, group, self.keys.episode, self.episode.shape)
+        of_row = self.episodes.of_row
+        one = group.new_zeros(len(self.episodes.last_token)).index_copy(0, of_row, group)
+        other = (group != one[of_row]).nonzero()
+        if len(other):
+            n = int(other[0])
+            raise ValueError(
+                f"{self.keys.group!r} must be the same on all rows of an episode, got {int(group[n])} "
+                f"(row {n}) and {int(one[of_row[n]])} in episode "
+                f"{int(_read(self.rows, self.keys, 'episode')[n])}."
+            )
         return group
 
     def has(self, name: str) -> bool:
@@ -174,7 +184,7 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
 
     Raises:
         KeyError: If an entry is missing.
-        ValueError: If shapes differ, a row is there twice, or no token was sampled.
+        ValueError: If shapes differ, a row is there twice, padding or nothing at all was sampled.
         TypeError: If a mask is not boolean.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
@@ -193,6 +203,13 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
         raise ValueError(
             f"{keys.assistant_mask!r} is false everywhere: no token of these {len(rows)} rows was "
             "sampled by the policy, so there is nothing to learn from."
+        )
+    padding = (mask & ~attention_mask).nonzero()
+    if len(padding):
+        n, t = padding[0].tolist()
+        raise ValueError(
+            f"{keys.assistant_mask!r} must lie within {keys.attention_mask!r}, but token {t} of row {n} "
+            f"is sampled and padding, and so are {len(padding) - 1} more."
         )
     episode = read_episode(rows, keys.episode, keys.episode_index, keys.fork)
     episodes = index_episodes(mask, turns, episode)

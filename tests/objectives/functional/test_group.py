@@ -252,3 +252,10 @@ def test_nan_is_never_turned_into_a_number(kind, ids):
     valid = torch.tensor([False, True, True, True, True])
     kept = group_advantage(returns, group, kind, lengths=lengths, valid=valid)
     assert kept.isfinite().all()
+
+
+def test_opo_without_any_length_takes_the_plain_mean():
+    returns, group = torch.tensor([1.0, 3.0, 5.0, 9.0]), torch.tensor([0, 0, 1, 1])
+    lengths = torch.tensor([0, 0, 3, 1])
+    out = group_advantage(returns, group, "opo", lengths=lengths)
+    torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, -1.0, 3.0]))

@@ -1,8 +1,11 @@
 """Remote rewards over real HTTP: the right number for every row, or an error that names the server."""
 
 import asyncio
+import copy
+import pickle
 
 import pytest
+import torch
 from tensordict import NonTensorStack
 
 from tests.objectives.rewards import reward_server
@@ -183,3 +186,14 @@ def test_bad_arguments_are_refused_by_name(tokenizer, rows, remote):
         ask(remote(), batch)
     with pytest.raises(KeyError, match="assistant"):
         ask(remote(), rows().exclude(("masks", "all_assistant_mask")))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_maker_that_asks_a_server_can_be_copied(server, remote, rows, model, copied):
+    source = remote(name="judge", batch_size=2, max_concurrency=3)
+    asyncio.run(source(rows()))
+    maker = ExperienceMaker(model, reward=[(source, 0.5)])
+    twin = copied(maker)
+    assert torch.equal(twin(rows())["advantage"], maker(rows())["advantage"])
+    assert twin.reward.names == ["judge"]
+    assert twin.reward.sources[0]._client is not source._client

@@ -21,6 +21,8 @@ def outcome_advantage(
     group: Tensor,
     kind: GroupKind = "grpo",
     *,
+    scored: Tensor | None = None,
+    lone_value: float = 0.0,
     eps: float = 1e-6,
 ) -> Tensor:
     """Compare whole episodes within their groups, by the return-to-go of their first turns.
@@ -33,6 +35,9 @@ def outcome_advantage(
         episode: ``[N]`` int64 episode id of each row.
         group: ``[N]`` int64 group id of each row; one per episode.
         kind: How an episode is compared with its group; see :func:`group_advantage`.
+        scored: ``[N, S]`` bool: the sampled tokens that ``"opo"`` counts as an episode's length, by
+            default all; those that are trained.
+        lone_value: What an episode alone in its group gets.
         eps: Added to the standard deviation.
 
     Returns:
@@ -64,12 +69,17 @@ def outcome_advantage(
     opening = index.first_token[index.opens_episode()]
     group_of_episode = group[opening // max(1, mask.shape[1])]
     # Only opo weighs by length: elsewhere an episode counts once, however long it is.
-    tokens = torch.bincount(index.episode[index.of_token], minlength=len(opening))
+    counted = index.of_token
+    if scored is not None:
+        check_mask("scored", scored, mask.shape)
+        counted = counted[scored[mask]]
+    tokens = torch.bincount(index.episode[counted], minlength=len(opening))
     advantage = group_advantage(
         returns.flatten()[opening],
         group_of_episode,
         kind,
         lengths=tokens if kind == "opo" else None,
+        lone_value=lone_value,
         eps=eps,
     )
     return index.write(advantage[index.episode])

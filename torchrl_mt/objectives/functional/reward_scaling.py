@@ -6,6 +6,8 @@ came, and what they give is finite after a single reward and after equal ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -86,6 +88,16 @@ class RewardNormalizer(nn.Module):
         empty = torch.empty(0)
         for name, value in vars(masked_moments(empty, empty.bool())).items():
             self.register_buffer(name, value.clone())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewardNormalizer:
+        """Move the statistics, in the precision they have: a count in bfloat16 ends at 256."""
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype is not buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
     @property
     def moments(self) -> Moments:

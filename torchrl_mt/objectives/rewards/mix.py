@@ -44,7 +44,8 @@ class RewardMix(nn.Module):
 
     - ``"episode"``: where the rows have it, under ``("rewards", "full")``;
     - a source that answers ``[n, S]``: where it says. As everywhere, a reward on a token that was not
-      sampled belongs to the last sampled one before it in its row;
+      sampled belongs to the last sampled one before it in its row, and that of a row in which none
+      was to the last one before it in its episode;
     - a source that answers ``[n]``: on the token that the row's *episode* sampled last. An episode of
       several rows has that in one of them, and that row's score is the episode's; the scores of its
       other rows are not read. Reward models and remote servers are asked about that row only.
@@ -127,6 +128,7 @@ class RewardMix(nn.Module):
         valid: Tensor | None = None,
         reward_key: NestedKey = _rows.REWARDS,
         label_key: NestedKey = _rows.LABEL,
+        mask_key: NestedKey = _rows.ASSISTANT_MASK,
     ) -> tuple[Tensor, dict[str, float]]:
         """Ask all sources and add them up.
 
@@ -137,6 +139,7 @@ class RewardMix(nn.Module):
                 and have the reward 0.
             reward_key: Where the episodes' own rewards are.
             label_key: Where each row's label is, non-tensor.
+            mask_key: Where the mask of sampled tokens is, for errors.
 
         Returns:
             The reward, ``[N, S]`` float32, zero on masked tokens; and of each label and source the
@@ -169,7 +172,7 @@ class RewardMix(nn.Module):
                 continue
             if source == OWN:
                 own = read_entry(rows, reward_key, _rows.REWARDS)
-                check_like(reward_key, own, _rows.ASSISTANT_MASK, episodes.mask.shape)
+                check_like(reward_key, own, mask_key, episodes.mask.shape)
                 wants = wants.unsqueeze(-1)
                 check_finite(
                     reward_key,
@@ -178,7 +181,7 @@ class RewardMix(nn.Module):
                     rows.get(_rows.EPISODE, None),
                     "what made the rewards is at fault; drop the episode or mark it as not valid.",
                 )
-                scored[i] = rewards_on_sampled(torch.where(wants, own, 0.0), episodes.mask)
+                scored[i] = _on_sampled(torch.where(wants, own, 0.0), episodes, rows)
                 continue
             if getattr(source, "per_episode", False):
                 outcome = torch.zeros_like(wants)
@@ -192,7 +195,7 @@ class RewardMix(nn.Module):
             # By index, which copies: a source cannot change the rows of its caller.
             calls.append((self.names[i], cast(RewardSource, source), rows[place]))
         for i, place, answer in zip(asked, places, ask(calls), strict=True):
-            scored[i] = _place(self.names[i], answer.to(total.device), place, episodes)
+            scored[i] = _place(self.names[i], answer.to(total.device), place, episodes, rows)
 
         metrics: dict[str, float] = {}
         episode_label = torch.zeros_like(episodes.last_token).scatter(0, episodes.of_row, of_row)
@@ -232,7 +235,8 @@ class RewardMix(nn.Module):
         rewarded.view(-1)[episodes.last_token[episodes.last_token >= 0]] = True
         if valid is not None:
             rewarded &= valid.unsqueeze(-1)
-        out = self.transform(reward, rewarded)
+        # Copies: what it does in place must not reach the rewards that it is not shown.
+        out = self.transform(reward.clone(), rewarded.clone())
         check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
         if not bool(out[rewarded].isfinite().all()):
             raise ValueError("reward_transform(reward, mask) must return finite numbers.")
@@ -286,7 +290,31 @@ def summary(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/count": float(count)}
 
 
-def _place(name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex) -> Tensor:
+def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) -> Tensor:
+    """Put rewards ``[N, S]`` on sampled tokens of their rows, or else of their episodes.
+
+    The reward of a row in which nothing was sampled goes to the token that its episode sampled last
+    up to that turn, or to the episode's first if there is none.
+    """
+    placed = rewards_on_sampled(reward, episodes.mask)
+    idle = ~episodes.mask.any(-1) & (episodes.last_token[episodes.of_row] >= 0)
+    lost = (idle.unsqueeze(-1) & (reward != 0)).nonzero()
+    if not len(lost):
+        return placed
+    n, t = lost.unbind(-1)
+    turns, episode = read_entry(rows, _rows.TURNS), episodes.of_row[n]
+    # Padding has no turn: what lies on it is of the turn before it.
+    turn, sampled = turns.cummax(-1).values[n, t], turns.flatten()[episodes.token]
+    width = int(torch.cat([turn, sampled]).max()) + 2
+    at = torch.searchsorted(episodes.of_token * width + sampled, episode * width + turn, right=True)
+    at = torch.maximum(at - 1, torch.searchsorted(episodes.of_token, episode))
+    placed.view(-1).index_add_(0, episodes.token[at], reward[n, t].float())
+    return placed
+
+
+def _place(
+    name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex, rows: TensorDictBase
+) -> Tensor:
     """Put a source's answer about some rows on the tokens of all rows."""
     out = torch.zeros(episodes.mask.shape, device=answer.device)
     if answer.ndim == 2:
@@ -296,7 +324,7 @@ def _place(name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex) -> 
                 f"tokens of a row, got shape {tuple(answer.shape)}."
             )
         out[place] = answer
-        return rewards_on_sampled(out, episodes.mask)
+        return _on_sampled(out, episodes, rows)
     score = torch.zeros(len(out), device=answer.device)
     asked = torch.zeros(len(out), dtype=torch.bool, device=answer.device)
     score[place], asked[place] = answer, True

@@ -92,22 +92,33 @@ class RemoteReward:
         for what, value in (("batch_size", batch_size), ("max_concurrency", max_concurrency)):
             if value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}.")
-        self._client = HttpClient(
-            url,
-            headers=headers,
-            timeout=timeout,
-            max_retries=max_retries,
-            backoff=backoff,
-            max_connections=max_concurrency,
-            name="reward source",
-            error=RewardError,
-        )
+        self._options: dict[str, Any] = {
+            "headers": headers,
+            "timeout": timeout,
+            "max_retries": max_retries,
+            "backoff": backoff,
+            "max_connections": max_concurrency,
+        }
+        self._client = self._connect(url)
         self.url = url
         self.tokenizer = tokenizer
         self.name = url if name is None else name
         self.batch_size = batch_size
         self.reference_key = reference_key
         self.skip_special_tokens = skip_special_tokens
+
+    def _connect(self, url: str) -> HttpClient:
+        """Make a client; it opens no connection yet."""
+        return HttpClient(url, name="reward source", error=RewardError, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the client, whose connections are this process's own."""
+        return {name: value for name, value in vars(self).items() if name != "_client"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the settings and make a client of one's own."""
+        vars(self).update(state)
+        self._client = self._connect(self.url)
 
     async def __call__(self, rows: TensorDictBase) -> list[float]:
         """Ask about rows.
