@@ -82,8 +82,8 @@ class ExperienceMaker(TensorDictModuleBase):
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
     whatever rows its forks lie in; with a ``"gae"`` kind it is what the critic is trained towards.
 
-    Rejected rows, on which ``"valid"`` ``[N]`` bool is there and false, enter no statistic and have the
-    advantage 0; :class:`MultiTurnLoss` leaves them out.
+    Rejected rows, on which ``"valid"`` ``[N]`` bool is there and false, go to no reward source, enter
+    no statistic and have reward and advantage 0; :class:`MultiTurnLoss` leaves them out.
 
     No gradient flows; the models' modes and the random state are left as they were. After a call
     ``metrics`` has what the rewards, the KL and its coefficient were, as numbers.
