@@ -156,12 +156,15 @@ def experience(chat, games) -> TensorDict:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_and_aggregation_trains(experience, actor, objective, aggregation):
+    correction = ["icepop", "token_tis"]
+    if objective == "decoupled_ppo":
+        correction = partial(geometric, bounds=(0.9, 1.1))
     loss = MultiTurnLoss(
         actor,
         objective=objective,
         aggregation=aggregation,
-        correction=["icepop", "token_tis"],
-        clip_epsilon=0.9,
+        correction=correction,
+        clip_epsilon=None if objective in ("reinforce", "sapo") else 0.9,
     )
     train(loss, experience.clone())
 

@@ -1,6 +1,7 @@
 """The loss is a function of the sampled tokens alone, exact over shards, and trains the actor."""
 
 import copy
+import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from torchrl_mt.objectives.functional import (
     merge_totals,
     ppo,
 )
-from torchrl_mt.objectives.functional.objectives import default_clip_epsilon
+from torchrl_mt.objectives.functional.objectives import clip_bounds
 from torchrl_mt.objectives.scoring.value_model import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
@@ -171,7 +172,7 @@ def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, obj
         model,
         objective=objective,
         aggregation=aggregation,
-        correction="sequence_tis",
+        correction=correction_for(objective, "sequence_tis"),
         kl_coef=0.1,
         entropy_coef=0.01,
     )
@@ -192,7 +193,7 @@ def test_padding_and_order_change_nothing(model, experience, spread, aggregation
         model,
         objective=objective,
         aggregation=aggregation,
-        correction="sequence_tis",
+        correction=correction_for(objective, "sequence_tis"),
         kl_coef=0.1,
         entropy_coef=0.01,
     )
@@ -209,7 +210,9 @@ def test_padding_and_order_change_nothing(model, experience, spread, aggregation
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_what_lies_on_masked_tokens_is_not_read(model, experience, objective):
     batch = experience()
-    loss = MultiTurnLoss(model, objective=objective, kl_coef=0.1, correction="token_tis")
+    loss = MultiTurnLoss(
+        model, objective=objective, kl_coef=0.1, correction=correction_for(objective, "token_tis")
+    )
     expected = loss(batch)
     slopes = gradients(model, objective_of(expected))
     mask = batch["masks", "all_assistant_mask"]
@@ -249,7 +252,7 @@ def test_one_row_of_one_token_and_no_row_are_finite(
         model,
         objective=objective,
         aggregation=aggregation,
-        correction=["geometric", "sequence_mis", "token_tis"],
+        correction=correction_for(objective, "geometric", "sequence_mis", "token_tis"),
         kl_coef=0.1,
         entropy_coef=0.1,
     )
@@ -365,9 +368,50 @@ def test_bad_input_is_refused_by_name(model, experience):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_keep_their_own_bounds(model, objective):
-    expected = default_clip_epsilon(OBJECTIVES[objective])
-    assert MultiTurnLoss(model, objective=objective).clip_epsilon == expected
-    assert MultiTurnLoss(model, objective=objective, clip_epsilon=0.1).clip_epsilon == (0.1, 0.1)
+    default = inspect.signature(OBJECTIVES[objective]).parameters["clip_epsilon"].default
+    assert MultiTurnLoss(model, objective=objective).clip_epsilon == default
+    if objective in ("reinforce", "sapo"):
+        with pytest.raises(ValueError, match=f"clip_epsilon must be None for '{objective}'"):
+            MultiTurnLoss(model, objective=objective, clip_epsilon=0.1)
+    else:
+        loss = MultiTurnLoss(model, objective=objective, clip_epsilon=0.1)
+        assert loss.clip_epsilon == (0.1, 0.1)
+
+
+def test_bounds_may_be_bound_and_are_used_once(model, experience):
+    batch = experience()
+    expected = MultiTurnLoss(model, clip_epsilon=(0.1, 0.3))(batch)
+    for clip_epsilon in ((0.1, 0.3), [0.1, 0.3]):
+        loss = MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=clip_epsilon))
+        assert loss.clip_epsilon == (0.1, 0.3)
+        torch.testing.assert_close(loss(batch), expected)
+    with pytest.raises(ValueError, match="clip_epsilon is bound to the objective"):
+        MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=0.1), clip_epsilon=0.1)
+    with pytest.raises(ValueError, match="clip_epsilon must be"):
+        MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=1.5))
+    with pytest.raises(TypeError, match="whose clip_epsilon can be given by keyword"):
+        MultiTurnLoss(model, objective=lambda log_prob, old, advantage, mask: (log_prob, mask))
+
+
+def test_bounds_of_a_logarithm_may_be_above_one(model):
+    loss = MultiTurnLoss(model, objective="gmpo", clip_epsilon=(1.5, 2.0))
+    assert loss.clip_epsilon == (1.5, 2.0)
+    with pytest.raises(ValueError, match="clip_epsilon must be"):
+        MultiTurnLoss(model, objective="gmpo", clip_epsilon=-0.1)
+
+
+@pytest.mark.parametrize("correction", ["token_tis", "sequence_tis", "icepop", "sequence_mis"])
+def test_the_ratio_to_the_sampler_is_not_applied_twice(model, correction):
+    for objective in ("decoupled_ppo", partial(OBJECTIVES["decoupled_ppo"], weight_cap=2.0)):
+        for given in (correction, ["geometric", partial(CORRECTIONS[correction])]):
+            with pytest.raises(ValueError, match="would apply it twice"):
+                MultiTurnLoss(model, objective=objective, correction=given)
+    MultiTurnLoss(model, objective="decoupled_ppo", correction="geometric")
+
+
+def correction_for(objective, *names):
+    """These corrections, or the one that goes with an objective that weighs by itself."""
+    return ["geometric"] if objective == "decoupled_ppo" else list(names)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -380,7 +424,11 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
     for i, f in enumerate(corrections):
         if f.func is geometric:
             corrections[i] = partial(geometric, bounds=(0.8, 1.2))
-    uses_turns = objective in ("gspo", "gspo_token", "gmpo") or len(corrections) == 2
+    if objective == "decoupled_ppo":
+        corrections = [f for f in corrections if f.func is geometric]
+    uses_turns = objective in ("gspo", "gspo_token", "gmpo") or any(
+        f.func is geometric for f in corrections
+    )
     if sequence == "turn" and not uses_turns:
         with pytest.raises(ValueError, match="sequence='turn' is for objectives and corrections"):
             MultiTurnLoss(model, objective=objective, correction=corrections, sequence=sequence)
@@ -402,9 +450,7 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
     if objective == "decoupled_ppo":
         extras = {"sampler_log_prob": sampler}
     f = OBJECTIVES[objective]
-    per_token, _ = f(
-        log_prob, old, batch["advantage"].squeeze(-1), mask, default_clip_epsilon(f), **extras
-    )
+    per_token, _ = f(log_prob, old, batch["advantage"].squeeze(-1), mask, clip_bounds(f), **extras)
     weight = batch["weights", "full"]
     for correction in corrections:
         extras = by_turn if correction.func is geometric else {}

@@ -39,8 +39,9 @@ from torchrl_mt.objectives.functional import (
 )
 from torchrl_mt.objectives.functional._checks import check_choice, check_positive, check_shape
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
+from torchrl_mt.objectives.functional.corrections import weighs
 from torchrl_mt.objectives.functional.kl import KLKind
-from torchrl_mt.objectives.functional.objectives import default_clip_epsilon, takes
+from torchrl_mt.objectives.functional.objectives import clip_bounds, takes
 from torchrl_mt.objectives.scoring.model_forward import check_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.objectives.scoring.row_values import row_values
@@ -79,12 +80,14 @@ class MultiTurnLoss(LossModule):
         objective: A name of :data:`~torchrl_mt.objectives.functional.OBJECTIVES` or a function of the
             same signature (:data:`~torchrl_mt.objectives.functional.Objective`), with
             hyperparameters of its own by ``functools.partial``: ``partial(ppo, dual_clip=3.0)``.
-            ``"decoupled_ppo"`` reads ``("log_probs", "full")`` too.
+            ``"decoupled_ppo"`` reads ``("log_probs", "full")`` too, and weighs by the ratio to the
+            sampler itself: of the corrections only those that do not, as ``"geometric"``, go with it.
         aggregation: ``"token_mean"``, ``"seq_mean_token_mean"``, ``"seq_mean_token_sum"`` or
             ``"prompt_mean"``, which reads ``"group"``
             (:func:`~torchrl_mt.objectives.functional.aggregate`).
         clip_epsilon: Bound on the importance ratio's distance from 1, or ``(low, high)``. The
-            objective's own by default: 0.2 for PPO.
+            objective's own by default, or what ``functools.partial`` binds: 0.2 for PPO. GMPO's are
+            of the ratio's logarithm; SAPO and REINFORCE have none.
         correction: Weights against the sampler's not being the old policy: a name of
             :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, a function of the same signature,
             or several, whose weights multiply. It reads ``("log_probs", "full")`` and needs
@@ -114,8 +117,9 @@ class MultiTurnLoss(LossModule):
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
-            ``critic``, or ``sequence`` with nothing that asks for one.
-        TypeError: If ``actor`` is no language model.
+            ``critic``, ``sequence`` with nothing that asks for one, bounds to an objective without
+            or twice, or two would weigh by the ratio to the sampler.
+        TypeError: If ``actor`` is no language model or a function is none of the kind.
 
     Examples:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -188,7 +192,14 @@ class MultiTurnLoss(LossModule):
         if not callable(objective):
             check_choice("objective", objective, OBJECTIVES)
             objective = OBJECTIVES[objective]
+        bounds = clip_bounds(objective, clip_epsilon)
         corrections = find_corrections(correction)
+        if takes(objective, "sampler_log_prob") and any(map(weighs, corrections)):
+            raise ValueError(
+                f"objective={objective!r} takes sampler_log_prob and weighs by the ratio to the sampler "
+                f"itself: correction={correction!r} would apply it twice. Pass correction=None, or "
+                "'geometric', which leaves out without weighing."
+            )
         check_choice("aggregation", aggregation, get_args(Aggregation))
         check_norm("aggregation_norm", aggregation_norm, aggregation)
         check_choice("sequence", sequence, get_args(Sequences))
@@ -211,9 +222,7 @@ class MultiTurnLoss(LossModule):
         self.aggregation: Aggregation = aggregation
         self.aggregation_norm = aggregation_norm
         self.sequence: Sequences = sequence
-        self.clip_epsilon = _bounds(
-            default_clip_epsilon(objective) if clip_epsilon is None else clip_epsilon
-        )
+        self.clip_epsilon = bounds
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.entropy_coef = entropy_coef
@@ -313,7 +322,12 @@ class MultiTurnLoss(LossModule):
 
         old = rows["sample_log_prob"]
         loss, clipped = self.objective(
-            log_prob, old, rows["advantage"], mask, self.clip_epsilon, **self._extras(rows)
+            log_prob,
+            old,
+            rows["advantage"],
+            mask,
+            clip_epsilon=self.clip_epsilon,
+            **self._extras(rows),
         )
         check_shape("the loss that objective returns", loss, mask.shape)
         out = policy_diagnostics(log_prob, old, entropy, clipped, mask)
@@ -349,14 +363,3 @@ class MultiTurnLoss(LossModule):
         """Give the objective the entries that it asks for."""
         names = ("sampler_log_prob", "turns")
         return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}
-
-
-def _bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """Check the clip range and write it as a pair."""
-    pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon,) * 2
-    if len(pair) != 2 or not 0 <= pair[0] <= 1 or not pair[1] >= 0:
-        raise ValueError(
-            "clip_epsilon must be a number in [0, 1], or (low, high) with low in [0, 1] and "
-            f"high >= 0, got {clip_epsilon!r}."
-        )
-    return float(pair[0]), float(pair[1])

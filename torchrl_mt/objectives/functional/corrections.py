@@ -6,6 +6,7 @@ rows. Its weights multiply the loss; what is divided by stays the count of all s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,6 +35,28 @@ CORRECTIONS: dict[str, Correction] = {
 """Name to correction, as :class:`~torchrl_mt.objectives.MultiTurnLoss` takes it."""
 
 
+WEIGHING = (icepop, sequence_mis, sequence_tis, token_tis)
+"""The corrections that multiply by the ratio of the old policy to the sampler; others leave out."""
+
+
+def weighs(correction: Correction) -> bool:
+    """Say whether a correction multiplies by the ratio of the old policy to the sampler.
+
+    Args:
+        correction: A function, bound with ``functools.partial`` or not.
+
+    Returns:
+        Whether it is one of those here that do.
+
+    Examples:
+        >>> weighs(token_tis), weighs(geometric)
+        (True, False)
+    """
+    while isinstance(correction, functools.partial):
+        correction = correction.func
+    return correction in WEIGHING
+
+
 def find_corrections(
     correction: str | Correction | Sequence[str | Correction] | None,
 ) -> tuple[Correction, ...]:
@@ -47,6 +70,7 @@ def find_corrections(
 
     Raises:
         ValueError: If a name is unknown.
+        TypeError: If one is neither a name nor a function.
 
     Examples:
         >>> find_corrections(["geometric", token_tis]) == (geometric, token_tis)
@@ -54,13 +78,18 @@ def find_corrections(
     """
     if correction is None:
         return ()
-    several = [correction] if isinstance(correction, str) or callable(correction) else correction
+    if isinstance(correction, str) or not isinstance(correction, Sequence):
+        correction = [correction]
     found = []
-    for one in several:
-        if isinstance(one, str):
-            check_choice("correction", one, CORRECTIONS)
-            one = CORRECTIONS[one]
-        found.append(one)
+    for item in correction:
+        if isinstance(item, str):
+            check_choice("correction", item, CORRECTIONS)
+            item = CORRECTIONS[item]
+        if not callable(item):
+            raise TypeError(
+                f"correction must be a name, a function or several of these, got {correction!r}."
+            )
+        found.append(item)
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ def reinforce(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (0.2, 0.2),
+    clip_epsilon: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score-function objective ``-A * log_prob`` (Williams, 1992), for data of the current policy.
 

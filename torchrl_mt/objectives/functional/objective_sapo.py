@@ -14,7 +14,7 @@ def sapo(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (0.2, 0.2),
+    clip_epsilon: tuple[float, float] | None = None,
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,

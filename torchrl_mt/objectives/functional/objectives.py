@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -19,7 +21,8 @@ Objective = Callable[..., tuple[Tensor, Tensor]]
 """``(log_prob, old_log_prob, advantage, mask, clip_epsilon) -> (loss, clipped)``, all ``[N, S]``.
 
 ``clipped`` is int8: -1 where a ratio lies below its bounds, 1 above, else 0 (of a bool, true counts
-as above). An objective that has a keyword ``sampler_log_prob`` is given the sampler's
+as above). It is given ``clip_epsilon`` by keyword; one that does not clip has ``None`` as its default.
+An objective that has a keyword ``sampler_log_prob`` is given the sampler's
 log-probabilities by it, one that has a keyword ``turns`` the turn ids where a sequence is to be a
 turn. Bind hyperparameters of its own with ``functools.partial``."""
 
@@ -53,20 +56,64 @@ def takes(function: Callable, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def default_clip_epsilon(objective: Objective) -> tuple[float, float]:
-    """Bounds that an objective has by itself, or PPO's if it names none.
+def clip_bounds(
+    objective: Objective, clip_epsilon: float | tuple[float, float] | None = None
+) -> tuple[float, float] | None:
+    """Find the bounds that an objective is called with.
 
     Args:
         objective: See :data:`Objective`.
+        clip_epsilon: A number for both sides, or ``(low, high)``. By default those that are bound with
+            ``functools.partial``, else the objective's own, else PPO's.
 
     Returns:
-        ``(low, high)``.
+        ``(low, high)``; ``None`` for an objective that does not clip.
+
+    Raises:
+        ValueError: If bounds are out of range or given twice, or the objective has none.
+        TypeError: If the objective has no keyword ``clip_epsilon``.
 
     Examples:
-        >>> default_clip_epsilon(gspo)
-        (0.0003, 0.0004)
+        >>> clip_bounds(gspo), clip_bounds(gspo, 0.1), clip_bounds(sapo)
+        ((0.0003, 0.0004), (0.1, 0.1), None)
     """
-    given = inspect.signature(objective).parameters.get("clip_epsilon")
-    if given is None or given.default is inspect.Parameter.empty:
-        return (0.2, 0.2)
-    return given.default
+    function, bound = objective, None
+    while isinstance(function, functools.partial):
+        bound = function.keywords.get("clip_epsilon") if bound is None else bound
+        function = function.func
+    given = clip_epsilon if bound is None else bound
+    parameter = inspect.signature(function).parameters.get("clip_epsilon")
+    if parameter is None or parameter.kind is parameter.POSITIONAL_ONLY:
+        raise TypeError(
+            "objective must be a function (log_prob, old_log_prob, advantage, mask, clip_epsilon) whose "
+            f"clip_epsilon can be given by keyword, got {objective!r}."
+        )
+    if bound is not None and clip_epsilon is not None:
+        raise ValueError(
+            f"clip_epsilon is bound to the objective as {bound!r} and given as {clip_epsilon!r}; give "
+            "it once."
+        )
+    if parameter.default is None:
+        if given is not None:
+            raise ValueError(
+                f"clip_epsilon must be None for {getattr(function, '__name__', function)!r}, which does "
+                f"not clip, got {given!r}."
+            )
+        return None
+    if given is None:
+        own = parameter.default
+        given = (0.2, 0.2) if own is inspect.Parameter.empty else own
+    return _checked_bounds(given, math.inf if function is gmpo else 1.0)
+
+
+def _checked_bounds(clip_epsilon: float | tuple[float, float], most: float) -> tuple[float, float]:
+    """Check bounds and write them as a pair; ``most`` is the largest lower one that means something."""
+    pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon,) * 2
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in pair)
+    if len(pair) != 2 or not numbers or not 0 <= pair[0] <= most or not pair[1] >= 0:
+        lowest = "not negative" if most == math.inf else "in [0, 1]"
+        raise ValueError(
+            f"clip_epsilon must be a number {lowest}, or (low, high) with low {lowest} and high >= 0, "
+            f"got {clip_epsilon!r}."
+        )
+    return float(pair[0]), float(pair[1])
