@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data.llm import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives import LossModule
@@ -362,7 +363,44 @@ def test_bad_input_is_refused_by_name(model, experience):
         MultiTurnLoss(model)(experience().exclude(("log_probs", "old")))
     batch = experience()
     batch["advantage"] = batch["advantage"].squeeze(-1)
-    with pytest.raises(ValueError, match="advantage must have shape"):
+    with pytest.raises(ValueError, match=r"'advantage' of rows must .*to fit \('tokens', 'full'\)"):
+        MultiTurnLoss(model)(batch)
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        (("masks", "all_assistant_mask"), ("masks", "all_attention_mask")),
+        ("group", ("masks", "all_attention_mask")),
+        ("valid", ("masks", "all_attention_mask")),
+        (("log_probs", "old"), None),
+        (("log_probs", "ref"), None),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_both_keys_and_shapes(model, experience, key, other):
+    batch = experience()
+    batch["valid"] = torch.ones(len(batch), dtype=torch.bool)
+    loss = MultiTurnLoss(model, aggregation="prompt_mean", kl_coef=0.1)
+    shape, wrong = tuple(batch[key].shape), batch[key][..., :-1]
+    batch = batch.to_dict()
+    into = batch[key[0]] if isinstance(key, tuple) else batch
+    into[key[-1] if isinstance(key, tuple) else key] = wrong
+    batch = TensorDict(batch, batch_size=[])
+    calls = [(loss.total, other), (loss, ("tokens", "full"))]
+    for call, fits in calls if other else calls[1:]:
+        with pytest.raises(ValueError) as error:
+            call(batch)
+        message = str(error.value)
+        assert f"{key!r} of rows must have shape {shape}" in message
+        assert f"got {tuple(wrong.shape)}" in message
+        assert repr(fits) in message or (key == "valid" and repr(other) in message)
+
+
+def test_sampled_tokens_on_padding_are_refused_by_key_and_row(model, experience):
+    batch = experience()
+    row, token = (~batch["masks", "all_attention_mask"]).nonzero()[-1].tolist()
+    batch["masks", "all_assistant_mask"][row, token] = True
+    with pytest.raises(ValueError, match=f"'all_assistant_mask'.*row {row} at token {token}"):
         MultiTurnLoss(model)(batch)
 
 

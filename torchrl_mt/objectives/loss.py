@@ -24,8 +24,8 @@ from torchrl_mt.objectives._loss_diagnostics import (
     critic_diagnostics,
     policy_diagnostics,
 )
-from torchrl_mt.objectives._loss_inputs import read_inputs
-from torchrl_mt.objectives._rows import read_entry, read_valid
+from torchrl_mt.objectives._loss_inputs import counted_tokens, read_inputs
+from torchrl_mt.objectives._rows import check_like, read_entry
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
     Correction,
@@ -43,7 +43,7 @@ from torchrl_mt.objectives.functional.corrections import weighs
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.functional.objectives import clip_bounds, takes
 from torchrl_mt.objectives.scoring.model_forward import check_dtype
-from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs
 from torchrl_mt.objectives.scoring.row_values import row_values
 
 Sequences = Literal["row", "turn"]
@@ -272,17 +272,23 @@ class MultiTurnLoss(LossModule):
         Returns:
             Scalar int64; for ``"prompt_mean"`` ``[K, 2]`` int64
             (:func:`~torchrl_mt.objectives.functional.aggregation_total`).
+
+        Raises:
+            KeyError: If the rows lack an entry.
+            ValueError: If entries do not fit together.
         """
         keys = self.tensor_keys
-        mask = read_entry(tensordict, keys.assistant_mask)
-        attention_mask = read_entry(tensordict, keys.attention_mask)
-        mask = mask & read_valid(tensordict, keys.valid, mask).unsqueeze(-1)
-        by_group = self.aggregation == "prompt_mean"
-        return aggregation_total(
-            scored_tokens(attention_mask, mask),
-            self.aggregation,
-            group=read_entry(tensordict, keys.group) if by_group else None,
+        mask = counted_tokens(
+            tensordict,
+            keys,
+            read_entry(tensordict, keys.attention_mask, _rows.ATTENTION_MASK),
+            read_entry(tensordict, keys.assistant_mask, _rows.ASSISTANT_MASK),
         )
+        group = None
+        if self.aggregation == "prompt_mean":
+            group = read_entry(tensordict, keys.group, _rows.GROUP)
+            check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
+        return aggregation_total(mask, self.aggregation, group=group)
 
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None

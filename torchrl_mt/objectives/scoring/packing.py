@@ -47,8 +47,13 @@ def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
         raise ValueError(f"tokens must have shape [N, S], got {tuple(tokens.shape)}.")
     check_mask("attention_mask", attention_mask, tokens.shape)
     check_mask("mask", mask, tokens.shape)
-    if bool((mask & ~attention_mask).any()):
-        raise ValueError("mask must be false on padding, but some sampled tokens are not attended.")
+    wrong = mask & ~attention_mask
+    if bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            "mask must be false on padding, where attention_mask is false, but row "
+            f"{row} has a sampled token there, at {token}."
+        )
 
 
 def check_micro_batch(size: int | None, tokens: int | None) -> None:
