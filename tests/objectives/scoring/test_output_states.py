@@ -194,3 +194,72 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
     assert sizes[0] >= states * 1000
     # The weights, and attention's scores.
     assert sizes[1] <= 32_000
+
+
+KINDS_OF_MASK = ("all_attention_mask", "all_assistant_mask")
+
+
+class Wrapper(nn.Module):
+    """As DistributedDataParallel is one."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.calls = []
+
+    def forward(self, *args, **kwargs):
+        self.calls.append(kwargs)
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Granite"])
+def test_a_wrapper_is_looked_through_and_called(rows, family):
+    options = {"logits_scaling": 4.0} if family == "Granite" else {}
+    model = build(family, **options)
+    wrapper = Wrapper(Wrapper(model))
+    states = output_states(wrapper, INPUTS)
+    assert isinstance(states, OutputStates)
+    assert states.scale == output_states(model, INPUTS).scale
+    assert wrapper not in module._OTHERS
+    assert [call["use_cache"] for call in wrapper.calls] == [False]
+    batch = rows()
+    args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
+    for packed in (False, True):
+        got = row_log_probs(wrapper, *args, packed=packed)[0]
+        torch.testing.assert_close(got, row_log_probs(model, *args, packed=packed)[0])
+
+
+@pytest.fixture
+def process_group():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_distributed_data_parallel_gets_every_gradient(process_group, rows, options):
+    batch = rows()
+    args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
+    expected = build()
+    row_log_probs(expected, *args)[0].sum().backward()
+    model = build()
+    parallel = nn.parallel.DistributedDataParallel(model, **options)
+    assert isinstance(output_states(parallel, INPUTS), OutputStates) == (not options)
+    parallel = nn.parallel.DistributedDataParallel(model, **options)
+    for _ in range(2):
+        model.zero_grad()
+        row_log_probs(parallel, *args)[0].sum().backward()
+        for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_nan_in_one_pass_is_not_held_against_the_model():
+    model = build()
+    weight = model.get_output_embeddings().weight.detach().clone()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    assert isinstance(output_states(model, INPUTS), torch.Tensor)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(weight)
+    assert isinstance(output_states(model, INPUTS), OutputStates)

@@ -17,6 +17,7 @@ from torchrl_mt.objectives.scoring.packing_support import (
     takes_lengths,
 )
 from torchrl_mt.objectives.scoring.row_log_probs import row_log_probs
+from torchrl_mt.objectives.scoring.value_model import ValueModel
 
 TOKENS = torch.arange(24)
 
@@ -206,3 +207,28 @@ def test_attention_over_lengths_gets_one_sequence_and_the_lengths(make_model, ro
         )
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert 9 in seen
+
+
+def test_nan_while_trying_is_an_error_that_is_not_remembered(model):
+    norm = model.model.norm.weight
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm.fill_(torch.nan)
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM computes NaN or infinity"):
+        check_packing(model, TOKENS)
+    with torch.no_grad():
+        norm.copy_(kept)
+    check_packing(model, TOKENS)
+
+
+def test_a_wrapped_critic_is_told_apart_by_its_states(model):
+    head = ValueModel.from_model(model)
+    assert packing_fault(nn.DataParallel(head), TOKENS) is None
+    assert packing_fault(nn.DataParallel(Blind()), TOKENS) == packing_fault(Blind(), TOKENS)
+
+
+class Blind(nn.Module):
+    """Takes no positions."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return input_ids.float()

@@ -46,6 +46,52 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Look through wrappers whose only submodule is ``module``: DistributedDataParallel, for one.
+
+    Args:
+        model: A model, wrapped or not. It is the wrapper that is to be called.
+
+    Returns:
+        The model inside, whose attributes tell what it is.
+
+    Examples:
+        >>> inner = nn.Linear(1, 1)
+        >>> unwrapped(nn.DataParallel(inner)) is inner, unwrapped(inner) is inner
+        (True, True)
+    """
+    for level in _levels(model):
+        model = level
+    return model
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Say whether a model, and all that wraps it, can be called with a keyword argument.
+
+    Args:
+        model: A model, wrapped or not.
+        name: Of the argument.
+
+    Returns:
+        Whether it is named or passes through ``**``.
+    """
+
+    def takes(module: nn.Module) -> bool:
+        parameters = inspect.signature(module.forward).parameters
+        return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    return all(map(takes, _levels(model)))
+
+
+def _levels(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, what it wraps, what that wraps, ..."""
+    yield model
+    inner = getattr(model, "module", None)
+    while isinstance(inner, nn.Module) and list(model.children()) == [inner]:
+        yield inner
+        model, inner = inner, getattr(inner, "module", None)
+
+
 def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
     """Call a model on its own device.
 
@@ -60,12 +106,10 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     parameter = next(model.parameters(), None)
     device = inputs["input_ids"].device if parameter is None else parameter.device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    accepted = inspect.signature(model.forward).parameters
+    inner = unwrapped(model)
     # What comes through ** may be a module's that does not know it; transformers' models all do.
-    passed_on = any(p.kind is p.VAR_KEYWORD for p in accepted.values()) and (
-        getattr(model, "config", None) is not None
-    )
-    if "use_cache" in accepted or passed_on:
+    named = "use_cache" in inspect.signature(inner.forward).parameters
+    if accepts(model, "use_cache") and (named or getattr(inner, "config", None) is not None):
         inputs["use_cache"] = False
     with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
         return model(**inputs)

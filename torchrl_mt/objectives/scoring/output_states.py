@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.objectives.scoring.model_forward import hooked, run_model
+from torchrl_mt.objectives.scoring.model_forward import hooked, run_model, unwrapped
 
 PROBED = 4
 """Positions at which a call's logits are compared."""
@@ -72,7 +72,9 @@ def output_states(
         for scale, softcap in _post_processing(model):
             if _same(raw[0], scale, softcap, logits):
                 return OutputStates(states[0], layer.weight, layer.bias, scale, softcap)
-    _OTHERS.add(model)
+    # NaN tells nothing of what is done to the logits: another pass will.
+    if not raw or bool(raw[0].isfinite().all()):
+        _OTHERS.add(model)
     return _logits(run_model(model, inputs, dtype))
 
 
@@ -83,20 +85,25 @@ def _logits(output: Any) -> Tensor:
 
 def _output_layer(model: nn.Module) -> nn.Linear | None:
     """The model's output layer if it is one whose product may be computed outside of it."""
+    if getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False):
+        return None  # DistributedDataParallel would look for the gradient's way in cut logits.
+    outer, model = model, unwrapped(model)
     find = getattr(model, "get_output_embeddings", None)
     layer = find() if callable(find) else None
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return None
     if layer.weight.shape != (layer.out_features, layer.in_features):
         return None  # A shard, which is whole inside the model's own forward pass alone.
-    compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    compiled = any(
+        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in (outer, model)
+    )
     changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
     return None if compiled or changed or layer._compiled_call_impl is not None else layer
 
 
 def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
     """What may happen to the layer's output, by the names that transformers' configurations have."""
-    config = getattr(model, "config", None)
+    config = getattr(unwrapped(model), "config", None)
     find = getattr(config, "get_text_config", None)
     config = find() if callable(find) else config
     factor = getattr(config, "logit_scale", None) or 1.0

@@ -13,7 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.objectives.scoring.model_forward import hooked, run_model, scoring_mode
+from torchrl_mt.objectives.scoring.model_forward import (
+    accepts,
+    hooked,
+    run_model,
+    scoring_mode,
+    unwrapped,
+)
 from torchrl_mt.objectives.scoring.packing import forward_passes
 
 _FAULTS: WeakKeyDictionary[nn.Module, dict[str | None, str | None]] = WeakKeyDictionary()
@@ -29,7 +35,7 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
             :func:`~torchrl_mt.objectives.scoring.model_forward.run_model`.
 
     Raises:
-        ValueError: If packed rows are not what they are alone.
+        ValueError: If packed rows are not what they are alone, or NaN or infinite.
     """
     fault = packing_fault(model, tokens, dtype)
     if fault is not None:
@@ -49,6 +55,9 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 
     Returns:
         The reason, to follow the model's name, or ``None`` if it can.
+
+    Raises:
+        ValueError: If the model's states are not finite, which tells nothing and is not remembered.
     """
     known = _FAULTS.setdefault(model, {})
     kind = _attention_kind(model)
@@ -66,7 +75,7 @@ def takes_lengths(model: nn.Module) -> bool:
     Returns:
         True for transformers' flash attention, whatever its version.
     """
-    return "flash" in (_attention_kind(model) or "") and _accepts(model, "cu_seq_lens_q")
+    return "flash" in (_attention_kind(model) or "") and accepts(model, "cu_seq_lens_q")
 
 
 def _attention_kind(model: nn.Module) -> str | None:
@@ -78,17 +87,11 @@ def _attention_kind(model: nn.Module) -> str | None:
     return None
 
 
-def _accepts(model: nn.Module, name: str) -> bool:
-    """Whether the model can be called with a keyword argument of this name."""
-    parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
 def _signature_fault(model: nn.Module) -> str | None:
     """Why the model cannot be called with packed rows."""
-    if not _accepts(model, "position_ids"):
+    if not accepts(model, "position_ids"):
         return "does not take position_ids"
-    mask = inspect.signature(model.forward).parameters.get("attention_mask")
+    mask = inspect.signature(unwrapped(model).forward).parameters.get("attention_mask")
     if mask is not None and mask.default is mask.empty:
         return "cannot do without an attention_mask"
     return None
@@ -118,6 +121,11 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
                     raise
                 return f"cannot be called with position_ids and without attention_mask ({error})"
             states.append(inner.flatten(0, 1)[step.state.to(inner.device)])
+    if not all(bool(x.isfinite().all()) for x in states):
+        raise ValueError(
+            f"packed=True is tried with a few tokens first, but {type(model).__name__} computes NaN or "
+            "infinity of them; look at its weights and at dtype."
+        )
     alone, together, beside_another = (x.double() for x in states)
     # Rounding in other orders is far below this, another row's influence far above.
     low = dtype is not None or states[0].dtype.itemsize == 2
@@ -132,7 +140,7 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
 def _inner_states(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> Tensor:
     """States below the output layer where the model tells which: a new layer may say nothing."""
     seen: list[Any] = []
-    base = getattr(model, "base_model", None)
+    base = getattr(unwrapped(model), "base_model", None)
     with hooked(base, after=seen.append) if isinstance(base, nn.Module) else nullcontext():
         output = run_model(model, inputs, dtype)
     output = seen[-1] if seen else output
