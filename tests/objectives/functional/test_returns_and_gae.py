@@ -131,6 +131,20 @@ def test_long_rows_stay_exact(gamma):
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("lmbda", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.99, 1.0])
+def test_small_advantages_of_large_values_stay_exact(gamma, lmbda):
+    g = torch.Generator().manual_seed(0)
+    mask = torch.rand(3, 64, generator=g) < 0.6
+    reward = 1e-2 * torch.randn(3, 64, generator=g)
+    value = 1e4 + torch.rand(3, 64, generator=g)
+    expected = loop_gae(reward, value, mask, gamma, lmbda)
+    advantage, returns = masked_gae(reward, value, mask, gamma, lmbda)
+    torch.testing.assert_close(advantage.double(), expected, atol=1e-8, rtol=1e-6)
+    got = returns.double()
+    torch.testing.assert_close(got, torch.where(mask, expected + value, 0.0), atol=1e-8, rtol=1e-6)
+
+
 def test_recurrence_takes_any_decay():
     g = torch.Generator().manual_seed(0)
     for size in [1, 2, 3, 8, 13]:

@@ -15,8 +15,9 @@ from torchrl_mt.objectives.functional._checks import (
     check_unit_interval,
 )
 from torchrl_mt.objectives.functional.recurrence import (
+    accumulation_dtype,
     first_sampled,
-    sampled_recurrence,
+    from_the_end_,
     sampled_so_far,
 )
 
@@ -64,11 +65,21 @@ def masked_gae(
         return reward.float(), reward.float()
     count = sampled_so_far(mask)
     value = torch.where(mask, value.float(), torch.zeros((), device=value.device))
-    x, share = reward.float(), gamma * (1.0 - lmbda)
+    # In float64 to the end: of large values and small rewards a difference is left. The last
+    # position comes first, and all is turned around while the numbers are small in memory.
+    x = reward.float().flip(-1).to(accumulation_dtype(reward.device), copy=True)
+    share = gamma * (1.0 - lmbda)
     if share:
         # The lambda-return is R[i] = r[i] + share * V[i + 1] + gamma * lmbda * R[i + 1]: each value
         # but a row's first counts at the sampled token before it, the owner of what stands there.
-        later = value.scatter(-1, first_sampled(count), 0.0)[..., 1:]
-        x = torch.cat([x[..., :-1] + share * later, x[..., -1:]], dim=-1)
-    returns = sampled_recurrence(x, mask, gamma * lmbda, count=count)
-    return returns - value, returns
+        later = value.scatter(-1, first_sampled(count), 0.0).flip(-1)
+        x[..., 1:].add_(later[..., :-1], alpha=share)
+    lambda_return = from_the_end_(x, count, gamma * lmbda)
+    returns = _forwards(lambda_return, mask)
+    return _forwards(lambda_return.sub_(value.flip(-1)), mask), returns
+
+
+def _forwards(x: Tensor, mask: Tensor) -> Tensor:
+    """Turn around as float32, zero on masked tokens."""
+    x = x.to(torch.float32).flip(-1)
+    return torch.where(mask, x, torch.zeros((), device=x.device))

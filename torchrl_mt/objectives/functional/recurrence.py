@@ -89,10 +89,21 @@ def sampled_recurrence(
     count = sampled_so_far(mask) if count is None else count
     # Turned around while the numbers are small in memory.
     x = x.flip(-1).to(accumulation_dtype(x.device), copy=True)
-    y = _running_sums_(x, count.flip(-1), decay).to(torch.float32).flip(-1)
-    # Up to the first sampled token no time passes: what all of it amounts to stands at the start.
-    y.scatter_(-1, first_sampled(count), y[..., :1].clone())
+    y = from_the_end_(x, count, decay).to(torch.float32).flip(-1)
     return torch.where(mask, y, torch.zeros_like(y))
+
+
+def from_the_end_(x: Tensor, count: Tensor, decay: float) -> Tensor:
+    """:func:`sampled_recurrence` with the last position first and in the type of ``x``; spends ``x``.
+
+    ``count`` is that of :func:`sampled_so_far`, not turned around. Masked tokens get anything.
+    """
+    if decay == 0.0:
+        owner = count.flip(-1).sub_(1).clamp_(min=0).long()
+        return torch.zeros_like(x).scatter_add_(-1, owner, x).gather(-1, owner)
+    y = _running_sums_(x, count.flip(-1), decay)
+    # Up to the first sampled token no time passes: what all of it amounts to stands at the start.
+    return y.scatter_(-1, x.shape[-1] - 1 - first_sampled(count), y[..., -1:].clone())
 
 
 def sampled_so_far(mask: Tensor) -> Tensor:
