@@ -615,6 +615,46 @@ def test_the_kl_coefficient_may_be_a_controller(model, experience):
     torch.testing.assert_close(owner(batch)["loss_kl"], expected)
 
 
+@pytest.mark.parametrize("name", ["kl_coef", "entropy_coef", "critic_coef"])
+def test_a_coefficient_that_is_no_finite_number_is_refused(model, name):
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"{name} must be finite"):
+            MultiTurnLoss(model, **{name: value})
+    for value in ("0.1", True, [0.1]):
+        with pytest.raises(TypeError, match=f"{name} must be a number"):
+            MultiTurnLoss(model, **{name: value})
+
+
+def test_a_correction_that_is_no_function_is_refused(model):
+    for correction in (3, [3], ["icepop", None]):
+        with pytest.raises(TypeError, match="correction must be a name, a function"):
+            MultiTurnLoss(model, correction=correction)
+
+
+def test_neither_weights_nor_a_correction_changes_the_other_terms(model, experience):
+    batch = experience()
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01}
+    plain = MultiTurnLoss(model, **options)(batch)
+    mask = batch["masks", "all_assistant_mask"]
+    batch["weights", "full"] = torch.rand(mask.shape)
+    weighed = MultiTurnLoss(model, correction="token_tis", **options)(batch)
+    assert weighed["loss_objective"] != plain["loss_objective"]
+    for key in ("loss_kl", "kl_to_ref", "loss_entropy", "entropy", "approx_kl", "ess"):
+        torch.testing.assert_close(weighed[key], plain[key], atol=0, rtol=0)
+
+
+def test_the_loss_uses_the_coefficient_of_the_moment(model, experience):
+    batch = experience()
+    for controller in (
+        ConstantKLController(kl_coef=0.3),
+        AdaptiveKLController(init_kl_coef=0.3, target=1.0, horizon=2),
+    ):
+        loss = MultiTurnLoss(model, kl_coef=controller)
+        before = loss(batch)["loss_kl"]
+        controller.coef = 0.6
+        torch.testing.assert_close(loss(batch)["loss_kl"], 2 * before)
+
+
 def test_state_dict_round_trip(make_model, model, experience):
     batch, other = experience(), MultiTurnLoss(make_model(5))
     loss = MultiTurnLoss(model)

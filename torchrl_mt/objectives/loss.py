@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data.llm import AdaptiveKLController, ConstantKLController
 from torchrl.objectives import LossModule
 
 from torchrl_mt.objectives import _rows
@@ -37,11 +36,17 @@ from torchrl_mt.objectives.functional import (
     kl_estimate,
     value_loss,
 )
-from torchrl_mt.objectives.functional._checks import check_choice, check_positive, check_shape
+from torchrl_mt.objectives.functional._checks import (
+    check_choice,
+    check_finite,
+    check_positive,
+    check_shape,
+)
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
 from torchrl_mt.objectives.functional.corrections import weighs
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.functional.objectives import clip_bounds, takes
+from torchrl_mt.objectives.kl_control import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.scoring.model_forward import check_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs
 from torchrl_mt.objectives.scoring.row_values import row_values
@@ -119,7 +124,8 @@ class MultiTurnLoss(LossModule):
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
             ``critic``, ``sequence`` with nothing that asks for one, bounds to an objective without
             or twice, or two would weigh by the ratio to the sampler.
-        TypeError: If ``actor`` is no language model or a function is none of the kind.
+        TypeError: If ``actor`` is no language model, a coefficient no number or a function none of the
+            kind.
 
     Examples:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -176,7 +182,7 @@ class MultiTurnLoss(LossModule):
         clip_epsilon: float | tuple[float, float] | None = None,
         correction: str | Correction | Sequence[str | Correction] | None = None,
         sequence: Sequences = "row",
-        kl_coef: float | AdaptiveKLController | ConstantKLController | None = None,
+        kl_coef: KLCoefficient | None = None,
         kl_kind: KLKind = "k3",
         entropy_coef: float | None = None,
         temperature: float = 1.0,
@@ -211,6 +217,11 @@ class MultiTurnLoss(LossModule):
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_positive("temperature", temperature)
         check_dtype(dtype)
+        if kl_coef is not None:
+            kl_coefficient(kl_coef)
+        if entropy_coef is not None:
+            check_finite("entropy_coef", entropy_coef)
+        check_finite("critic_coef", critic_coef)
         if clip_value is not None:
             check_positive("clip_value", clip_value)
             if critic is None:
@@ -349,7 +360,7 @@ class MultiTurnLoss(LossModule):
         if self.kl_coef is not None:
             ref = torch.where(mask, rows["ref_log_probs"], 0.0)
             kl = kl_estimate(log_prob, ref, self.kl_kind)
-            out["loss_kl"] = float(getattr(self.kl_coef, "coef", self.kl_coef)) * reduce(kl)
+            out["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(kl)
             out["kl_to_ref"] = aggregate(kl.detach(), mask)
         if self.entropy_coef is not None:
             out["loss_entropy"] = -self.entropy_coef * reduce(entropy)

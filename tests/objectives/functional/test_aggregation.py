@@ -93,6 +93,13 @@ def test_nothing_sampled_gives_zero(kind):
         assert not loss.grad.any()
 
 
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_a_total_of_nothing_for_rows_of_nothing_gives_zero(kind):
+    loss, mask = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    for total in (0, 0.0, torch.tensor(0)):
+        assert aggregate(loss, mask, kind, total=total) == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows_give_zero(kind):
     mask, group = torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.long)
@@ -129,6 +136,16 @@ def test_bad_input_is_refused_by_name():
             {"kind": "prompt_mean", "group": group, "total": torch.tensor([[4, 9]])},
             "total has no tokens of group 5",
         ),
+        (
+            {"kind": "prompt_mean", "group": group, "total": torch.tensor([[4, 9], [5, 2]])},
+            "total has fewer tokens of group 5",
+        ),
+        ({"total": 0}, "total must be finite and at least 6"),
+        ({"total": 5.5}, "total must be finite and at least 6"),
+        ({"total": torch.tensor(5)}, "total must be finite and at least 6"),
+        ({"total": torch.nan}, "total must be finite"),
+        ({"total": torch.inf}, "total must be finite"),
+        ({"total": torch.tensor([6, 6])}, "total must be one number"),
         ({"norm": 3.0}, "norm is for 'seq_mean_token_sum' alone"),
         ({"kind": "seq_mean_token_sum", "norm": 0.0}, "norm must be positive"),
     ]:

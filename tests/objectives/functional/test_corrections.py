@@ -137,6 +137,15 @@ def test_a_sampler_that_is_the_old_policy_needs_no_correction(case):
     assert [float(metrics[k]) for k in ("ess", "clip_fraction", "mask_fraction")] == [1, 0, 0]
 
 
+@pytest.mark.parametrize("correction", [icepop, sequence_mis])
+def test_both_bounds_are_kept(correction):
+    old, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    for bounds in ((1.0, 5.0), (0.5, 1.0), (1.0, 1.0)):
+        assert correction(old, old, mask, bounds=bounds)[0] == 1
+    for bounds in ((1.0001, 5.0), (0.5, 0.9999)):
+        assert correction(old, old, mask, bounds=bounds)[0] == 0
+
+
 @given(batch=batches(spread=0.5), by_turn=st.booleans())
 def test_several_multiply(batch, by_turn):
     turns = batch.turns if by_turn else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -38,3 +39,19 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     choices = tuple(choices)
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_finite(name: str, value: float) -> None:
+    """Refuse what is not a finite number; NaN, infinity, text and truth values are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}.")
+
+
+def check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:
+    """Refuse what no generalised advantage estimate takes."""
+    check_mask("mask", mask, reward.shape)
+    check_shape("value", value, reward.shape)
+    for name, discount in discounts.items():
+        check_unit_interval(name, discount)

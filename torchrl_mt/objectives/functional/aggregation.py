@@ -107,7 +107,9 @@ def aggregate(
         mask: ``[N, S]`` bool, true on sampled tokens.
         kind: See above.
         total: What to divide by, by default :func:`aggregation_total` of ``mask``. Give the full
-            batch's when ``loss`` is a shard of it: the shards' results then sum to the batch's.
+            batch's when ``loss`` is a shard of it: the shards' results then sum to the batch's. One
+            that these rows alone exceed, or that is not finite, is refused (on a GPU the result is
+            NaN: to look would be to wait).
         group: ``[N]`` int64 group id of each row, for ``"prompt_mean"``; not read by the others.
         norm: A further constant to divide ``"seq_mean_token_sum"`` by.
 
@@ -130,16 +132,16 @@ def aggregate(
     check_choice("kind", kind, get_args(Aggregation))
     check_mask("mask", mask, loss.shape)
     check_norm("norm", norm, kind)
-    if total is None:
-        total = aggregation_total(mask, kind, group=group)
     # Selecting, not multiplying: what lies on masked tokens may be infinite.
     rows = torch.where(mask, loss.float(), 0.0).sum(-1)
     if kind == "prompt_mean":
+        total = aggregation_total(mask, kind, group=group) if total is None else total
         return (rows / _row_divisor(_checked_group(group, mask), mask, total)).sum()
     if kind == "seq_mean_token_mean":
         rows = rows / mask.sum(-1).clamp(min=1)
-    total = torch.as_tensor(total, device=loss.device)
-    return rows.sum() / torch.where(total > 0, total, 1) / (1.0 if norm is None else norm)
+    own = aggregation_total(mask, kind)
+    total = own if total is None else _checked_total(total, own)
+    return rows.sum() / torch.where(total == 0, 1, total) / (1.0 if norm is None else norm)
 
 
 def check_norm(name: str, norm: float | None, kind: str) -> None:
@@ -168,6 +170,26 @@ def _checked_group(group: Tensor | None, mask: Tensor) -> Tensor:
     return group
 
 
+def _checked_total(total: float | Tensor, own: Tensor) -> Tensor:
+    """Refuse a total below what these rows alone have; off the CPU it becomes NaN, without waiting."""
+    there = total.device.type if isinstance(total, Tensor) else "cpu"
+    total = torch.as_tensor(total, device=own.device)
+    if total.ndim:
+        raise ValueError(
+            f"total must be one number, got shape {tuple(total.shape)}; take it from aggregation_total "
+            "of the same kind."
+        )
+    wrong = ~(total >= own) | (total == torch.inf)
+    if own.device.type == "cpu" and there == "cpu":
+        if bool(wrong):
+            raise ValueError(
+                f"total must be finite and at least {int(own)}, which these rows alone have, got "
+                f"{total.item()}: it must be counted over the whole batch that they are a part of."
+            )
+        return total
+    return torch.where(wrong, torch.nan, total)
+
+
 def _table(group: Tensor, tokens: Tensor) -> Tensor:
     """Add up the tokens of each group, in order of id; groups without any are left out."""
     ids, member = torch.unique(group, return_inverse=True)
@@ -193,6 +215,12 @@ def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
     if bool(unknown.any()):
         raise ValueError(
             f"total has no tokens of group {int(group[unknown][0])}, which these rows have: it must be "
+            "counted over the whole batch that they are a part of."
+        )
+    few = sampled & (total[line, 1] < mask.sum(-1))
+    if bool(few.any()):
+        raise ValueError(
+            f"total has fewer tokens of group {int(group[few][0])} than these rows alone: it must be "
             "counted over the whole batch that they are a part of."
         )
     return torch.where(sampled, total[line, 1] * len(total), 1)

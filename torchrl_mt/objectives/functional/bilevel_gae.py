@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import (
-    check_mask,
-    check_shape,
-    check_unit_interval,
-)
+from torchrl_mt.objectives.functional._checks import check_gae
 from torchrl_mt.objectives.functional.recurrence import (
     accumulation_dtype,
     reverse_linear_recurrence,
@@ -81,15 +77,15 @@ def bilevel_gae(
         >>> bilevel_gae(reward, value, mask, turns, 1.0, 0.5, turn_gamma=0.9, turn_lmbda=1.0)[0]
         tensor([[0.4500, 0.9000, 0.0000, 0.5000, 1.0000]])
     """
-    check_mask("mask", mask, reward.shape)
-    check_shape("value", value, reward.shape)
-    for name, factor in [
-        ("gamma", gamma),
-        ("lmbda", lmbda),
-        ("turn_gamma", turn_gamma),
-        ("turn_lmbda", turn_lmbda),
-    ]:
-        check_unit_interval(name, factor)
+    check_gae(
+        reward,
+        value,
+        mask,
+        gamma=gamma,
+        lmbda=lmbda,
+        turn_gamma=turn_gamma,
+        turn_lmbda=turn_lmbda,
+    )
     index = index_turns(mask, turns, episode)
     zeros = torch.zeros_like(mask, dtype=torch.float32)
     if not index.of_token.numel():

@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import (
-    check_mask,
-    check_shape,
-    check_unit_interval,
-)
+from torchrl_mt.objectives.functional._checks import check_gae, check_shape
 from torchrl_mt.objectives.functional.episodes import index_episodes
 from torchrl_mt.objectives.functional.recurrence import (
     accumulation_dtype,
@@ -63,11 +59,8 @@ def episode_gae(
         tensor([[0.2500, 0.5000],
                 [0.0000, 1.0000]])
     """
-    check_mask("mask", mask, reward.shape)
-    check_shape("value", value, reward.shape)
+    check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
     check_shape("turns", turns, reward.shape)
-    check_unit_interval("gamma", gamma)
-    check_unit_interval("lmbda", lmbda)
     index = index_episodes(mask, turns, episode)
     dtype = accumulation_dtype(reward.device)
     earned = rewards_on_sampled(reward, mask).flatten()[index.token].to(dtype)

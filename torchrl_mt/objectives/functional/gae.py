@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import (
-    check_mask,
-    check_shape,
-    check_unit_interval,
-)
+from torchrl_mt.objectives.functional._checks import check_gae
 from torchrl_mt.objectives.functional.recurrence import (
     accumulation_dtype,
     first_sampled,
@@ -57,14 +53,12 @@ def masked_gae(
         >>> advantage, returns
         (tensor([[0.2500, 0.0000, 0.5000]]), tensor([[0.7500, 0.0000, 1.0000]]))
     """
-    check_mask("mask", mask, reward.shape)
-    check_shape("value", value, reward.shape)
-    check_unit_interval("gamma", gamma)
-    check_unit_interval("lmbda", lmbda)
+    check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
     if not mask.numel():
         return reward.float(), reward.float()
     count = sampled_so_far(mask)
-    value = torch.where(mask, value.float(), torch.zeros((), device=value.device))
+    bits = mask.to(torch.int32).neg_()
+    value = _selected(value.to(torch.float32, copy=True), mask, bits)
     # In float64 to the end: of large values and small rewards a difference is left. The last
     # position comes first, and all is turned around while the numbers are small in memory.
     x = reward.float().flip(-1).to(accumulation_dtype(reward.device), copy=True)
@@ -75,11 +69,14 @@ def masked_gae(
         later = value.scatter(-1, first_sampled(count), 0.0).flip(-1)
         x[..., 1:].add_(later[..., :-1], alpha=share)
     lambda_return = from_the_end_(x, count, gamma * lmbda)
-    returns = _forwards(lambda_return, mask)
-    return _forwards(lambda_return.sub_(value.flip(-1)), mask), returns
+    returns = _selected(lambda_return.to(torch.float32).flip(-1), mask, bits)
+    lambda_return.sub_(value.flip(-1))
+    return _selected(lambda_return.to(torch.float32).flip(-1), mask, bits), returns
 
 
-def _forwards(x: Tensor, mask: Tensor) -> Tensor:
-    """Turn around as float32, zero on masked tokens."""
-    x = x.to(torch.float32).flip(-1)
-    return torch.where(mask, x, torch.zeros((), device=x.device))
+def _selected(x: Tensor, mask: Tensor, bits: Tensor) -> Tensor:
+    """Zero float32 where masked, NaN too: in place by its bits, on a CPU much faster than where."""
+    if x.requires_grad:
+        return torch.where(mask, x, torch.zeros((), device=x.device))
+    x.view(torch.int32).bitwise_and_(bits)
+    return x

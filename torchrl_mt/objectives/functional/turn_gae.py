@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import (
-    check_mask,
-    check_shape,
-    check_unit_interval,
-)
+from torchrl_mt.objectives.functional._checks import check_gae
 from torchrl_mt.objectives.functional.recurrence import (
     accumulation_dtype,
     reverse_linear_recurrence,
@@ -72,10 +68,7 @@ def turn_gae(
         >>> advantage, returns
         (tensor([[0.2500, 0.2500, 0.0000, 0.5000]]), tensor([[0.7500, 0.7500, 0.0000, 1.0000]]))
     """
-    check_mask("mask", mask, reward.shape)
-    check_shape("value", value, reward.shape)
-    check_unit_interval("gamma", gamma)
-    check_unit_interval("lmbda", lmbda)
+    check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
     index = index_turns(mask, turns, episode)
     dtype = accumulation_dtype(reward.device)
     earned = index.total(rewards_on_sampled(reward, mask).to(dtype))
