@@ -128,13 +128,10 @@ class MultiTurnLoss(LossModule):
             kind.
 
     Examples:
-        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> actor = Qwen2ForCausalLM(
-        ...     Qwen2Config(
-        ...         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        ...         num_attention_heads=1, num_key_value_heads=1, pad_token_id=0,
-        ...     )
-        ... )
+        >>> class Bigrams(nn.Embedding):
+        ...     def forward(self, input_ids, attention_mask):
+        ...         return super().forward(input_ids)
+        >>> actor = Bigrams(8, 8)
         >>> sampled = torch.tensor([[False, True], [False, True]])
         >>> rows = TensorDict(
         ...     {
@@ -151,7 +148,7 @@ class MultiTurnLoss(LossModule):
         >>> loss = MultiTurnLoss(actor, objective="ppo")
         >>> out = loss(rows)
         >>> sum(value for key, value in out.items() if key.startswith("loss_")).backward()
-        >>> actor.lm_head.weight.grad.abs().sum() > 0
+        >>> actor.weight.grad.abs().sum() > 0
         tensor(True)
     """
 

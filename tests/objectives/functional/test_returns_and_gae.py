@@ -9,7 +9,6 @@ from torch import Tensor
 from torchrl_mt.objectives.functional import (
     masked_gae,
     masked_returns,
-    next_sampled,
     reverse_linear_recurrence,
     rewards_on_sampled,
 )
@@ -111,14 +110,6 @@ def test_rewards_keep_their_sum_and_lie_on_sampled_tokens(batch):
     assert not moved[~mask].any()
     expected = torch.where(mask.any(-1), reward.sum(-1), 0.0)
     torch.testing.assert_close(moved.sum(-1), expected, atol=1e-5, rtol=1e-5)
-
-
-@given(batches())
-def test_next_sampled_is_the_first_later_one(batch):
-    mask = batch[2]
-    for row, got in zip(mask.tolist(), next_sampled(mask).tolist(), strict=True):
-        for t, nxt in enumerate(got):
-            assert nxt == next((u for u in range(t + 1, len(row)) if row[u]), len(row))
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.999, 1.0])

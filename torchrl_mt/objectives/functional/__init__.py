@@ -51,7 +51,7 @@ from torchrl_mt.objectives.functional.recurrence import (
 )
 from torchrl_mt.objectives.functional.returns import masked_returns
 from torchrl_mt.objectives.functional.reward_scaling import RewardNormalizer, clip_reward
-from torchrl_mt.objectives.functional.sampled import next_sampled, rewards_on_sampled
+from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 from torchrl_mt.objectives.functional.turn_gae import turn_gae
 from torchrl_mt.objectives.functional.turns import (
     TurnIndex,
@@ -102,7 +102,6 @@ __all__ = [
     "masked_returns",
     "masked_whiten",
     "merge_totals",
-    "next_sampled",
     "outcome_advantage",
     "overlong_penalty",
     "ppo",

@@ -105,7 +105,7 @@ class _LinearLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
             for part in chunks(len(target), len(weight), CHUNK_ELEMENTS):
-                x, _ = _logits(ctx, hidden[part].to(dtype), w, b)
+                x, _ = _logits(ctx, hidden[part].to(dtype), w, b, with_slope=False)
                 score_chunk(x, target, part, log_prob, log_sum, entropy)
         ctx.save_for_backward(hidden, weight, bias, target, log_sum, entropy)
         if not with_entropy:
@@ -131,7 +131,7 @@ class _LinearLogProbs(torch.autograd.Function):
             w, b = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             for part in chunks(len(target), len(weight), CHUNK_ELEMENTS):
                 h = hidden[part].to(ctx.dtype)
-                x, slope = _logits(ctx, h, w, b)
+                x, slope = _logits(ctx, h, w, b, with_slope=True)
                 grad = chunk_gradient(
                     x, target, part, log_sum, entropy, grad_log_prob, grad_entropy
                 )
@@ -153,7 +153,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _logits(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, with_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Logits over the temperature, and how they change with the layer's output if not evenly."""
     x = torch.nn.functional.linear(hidden, weight, bias)
@@ -161,7 +161,8 @@ def _logits(
     slope = None
     if ctx.softcap is not None:
         x.mul_(ctx.scale / ctx.softcap).tanh_()
-        slope = (1 - x.square()).mul_(ctx.scale / ctx.temperature)
+        if with_slope:
+            slope = (1 - x.square()).mul_(ctx.scale / ctx.temperature)
         x.mul_(ctx.softcap / ctx.temperature)
     elif ctx.scale != ctx.temperature:
         x.mul_(ctx.scale).div_(ctx.temperature)

@@ -1,4 +1,4 @@
-"""Sampled tokens as the only clock of a row: who owns a reward, and who comes next.
+"""Sampled tokens as the only clock of a row: who owns a reward.
 
 Nothing here assumes where the sampled tokens lie. A masked-out token takes no time, and a reward
 that lies on one belongs to the last sampled token before it (to the row's first if none is before).
@@ -35,24 +35,3 @@ def rewards_on_sampled(reward: Tensor, mask: Tensor) -> Tensor:
     per_token = torch.zeros_like(reward, dtype=torch.float32)
     per_token = per_token.scatter_add(-1, number, reward.float())
     return torch.where(mask, per_token.gather(-1, number), 0.0)
-
-
-def next_sampled(mask: Tensor) -> Tensor:
-    """Position of the first sampled token strictly after each position.
-
-    Args:
-        mask: ``[..., S]`` bool, true on sampled tokens.
-
-    Returns:
-        ``[..., S]`` int64; ``S`` where none follows.
-
-    Examples:
-        >>> next_sampled(torch.tensor([[False, True, False, True]]))
-        tensor([[1, 3, 3, 4]])
-    """
-    size = mask.shape[-1]
-    if not size:
-        return mask.long()
-    position = torch.arange(size, device=mask.device)
-    here_or_later = torch.where(mask, position, size).flip(-1).cummin(dim=-1).values.flip(-1)
-    return torch.nn.functional.pad(here_or_later[..., 1:], (0, 1), value=size)
