@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -312,7 +311,9 @@ def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, ou
     cuda = args.device != "cpu"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else _resident()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = _forget_peak()
     begin = time.perf_counter()
     if how == "autograd":
         logits = cast(Any, model)(input_ids=tokens).logits[:, :-1].float()
@@ -322,13 +323,21 @@ def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, ou
         full = how == "whole logits"
         log_prob, _ = row_log_probs(model, tokens, attended, mask, full_logits=full)
         log_prob.sum().backward()
-    after = torch.cuda.max_memory_allocated() if cuda else _resident()
+    after = torch.cuda.max_memory_allocated() if cuda else _memory("VmHWM")
     out.put((after - before, time.perf_counter() - begin))
 
 
-def _resident() -> int:
-    """The most bytes of memory that this process ever had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _forget_peak() -> int:
+    """Have the system forget the most memory that this process had; what it has now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(name: str) -> int:
+    """What Linux knows of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
