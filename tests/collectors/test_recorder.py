@@ -51,6 +51,18 @@ class Play:
         return 1.0
 
 
+def rejected(workflow, engine, limits, cause):
+    """Play one episode, whose rejection for this cause ends the run; the collector that did."""
+    with (
+        MultiTurnCollector(
+            workflow, engine, episodes_per_batch=1, max_consecutive_failures=1, limits=limits
+        ) as collector,
+        pytest.raises(RuntimeError, match=cause),
+    ):
+        next(iter(collector))
+    return collector
+
+
 async def give_up(engine):
     return 0.25
 
@@ -65,17 +77,7 @@ async def give_up_late(engine):
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_time_limit_that_a_workflow_caught_is_no_reward(engine, first):
     engine.slow_from = first
-    with (
-        MultiTurnCollector(
-            Play(give_up),
-            engine,
-            episodes_per_batch=1,
-            max_consecutive_failures=1,
-            limits=Limits(turn_timeout=0.1),
-        ) as collector,
-        pytest.raises(RuntimeError, match="turn_timeout"),
-    ):
-        next(iter(collector))
+    collector = rejected(Play(give_up), engine, Limits(turn_timeout=0.1), "turn_timeout")
     assert collector.stats()["rejected/turn_timeout"] == 1
 
 
@@ -90,17 +92,7 @@ def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine):
             await recorder.generate([5, 6])
             return 1.0
 
-    with (
-        MultiTurnCollector(
-            Retries(),
-            engine,
-            episodes_per_batch=1,
-            max_consecutive_failures=1,
-            limits=Limits(turn_timeout=0.1),
-        ) as collector,
-        pytest.raises(RuntimeError, match="turn_timeout"),
-    ):
-        next(iter(collector))
+    rejected(Retries(), engine, Limits(turn_timeout=0.1), "turn_timeout")
 
 
 def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(engine):
@@ -109,17 +101,7 @@ def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(e
             await engine.generate([5, 6])
             return await give_up_late(engine)
 
-    with (
-        MultiTurnCollector(
-            Swallows(),
-            engine,
-            episodes_per_batch=1,
-            max_consecutive_failures=1,
-            limits=Limits(episode_timeout=0.1),
-        ) as collector,
-        pytest.raises(RuntimeError, match="episode_timeout"),
-    ):
-        next(iter(collector))
+    rejected(Swallows(), engine, Limits(episode_timeout=0.1), "episode_timeout")
 
 
 def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(engine):

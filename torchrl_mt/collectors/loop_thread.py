@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchrl_mt.collectors.behind import Behind, cancel_all, make_task
 
-__all__ = ["LoopClosedError", "LoopThread", "call_in_thread", "cancel_all"]
+__all__ = ["LoopClosedError", "LoopThread", "call_in_thread"]
 
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0

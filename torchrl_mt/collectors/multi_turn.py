@@ -23,17 +23,14 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors.background import Background
+from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.chat import OnBreak
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loop_thread import (
-    LoopClosedError,
-    LoopThread,
-    cancel_all,
-)
+from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
 from torchrl_mt.collectors.player import EpisodePlayer
 from torchrl_mt.collectors.progress import Progress
 from torchrl_mt.collectors.resumed_engine import ResumedEngine

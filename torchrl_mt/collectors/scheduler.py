@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.items import Item, Items
-from torchrl_mt.collectors.loop_thread import call_in_thread, cancel_all
+from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.tally import Tally
 
 __all__ = ["CANCELLED", "Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]

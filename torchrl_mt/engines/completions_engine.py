@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torchrl_mt.engines.completions_api import OWN_FIELDS, completions_url, parse_answer
 from torchrl_mt.engines.engine import Completion
-from torchrl_mt.engines.requests import checked_request
+from torchrl_mt.engines.requests import checked_request, require_positive
 from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
@@ -126,13 +126,9 @@ class CompletionsEngine:
         version_key: str | None = None,
         on_update: Callable[[Any], Any] | None = None,
     ) -> None:
-        for name, value in {
-            "max_new_tokens": max_new_tokens,
-            "max_total_tokens": 1 if max_total_tokens is None else max_total_tokens,
-            "vocab_size": 1 if vocab_size is None else vocab_size,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        require_positive(
+            max_new_tokens=max_new_tokens, max_total_tokens=max_total_tokens, vocab_size=vocab_size
+        )
         if logprobs_mode not in (None, "processed_logprobs", "raw_logprobs"):
             raise ValueError(
                 'logprobs_mode must be "processed_logprobs", "raw_logprobs" or None, got '

@@ -21,19 +21,19 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_mt.engines.engine import Completion, Engine
 from torchrl_mt.engines.log_prob_check import LogProbCheck
 from torchrl_mt.engines.micro_batching import MicroBatcher
+from torchrl_mt.engines.model_facts import max_positions, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.policy_sampler import (
     PolicySampler,
     generate_kwargs_of,
     require_own_distribution,
 )
-from torchrl_mt.engines.requests import checked_request
+from torchrl_mt.engines.requests import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_arguments import (
     TruncationWarning,
     sampling_of,
     sampling_record,
 )
-from torchrl_mt.engines.transformers_engine import _view
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
@@ -136,14 +136,12 @@ class PolicyEngine:
                 arguments.pop("do_sample", None)
         if max_new_tokens is None:
             max_new_tokens = int(said.get("max_new_tokens") or _MAX_NEW_TOKENS)
-        for name, value in {
-            "max_new_tokens": max_new_tokens,
-            "max_batch_size": max_batch_size,
-            "max_forward_tokens": max_forward_tokens,
-            "tolerance": 1 if tolerance is None else tolerance,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        require_positive(
+            max_new_tokens=max_new_tokens,
+            max_batch_size=max_batch_size,
+            max_forward_tokens=max_forward_tokens,
+            tolerance=tolerance,
+        )
         if not max_wait >= 0:
             raise ValueError(f"max_wait must not be negative, got {max_wait}.")
         if check:
@@ -153,11 +151,11 @@ class PolicyEngine:
         if model is None and isinstance(getattr(policy, "model", None), nn.Module):
             model = policy.model  # type: ignore[attr-defined]
         # Parameters are shared, mode and configuration are not: the model may be trained in between.
-        view = None if model is None else _view(model).eval()  # type: ignore[arg-type]
+        view = None if model is None else view_of(model).eval()
         self._model = view
-        self.max_total_tokens = _positions(view)
+        self.max_total_tokens = max_positions(view)
         """Most tokens of prompt and answer together that the model can place; ``None``: not known."""
-        self._vocab_size = _vocab_size(view)
+        self._vocab_size = vocab_size(view)
         self._law = sampling_of(arguments, self._vocab_size)
         # What else shapes the distribution is the policy's own affair.
         self._bent = {
@@ -355,36 +353,15 @@ def _close(closing: threading.Event, batcher: MicroBatcher) -> None:
 def _stop_ids(
     tokenizer: Any, model: nn.Module | None, generate_kwargs: Mapping[str, Any]
 ) -> frozenset[int]:
-    """Every token that ends an answer: by tokenizer, model and policy."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    known: list[Any] = [getattr(tokenizer, "eos_token_id", None)]
-    for ids in (
-        configured,
-        generate_kwargs.get("eos_token_id"),
-        generate_kwargs.get("stop_token_ids"),  # vLLM's
-    ):
-        known += ids if isinstance(ids, list) else [ids]
-    stop_ids = frozenset(token for token in known if token is not None and token >= 0)
-    if not stop_ids:
+    """Every token that ends an answer: by tokenizer, model and policy; at least one."""
+    eos, vllms = (generate_kwargs.get(name) for name in ("eos_token_id", "stop_token_ids"))
+    found = stop_ids(tokenizer, model, eos, vllms)
+    if not found:
         raise ValueError(
             "tokenizer must have an end-of-turn token (eos_token), got none, and neither policy nor "
             "model have an eos_token_id."
         )
-    return stop_ids
-
-
-def _positions(model: Any) -> int | None:
-    """How many tokens a model can place, if it says."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
-
-
-def _vocab_size(model: Any) -> int | None:
-    """How many tokens a model knows, if it says."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    weight = getattr(embeddings, "weight", None)
-    return None if weight is None else int(weight.shape[0])
+    return found
 
 
 def as_engine(policy: Any, tokenizer: Any) -> Engine:

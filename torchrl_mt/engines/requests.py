@@ -1,11 +1,22 @@
-"""What every engine asks of a request before it is queued or sent."""
+"""What every engine asks of its sizes, and of a request before it is queued or sent."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
 
-__all__ = ["checked_request", "integers"]
+__all__ = ["checked_request", "integers", "require_positive"]
+
+
+def require_positive(**numbers: float | None) -> None:
+    """Refuse numbers that are not above 0; ``None`` says nothing.
+
+    Raises:
+        ValueError: if one is not; it is named.
+    """
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}.")
 
 
 def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -25,7 +25,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from torchrl_mt.engines.continuous_batching import Manager
 from torchrl_mt.engines.engine import Completion
-from torchrl_mt.engines.requests import checked_request, integers
+from torchrl_mt.engines.model_facts import max_positions, stop_ids, view_of, vocab_size
+from torchrl_mt.engines.requests import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
 from torchrl_mt.engines.sampling_arguments import TruncationWarning
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
@@ -101,27 +102,23 @@ class TransformersEngine:
             raise TypeError(
                 f"model must be a transformers PreTrainedModel, got {type(model).__name__}."
             )
-        for name, value in {
-            "max_new_tokens": max_new_tokens,
-            "max_batch_tokens": max_batch_tokens,
-            "cache_tokens": cache_tokens,
-            "page_size": page_size,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        require_positive(
+            max_new_tokens=max_new_tokens,
+            max_batch_tokens=max_batch_tokens,
+            cache_tokens=cache_tokens,
+            page_size=page_size,
+        )
         self._sampling = Sampling().changed(temperature, top_k, top_p)
         self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
         self._warn = TruncationWarning()
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_total_tokens: int = min(cache_tokens, positions or cache_tokens)
+        self.max_total_tokens: int = min(cache_tokens, max_positions(model) or cache_tokens)
         """Most tokens of prompt and answer together: what the cache holds and the model can place."""
-        embeddings: Any = model.get_input_embeddings()
-        self._vocab_size = int(embeddings.weight.shape[0])
+        self._vocab_size = cast(int, vocab_size(model))
         self._stop_ids = _stop_ids(model, tokenizer)
         self._source = None if share_weights else weakref.ref(model)
-        self._model = _view(model) if share_weights else copy.deepcopy(model)
+        self._model = view_of(model) if share_weights else copy.deepcopy(model)
         self._version = 0
         self._num_requests = itertools.count()
         # For each request under way, how many tokens it had sampled at every update since it began.
@@ -365,22 +362,12 @@ def _seed(seed: int) -> int:
         raise TypeError(f"seed must be an integer, got {seed!r}.") from None
 
 
-def _view(model: PreTrainedModel) -> PreTrainedModel:
-    """The same parameters and buffers in modules (and a config) of their own."""
-    shared = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-
-
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer, by the tokenizer and by the model's generation config."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    known = configured if isinstance(configured, list) else [configured]
-    stop_ids = frozenset(
-        token for token in (*known, tokenizer.eos_token_id) if token is not None and token >= 0
-    )
-    if not stop_ids:
+    """Every token that ends an answer, by the tokenizer and by the model; at least one."""
+    found = stop_ids(tokenizer, model)
+    if not found:
         raise ValueError(
             "tokenizer must have an end-of-turn token (eos_token), got none, and the model's "
             "generation config has no eos_token_id either."
         )
-    return stop_ids
+    return found
