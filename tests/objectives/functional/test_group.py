@@ -199,6 +199,47 @@ def test_an_episode_counts_once_however_often_it_forks():
     torch.testing.assert_close(forked, plain[[0, 1, 0, 2]])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_outcome_is_compared_by_the_first_turn_of_each_episode(kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    n, s = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(2))
+    mask = torch.rand(n, s, generator=generator) < 0.6
+    steps = torch.randint(0, 3, (n, s), generator=generator)
+    turns = steps.cumsum(-1) + torch.randint(0, 6, (n, 1), generator=generator)
+    episode = 7 * torch.randint(0, n, (n,), generator=generator)
+    group = episode % 3
+    scored = torch.rand(n, s, generator=generator) < 0.7
+    of_turn = torch.randn(64, 64, generator=generator)
+    returns = torch.where(mask, of_turn[episode[:, None], turns], torch.nan)
+
+    first, length = {}, {}
+    for row, position in mask.nonzero().tolist():
+        e, turn = int(episode[row]), int(turns[row, position])
+        first[e] = min(turn, first.get(e, turn))
+        length[e] = length.get(e, 0) + int(scored[row, position])
+    outcome = torch.tensor([float(of_turn[e, first[e]]) for e in first])
+    lengths = torch.tensor([length[e] for e in first])
+    ids = torch.tensor([e % 3 for e in first], dtype=torch.long)
+    per_episode = group_advantage(outcome, ids, kind, lengths=lengths if kind == "opo" else None)
+    expected = torch.zeros(n, s)
+    for e, value in zip(first, per_episode, strict=True):
+        expected[(episode == e)[:, None] & mask] = value
+
+    turns = torch.where(mask, turns, -1).to(torch.int32)
+    got = outcome_advantage(returns, mask, turns, episode, group.int(), kind, scored=scored)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_sampled_token_has_a_turn_and_shapes_are_named():
+    ones = torch.ones(1, 2)
+    ids = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match="turns must be 0 or more on every sampled token"):
+        outcome_advantage(ones, ones.bool(), -ones.long(), ids, ids)
+    with pytest.raises(ValueError, match=r"turns must have shape \(1, 2\), got \(1, 3\)"):
+        outcome_advantage(ones, ones.bool(), torch.zeros(1, 3, dtype=torch.long), ids, ids)
+
+
 def test_an_episode_has_one_group():
     ones = torch.ones(2, 1, dtype=torch.long)
     with pytest.raises(ValueError, match="group must be the same"):

@@ -51,9 +51,9 @@ def aggregation_total(
     check_choice("kind", kind, get_args(Aggregation))
     check_mask("mask", mask, mask.shape)
     if kind == "token_mean":
-        return mask.sum()
+        return mask.count_nonzero()
     if kind != "prompt_mean":
-        return mask.any(-1).sum()
+        return mask.any(-1).count_nonzero()
     return _table(_checked_group(group, mask), mask.sum(-1))
 
 

@@ -13,7 +13,7 @@ def correction_metrics(weight: Tensor, mask: Tensor, clipped: Tensor) -> dict[st
     """Summarise weights over the sampled tokens.
 
     Args:
-        weight: ``[N, S]`` floating, not negative.
+        weight: ``[N, S]`` floating, not negative; zero on masked tokens.
         mask: ``[N, S]`` bool, true on sampled tokens.
         clipped: ``[N, S]`` bool: weights that were cut to a bound; not read on masked tokens.
 
@@ -27,9 +27,10 @@ def correction_metrics(weight: Tensor, mask: Tensor, clipped: Tensor) -> dict[st
         >>> correction_metrics(weight, mask, weight >= 2)
         {'ess': tensor(0.5000), 'clip_fraction': tensor(0.5000), 'mask_fraction': tensor(0.5000)}
     """
-    count = mask.sum().clamp(min=1)
+    count = mask.count_nonzero()
+    share = 1.0 / count.clamp(min=1)
     return {
         "ess": effective_sample_size(weight, mask),
-        "clip_fraction": (clipped & mask).sum() / count,
-        "mask_fraction": ((weight == 0) & mask).sum() / count,
+        "clip_fraction": (clipped & mask).count_nonzero() * share,
+        "mask_fraction": (count - weight.count_nonzero()) * share,
     }

@@ -125,7 +125,7 @@ def correct(
     for correction in corrections:
         options = {"turns": turns} if turns is not None and takes(correction, "turns") else {}
         factor, metrics = correction(old_log_prob, sampler_log_prob, mask, **options)
-        weight = weight * factor
+        weight = torch.where(mask, weight * factor, 0.0)
         clip_fractions.append(metrics["clip_fraction"])
     metrics = correction_metrics(weight, mask, torch.zeros_like(mask))
     metrics["clip_fraction"] = torch.stack(clip_fractions).amax()

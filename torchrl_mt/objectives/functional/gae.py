@@ -12,10 +12,10 @@ from torch import Tensor
 from torchrl_mt.objectives.functional._checks import check_gae
 from torchrl_mt.objectives.functional.recurrence import (
     accumulation_dtype,
-    first_sampled,
     from_the_end_,
     sampled_so_far,
 )
+from torchrl_mt.objectives.functional.sampled import first_sampled_token, only_sampled_
 
 
 def masked_gae(
@@ -57,8 +57,7 @@ def masked_gae(
     if not mask.numel():
         return reward.float(), reward.float()
     count = sampled_so_far(mask)
-    bits = mask.to(torch.int32).neg_()
-    value = _selected(value.to(torch.float32, copy=True), mask, bits)
+    value = only_sampled_(value.to(torch.float32, copy=True), mask)
     # In float64 to the end: of large values and small rewards a difference is left. The last
     # position comes first, and all is turned around while the numbers are small in memory.
     x = reward.float().flip(-1).to(accumulation_dtype(reward.device), copy=True)
@@ -66,17 +65,9 @@ def masked_gae(
     if share:
         # The lambda-return is R[i] = r[i] + share * V[i + 1] + gamma * lmbda * R[i + 1]: each value
         # but a row's first counts at the sampled token before it, the owner of what stands there.
-        later = value.scatter(-1, first_sampled(count), 0.0).flip(-1)
+        later = value.scatter(-1, first_sampled_token(mask)[0], 0.0).flip(-1)
         x[..., 1:].add_(later[..., :-1], alpha=share)
-    lambda_return = from_the_end_(x, count, gamma * lmbda)
-    returns = _selected(lambda_return.to(torch.float32).flip(-1), mask, bits)
+    lambda_return = from_the_end_(x, mask, count, gamma * lmbda)
+    returns = only_sampled_(lambda_return.to(torch.float32).flip(-1), mask)
     lambda_return.sub_(value.flip(-1))
-    return _selected(lambda_return.to(torch.float32).flip(-1), mask, bits), returns
-
-
-def _selected(x: Tensor, mask: Tensor, bits: Tensor) -> Tensor:
-    """Zero float32 where masked, NaN too: in place by its bits, on a CPU much faster than where."""
-    if x.requires_grad:
-        return torch.where(mask, x, torch.zeros((), device=x.device))
-    x.view(torch.int32).bitwise_and_(bits)
-    return x
+    return only_sampled_(lambda_return.to(torch.float32).flip(-1), mask), returns

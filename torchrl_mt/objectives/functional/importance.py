@@ -53,7 +53,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
         >>> ratio_of(torch.tensor([0.0, 1000.0])).isfinite()
         tensor([True, True])
     """
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
 
 
 def sequence_sum(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -> Tensor:
@@ -80,12 +80,12 @@ def sequence_sum(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -
         tensor([[2., 2., 0., 1.]])
     """
     check_mask("mask", mask, per_token.shape)
-    per_token = torch.where(mask, per_token.float(), 0.0)
     if turns is None:
-        return torch.where(mask, per_token.sum(-1, keepdim=True), 0.0)
+        total = torch.where(mask, per_token.float(), 0.0).sum(-1, keepdim=True)
+        return torch.where(mask, total, 0.0)
     check_shape("turns", turns, per_token.shape)
     index = index_turns(mask, turns)
-    return index.write(index.total(per_token))
+    return index.write(index.total(per_token.float()))
 
 
 def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -> Tensor:
@@ -108,8 +108,14 @@ def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) 
         >>> sequence_mean(torch.tensor([[1.0, 3.0, 9.0]]), mask)
         tensor([[2., 2., 0.]])
     """
-    length = sequence_sum(torch.ones_like(per_token), mask, turns)
-    return sequence_sum(per_token, mask, turns) / length.clamp(min=1.0)
+    check_mask("mask", mask, per_token.shape)
+    if turns is None:
+        total = torch.where(mask, per_token.float(), 0.0).sum(-1, keepdim=True)
+        return torch.where(mask, total / mask.sum(-1, keepdim=True).clamp(min=1), 0.0)
+    check_shape("turns", turns, per_token.shape)
+    index = index_turns(mask, turns)
+    ones = torch.ones_like(per_token, dtype=torch.float32)
+    return index.write(index.total(per_token.float()) / index.total(ones))
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
@@ -139,7 +145,7 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
     # The share does not depend on the scale: without it squares of large weights overflow.
     scale = weight.max() if weight.numel() else weight.sum()
     weight = weight / torch.where(scale > 0, scale, 1.0)
-    count = mask.sum().clamp(min=1)
+    count = mask.count_nonzero().clamp(min=1)
     return weight.sum().square() / (count * weight.square().sum()).clamp(min=1e-30)
 
 
@@ -160,5 +166,5 @@ def clip_side(ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
         >>> clip_side(ratio, mask, 0.8, 1.2)
         tensor([[-1,  0,  1]], dtype=torch.int8)
     """
-    above, below = mask & (ratio > high), mask & (ratio < low)
-    return above.to(torch.int8) - below.to(torch.int8)
+    side = (ratio - ratio.clamp(low, high)).sign_().to(torch.int8)
+    return side.mul_(mask)

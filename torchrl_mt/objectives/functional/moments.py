@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_mask, check_shape
 from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
+from torchrl_mt.objectives.functional.sampled import first_sampled_token, only_sampled_
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,21 @@ def masked_moments(x: Tensor, mask: Tensor, *, weight: Tensor | None = None) -> 
         zero = torch.zeros((), dtype=dtype, device=x.device)
         return Moments(zero, zero, zero, zero + torch.inf, zero - torch.inf)
     # Distances from one of the values: exact where all are equal, and small where all are large.
-    # (Taken, not indexed: indexing by a tensor of no dimension waits for the device.)
-    anchor = x.detach().take(mask.flatten().to(torch.uint8).argmax()).to(dtype)
-    distance = torch.where(mask, x.to(dtype) - anchor, 0.0)
-    some = mask.any()
+    first, some = first_sampled_token(mask.flatten())
+    anchor = x.detach().take(first).squeeze(0).to(dtype)
+    distance = only_sampled_(x.to(dtype, copy=True).sub_(anchor), mask)
     if weight is None:
-        count, weighted = mask.sum().to(dtype), distance
+        count, weighted = mask.count_nonzero().to(dtype), distance
     else:
         weight = torch.where(mask, weight.to(dtype), 0.0)
         count, weighted = weight.sum(), weight * distance
     offset = weighted.sum() / count.clamp(min=1)
     m2 = torch.dot(weighted.flatten(), distance.flatten()) - count * offset.square()
+    low, high = distance.detach().aminmax()
     return Moments(
         count,
         torch.where(some, anchor + offset, 0.0),
         m2.clamp(min=0),
-        torch.where(some, anchor + distance.detach().amin(), torch.inf),
-        torch.where(some, anchor + distance.detach().amax(), -torch.inf),
+        torch.where(some, anchor + low, torch.inf),
+        torch.where(some, anchor + high, -torch.inf),
     )

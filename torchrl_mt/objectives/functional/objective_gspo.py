@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_shape
-from torchrl_mt.objectives.functional.importance import (
-    clip_side,
-    log_ratio,
-    ratio_of,
-    sequence_mean,
-)
+from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of, sequence_mean
+from torchrl_mt.objectives.functional.objective_ppo import pessimistic
 
 
 def gspo(
@@ -54,8 +50,10 @@ def gspo(
         >>> gspo(log_prob, old, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))[0]
         tensor([[-1., -1.]])
     """
+    check_shape("advantage", advantage, log_prob.shape)
     ratio = ratio_of(sequence_mean(log_ratio(log_prob, old_log_prob, mask), mask, turns))
-    return _clipped(ratio, advantage, mask, clip_epsilon)
+    advantage = torch.where(mask, advantage.float(), 0.0)
+    return pessimistic(ratio, advantage, mask, clip_epsilon)
 
 
 def gspo_token(
@@ -100,17 +98,8 @@ def gspo_token(
         >>> log_prob.grad
         tensor([[-1., -3.]])
     """
+    check_shape("advantage", advantage, log_prob.shape)
     ratio = ratio_of(sequence_mean(log_ratio(log_prob, old_log_prob, mask), mask, turns)).detach()
     own = torch.where(mask, log_prob.float(), 0.0)
-    return _clipped(ratio * (own - own.detach()).exp(), advantage, mask, clip_epsilon)
-
-
-def _clipped(
-    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_epsilon: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """Take the pessimistic one of the plain and the clipped objective."""
-    check_shape("advantage", advantage, ratio.shape)
-    low, high = 1.0 - clip_epsilon[0], 1.0 + clip_epsilon[1]
     advantage = torch.where(mask, advantage.float(), 0.0)
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    return loss, clip_side(ratio.detach(), mask, low, high)
+    return pessimistic(ratio * (own - own.detach()).exp(), advantage, mask, clip_epsilon)

@@ -56,11 +56,29 @@ def ppo(
     check_shape("advantage", advantage, log_prob.shape)
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"dual_clip must be above 1 or None, got {dual_clip}.")
-    low, high = 1.0 - clip_epsilon[0], 1.0 + clip_epsilon[1]
     ratio = ratio_of(log_ratio(log_prob, old_log_prob, mask))
     advantage = torch.where(mask, advantage.float(), 0.0)
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    loss, clipped = pessimistic(ratio, advantage, mask, clip_epsilon)
     if dual_clip is not None:
         bound = torch.where(advantage < 0, -dual_clip * advantage, torch.inf)
         loss = torch.minimum(loss, bound)
+    return loss, clipped
+
+
+def pessimistic(
+    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_epsilon: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Take the worse one of the plain and the clipped objective.
+
+    Args:
+        ratio: ``[N, S]`` float32.
+        advantage: ``[N, S]`` float32, zero on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        clip_epsilon: ``(low, high)``.
+
+    Returns:
+        Loss per token and the side on which the ratio lies outside the bounds, as of :func:`ppo`.
+    """
+    low, high = 1.0 - clip_epsilon[0], 1.0 + clip_epsilon[1]
+    loss = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).neg_()
     return loss, clip_side(ratio.detach(), mask, low, high)

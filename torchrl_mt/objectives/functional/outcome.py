@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_mask, check_shape
 from torchrl_mt.objectives.functional.group import GroupKind, group_advantage
-from torchrl_mt.objectives.functional.turns import index_turns
+from torchrl_mt.objectives.functional.sampled import first_sampled_token
 
 
 def outcome_advantage(
@@ -31,7 +31,8 @@ def outcome_advantage(
         returns: ``[N, S]`` floating: each turn's return-to-go, repeated on its sampled tokens, as
             :func:`turn_returns` makes them.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
+        turns: ``[N, S]`` int64 turn id of each token (-1 on padding), read at each row's first
+            sampled token: tokens stand in the order of time.
         episode: ``[N]`` int64 episode id of each row.
         group: ``[N]`` int64 group id of each row; one per episode.
         kind: How an episode is compared with its group; see :func:`group_advantage`.
@@ -45,8 +46,8 @@ def outcome_advantage(
         statistic.
 
     Raises:
-        ValueError: If shapes differ, rows of one episode name different groups, or ``kind`` is
-            unknown.
+        ValueError: If shapes differ, rows of one episode name different groups, a row's first
+            sampled token has no turn, or ``kind`` is unknown.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -59,27 +60,47 @@ def outcome_advantage(
                 [-1.5000, -1.5000],
                 [ 1.5000,  0.0000]])
     """
+    if mask.ndim != 2:
+        raise ValueError(f"mask must have shape [N, S], got {tuple(mask.shape)}.")
     check_mask("mask", mask, returns.shape)
+    check_shape("turns", turns, mask.shape)
     check_shape("group", group, mask.shape[:1])
     check_shape("episode", episode, mask.shape[:1])
-    pairs = torch.unique(torch.stack([episode, group]), dim=1)
-    if pairs.shape[1] != torch.unique(episode).numel():
+    scored = mask if scored is None else scored
+    check_mask("scored", scored, mask.shape)
+    ids, of_row = torch.unique(episode, return_inverse=True)
+    group_of_episode = _lowest(group, of_row, len(ids))
+    if bool((group != group_of_episode[of_row]).any()):
         raise ValueError("group must be the same on all rows of an episode.")
-    index = index_turns(mask, turns, episode)
-    opening = index.first_token[index.opens_episode()]
-    group_of_episode = group[opening // max(1, mask.shape[1])]
-    # Only opo weighs by length: elsewhere an episode counts once, however long it is.
-    counted = index.of_token
-    if scored is not None:
-        check_mask("scored", scored, mask.shape)
-        counted = counted[scored[mask]]
-    tokens = torch.bincount(index.episode[counted], minlength=len(opening))
+    if not mask.numel():
+        return returns.float()
+    first, sampled = first_sampled_token(mask)
+    turn = turns.gather(-1, first).squeeze(-1).long()
+    if bool((sampled & (turn < 0)).any()):
+        raise ValueError("turns must be 0 or more on every sampled token, got a negative id.")
+    opening = _lowest(torch.where(sampled, turn, _NEVER), of_row, len(ids))
+    opens = sampled & (turn == opening[of_row])
+    row = torch.arange(len(mask), device=mask.device)
+    row = _lowest(torch.where(opens, row, _NEVER), of_row, len(ids)) % len(mask)
+    lengths = None
+    if kind == "opo":
+        lengths = torch.zeros_like(opening).index_add(0, of_row, (mask & scored).sum(-1))
     advantage = group_advantage(
-        returns.flatten()[opening],
+        returns.gather(-1, first).squeeze(-1)[row],
         group_of_episode,
         kind,
-        lengths=tokens if kind == "opo" else None,
+        valid=opening < _NEVER,
+        lengths=lengths,
         lone_value=lone_value,
         eps=eps,
     )
-    return index.write(advantage[index.episode])
+    return torch.where(mask, advantage[of_row].unsqueeze(-1), 0.0)
+
+
+_NEVER = torch.iinfo(torch.int64).max
+"""A turn, or a row, after all others."""
+
+
+def _lowest(x: Tensor, of_row: Tensor, episodes: int) -> Tensor:
+    """Take the least of each episode's rows: ``[N]`` to ``[E]``."""
+    return x.new_zeros(episodes).scatter_reduce(0, of_row, x, "amin", include_self=False)

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_mask
-from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
+from torchrl_mt.objectives.functional.sampled import (
+    first_sampled_token,
+    only_sampled_,
+    rewards_on_sampled,
+)
 
 
 def reverse_linear_recurrence(x: Tensor, decay: Tensor, *, longest: int | None = None) -> Tensor:
@@ -89,35 +93,28 @@ def sampled_recurrence(
     count = sampled_so_far(mask) if count is None else count
     # Turned around while the numbers are small in memory.
     x = x.flip(-1).to(accumulation_dtype(x.device), copy=True)
-    y = from_the_end_(x, count, decay).to(torch.float32).flip(-1)
-    return torch.where(mask, y, torch.zeros_like(y))
+    y = from_the_end_(x, mask, count, decay).to(torch.float32).flip(-1)
+    return only_sampled_(y, mask)
 
 
-def from_the_end_(x: Tensor, count: Tensor, decay: float) -> Tensor:
+def from_the_end_(x: Tensor, mask: Tensor, count: Tensor, decay: float) -> Tensor:
     """:func:`sampled_recurrence` with the last position first and in the type of ``x``; spends ``x``.
 
-    ``count`` is that of :func:`sampled_so_far`, not turned around. Masked tokens get anything.
+    ``count`` is that of :func:`sampled_so_far`; neither it nor ``mask`` is turned around. Masked
+    tokens get anything.
     """
     if decay == 0.0:
         owner = count.flip(-1).sub_(1).clamp_(min=0).long()
         return torch.zeros_like(x).scatter_add_(-1, owner, x).gather(-1, owner)
     y = _running_sums_(x, count.flip(-1), decay)
     # Up to the first sampled token no time passes: what all of it amounts to stands at the start.
-    return y.scatter_(-1, x.shape[-1] - 1 - first_sampled(count), y[..., -1:].clone())
+    first, _ = first_sampled_token(mask)
+    return y.scatter_(-1, x.shape[-1] - 1 - first, y[..., -1:].clone())
 
 
 def sampled_so_far(mask: Tensor) -> Tensor:
     """Count the sampled tokens up to and including each position: ``[..., S]`` int32."""
     return mask.contiguous().cumsum(dim=-1, dtype=torch.int32)
-
-
-def first_sampled(count: Tensor) -> Tensor:
-    """Find each row's first sampled token, or its last token if it has none: ``[..., 1]`` int64.
-
-    ``count`` is that of :func:`sampled_so_far`, of at least one position.
-    """
-    one = count.new_ones(*count.shape[:-1], 1)
-    return torch.searchsorted(count, one).clamp_(max=count.shape[-1] - 1)
 
 
 def _running_sums_(x: Tensor, count: Tensor, decay: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_mask
 from torchrl_mt.objectives.functional.moments import Moments, masked_moments
+from torchrl_mt.objectives.functional.sampled import only_sampled_
 
 
 def masked_whiten(
@@ -51,5 +52,9 @@ def masked_whiten(
     check_mask("mask", mask, x.shape)
     if moments is None:
         moments = masked_moments(x, mask, weight=weight)
-    whitened = (x.to(moments.mean.dtype) - moments.mean) / (moments.std + eps)
-    return torch.where(mask & moments.spread, whitened.float(), 0.0)
+    x = x if x.dtype is torch.float64 else x.float()
+    # The mean of large values of little spread needs more digits than the values have.
+    mean = moments.mean.to(x.dtype)
+    rest = (moments.mean - mean).to(x.dtype)
+    whitened = (x - mean).sub_(rest).mul_(1.0 / (moments.std + eps))
+    return only_sampled_(whitened, mask & moments.spread).float()
