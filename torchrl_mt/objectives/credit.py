@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
+    masked_whiten,
     outcome_advantage,
     turn_gae,
     turn_normalize,
     turn_returns,
+)
+from torchrl_mt.objectives.functional._checks import (
+    check_choice,
+    check_finite,
+    check_shape,
+    check_unit_interval,
 )
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.row_batch import RowBatch
@@ -28,88 +38,131 @@ GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind not in OVER_BAT
 ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 
-def returns_to_go(
-    batch: RowBatch, reward: Tensor | None, kl_reward: Tensor, gamma: float
+@dataclass(frozen=True)
+class Credit:
+    """A way to give credit; :class:`~torchrl_mt.objectives.ExperienceMaker` says what each means.
+
+    Raises:
+        ValueError: If the kind is unknown or a number out of range.
+        TypeError: If ``lone_value`` is no number.
+    """
+
+    kind: AdvantageKind | Callable[[TensorDictBase], Tensor]
+    """The advantage, by name, or a function of completed rows to ``[N, S]``."""
+    gamma: float
+    """Discount: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token."""
+    lmbda: float
+    """Trace decay: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of ``"turn_gae"`` per turn."""
+    turn_gamma: float
+    """Discount per turn of ``"bilevel_gae"``."""
+    turn_lmbda: float
+    """Trace decay per turn of ``"bilevel_gae"``."""
+    lone_value: float
+    """What an episode alone in its group gets."""
+    whiten: bool
+    """Whether advantages are normalised over all tokens that are trained."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is unknown or out of range, by the names of the maker's arguments."""
+        if not callable(self.kind):
+            check_choice("advantage", self.kind, ADVANTAGE_KINDS)
+        for name in ("gamma", "lmbda", "turn_gamma", "turn_lmbda"):
+            check_unit_interval(name, getattr(self, name))
+        check_finite("lone_value", self.lone_value)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether values are needed."""
+        return self.kind in CRITIC_KINDS
+
+    @property
+    def reads_group(self) -> bool:
+        """Whether the rows' groups are."""
+        return self.kind in GROUP_KINDS
+
+    def give(
+        self,
+        batch: RowBatch,
+        reward: Tensor | None,
+        kl_reward: Tensor,
+        made: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Compute returns and advantages.
+
+        Args:
+            batch: The rows.
+            reward: ``[N, S]`` floating; ``None`` to take the returns that came with the rows.
+            kl_reward: ``[N, S]`` float32: the KL's part in the reward.
+            made: What was made of the rows so far, ``[N, S]`` by the names of the keys; ``"value"``
+                among it if a critic is needed.
+
+        Returns:
+            Advantage and return, ``[N, S]`` float32; zero on masked tokens, the advantage on rejected
+            rows, too.
+
+        Raises:
+            ValueError: If a function of rows returns what is not finite, or of another shape.
+        """
+        if self.needs_critic:
+            assert reward is not None
+            advantage, returns = self._with_critic(batch, reward + kl_reward, made["value"])
+        else:
+            returns = self._returns_to_go(batch, reward, kl_reward)
+            if callable(self.kind):
+                advantage = _called(self.kind, batch, {**made, "value_target": returns})
+            else:
+                advantage = self._without_critic(batch, returns, self.kind)
+        if self.whiten:
+            advantage = masked_whiten(advantage, batch.scored)
+        return torch.where(batch.counted, advantage.float(), 0.0), returns
+
+    def _returns_to_go(self, batch: RowBatch, reward: Tensor | None, kl_reward: Tensor) -> Tensor:
+        """Return-to-go of each turn, the KL's part in the reward included."""
+        total = kl_reward if reward is None else reward + kl_reward
+        returns = turn_returns(total, batch.mask, batch.turns, self.gamma, episode=batch.episode)
+        if reward is None:
+            # Returns are linear in rewards: those of the KL add to those that came with the rows.
+            returns = returns + batch.turn_returns()
+        return returns
+
+    def _without_critic(self, batch: RowBatch, returns: Tensor, kind: AdvantageKind) -> Tensor:
+        """Advantage of each token by comparison with other episodes."""
+        entries = returns, batch.counted, batch.turns
+        if kind == "turn":
+            return turn_normalize(*entries, episode=batch.episode)
+        return outcome_advantage(
+            *entries,
+            batch.episode,
+            batch.group() if self.reads_group else torch.zeros_like(batch.episode),
+            cast(GroupKind, kind),
+            scored=batch.scored,
+            lone_value=self.lone_value,
+        )
+
+    def _with_critic(self, batch: RowBatch, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantage and return of each token by comparison with what a critic expected."""
+        entries = reward, value, batch.mask, batch.turns, self.gamma, self.lmbda
+        if self.kind == "gae":
+            return episode_gae(*entries, episode=batch.episode)
+        if self.kind == "turn_gae":
+            return turn_gae(*entries, episode=batch.episode)
+        return bilevel_gae(
+            *entries,
+            turn_gamma=self.turn_gamma,
+            turn_lmbda=self.turn_lmbda,
+            episode=batch.episode,
+        )
+
+
+def _called(
+    advantage: Callable[[TensorDictBase], Tensor], batch: RowBatch, made: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return-to-go of each turn, the KL's part in the reward included.
-
-    Args:
-        batch: The rows.
-        reward: ``[N, S]`` floating; ``None`` to take the returns that came with the rows.
-        kl_reward: ``[N, S]`` float32: the KL's part in the reward.
-        gamma: Discount per turn.
-
-    Returns:
-        ``[N, S]`` float32, zero on masked tokens.
-    """
-    total = kl_reward if reward is None else reward + kl_reward
-    returns = turn_returns(total, batch.mask, batch.turns, gamma, episode=batch.episode)
-    if reward is None:
-        # Returns are linear in rewards: those of the KL add to those that came with the rows.
-        returns = returns + batch.turn_returns()
-    return returns
-
-
-def advantage_without_critic(
-    batch: RowBatch, returns: Tensor, kind: str, lone_value: float = 0.0
-) -> Tensor:
-    """Advantage of each token by comparison with other episodes.
-
-    Args:
-        batch: The rows.
-        returns: ``[N, S]``: :func:`returns_to_go`.
-        kind: One of ``ADVANTAGE_KINDS`` that needs no critic.
-        lone_value: What an episode alone in its group gets; ``"turn"`` has no groups.
-
-    Returns:
-        ``[N, S]`` float32, zero on masked tokens and on rejected rows.
-    """
-    mask, turns, episode = batch.counted, batch.turns, batch.episode
-    if kind == "turn":
-        return turn_normalize(returns, mask, turns, episode=episode)
-    group = batch.group() if kind in GROUP_KINDS else torch.zeros_like(episode)
-    return outcome_advantage(
-        returns,
-        mask,
-        turns,
-        episode,
-        group,
-        cast(GroupKind, kind),
-        scored=batch.scored,
-        lone_value=lone_value,
-    )
-
-
-def advantage_with_critic(
-    batch: RowBatch,
-    reward: Tensor,
-    value: Tensor,
-    kind: str,
-    gamma: float,
-    lmbda: float,
-    turn_gamma: float,
-    turn_lmbda: float,
-) -> tuple[Tensor, Tensor]:
-    """Advantage of each token by comparison with what a critic expected.
-
-    Args:
-        batch: The rows.
-        reward: ``[N, S]`` floating.
-        value: ``[N, S]`` floating.
-        kind: One of ``CRITIC_KINDS``.
-        gamma: Discount per sampled token; with ``"turn_gae"`` per turn.
-        lmbda: Trace decay per the same.
-        turn_gamma: Discount per turn of ``"bilevel_gae"``.
-        turn_lmbda: Trace decay per turn of ``"bilevel_gae"``.
-
-    Returns:
-        Advantage and return, ``[N, S]`` float32, zero on masked tokens.
-    """
-    entries = reward, value, batch.mask, batch.turns, gamma, lmbda
-    if kind == "gae":
-        return episode_gae(*entries, episode=batch.episode)
-    if kind == "turn_gae":
-        return turn_gae(*entries, episode=batch.episode)
-    return bilevel_gae(
-        *entries, turn_gamma=turn_gamma, turn_lmbda=turn_lmbda, episode=batch.episode
-    )
+    """Ask a function of rows, which have their own keys, for the advantage."""
+    completed = batch.rows.copy()
+    for name, value in made.items():
+        completed.set(getattr(batch.keys, name), value)
+    # Its own copy: what it does in place is no business of the rows.
+    result = advantage(completed.clone())
+    check_shape("the result of advantage(rows)", result, batch.mask.shape)
+    batch.check_finite("advantage", result, batch.scored, "advantage(rows) is at fault.")
+    return result

@@ -7,7 +7,6 @@ changes nothing in the rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args
@@ -19,23 +18,10 @@ from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._writes import check_distinct, check_writable, unchanged_on_failure
-from torchrl_mt.objectives.credit import (
-    ADVANTAGE_KINDS,
-    CRITIC_KINDS,
-    GROUP_KINDS,
-    AdvantageKind,
-    advantage_with_critic,
-    advantage_without_critic,
-    returns_to_go,
-)
+from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import Filter, filter_weight, find_filters, reads_group
-from torchrl_mt.objectives.functional import kl_estimate, masked_whiten
-from torchrl_mt.objectives.functional._checks import (
-    check_choice,
-    check_positive,
-    check_shape,
-    check_unit_interval,
-)
+from torchrl_mt.objectives.functional import kl_estimate
+from torchrl_mt.objectives.functional._checks import check_choice, check_positive
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.kl_control import (
     KLCoefficient,
@@ -201,19 +187,9 @@ class ExperienceMaker(TensorDictModuleBase):
             causal_lm(ref)
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
-        if not callable(advantage):
-            check_choice("advantage", advantage, ADVANTAGE_KINDS)
-        if advantage in CRITIC_KINDS and critic is None:
+        credit = Credit(advantage, gamma, lmbda, turn_gamma, turn_lmbda, lone_value, whiten)
+        if credit.needs_critic and critic is None:
             raise ValueError(f"advantage={advantage!r} needs a critic, got critic=None.")
-        for name, factor in [
-            ("gamma", gamma),
-            ("lmbda", lmbda),
-            ("turn_gamma", turn_gamma),
-            ("turn_lmbda", turn_lmbda),
-        ]:
-            check_unit_interval(name, factor)
-        if not math.isfinite(lone_value):
-            raise ValueError(f"lone_value must be finite, got {lone_value}.")
         check_positive("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
@@ -232,14 +208,9 @@ class ExperienceMaker(TensorDictModuleBase):
         self.reward = RewardMix(
             OWN if reward is None else reward, transform=reward_transform, **self.passes
         )
-        self.advantage = advantage
-        self.gamma = gamma
-        self.lmbda = lmbda
-        self.turn_gamma = turn_gamma
-        self.turn_lmbda = turn_lmbda
-        self.lone_value = lone_value
-        self.whiten = whiten
+        self.credit = credit
         self.filters = find_filters(filters)
+        self.reads_group = credit.reads_group or any(map(reads_group, self.filters))
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -275,10 +246,9 @@ class ExperienceMaker(TensorDictModuleBase):
     def _set_in_and_out_keys(self) -> None:
         """List the entries that are read and written."""
         sampler = self.old_log_probs == "sampler"
-        group = self.advantage in GROUP_KINDS or any(map(reads_group, self.filters))
         read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
         read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
-        read += ["group"] * group + ["label"] * (len(self.reward.weights) > 1)
+        read += ["group"] * self.reads_group + ["label"] * (len(self.reward.weights) > 1)
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
         write += ["entropy"] * self.with_entropy + ["value"] * (self.critic is not None)
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
@@ -319,13 +289,13 @@ class ExperienceMaker(TensorDictModuleBase):
         """All that is written, by name, and the metrics."""
         out: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
-        if self.advantage in GROUP_KINDS or any(map(reads_group, self.filters)):
+        if self.reads_group:
             batch.group()
         if self.old_log_probs == "sampler":
             out["sample_log_prob"] = batch.sampler_log_probs()
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
-        if not (self.own_reward and self.advantage == "turn" and batch.has("turn_return")):
+        if not (self.own_reward and self.credit.kind == "turn" and batch.has("turn_return")):
             keys = {
                 "reward_key": self.tensor_keys.reward,
                 "label_key": self.tensor_keys.label,
@@ -361,7 +331,8 @@ class ExperienceMaker(TensorDictModuleBase):
             reward = out["shaped_reward"] = self.reward.transformed(
                 reward, batch.episodes, batch.valid
             )
-        out |= self._credit(batch, reward, kl_reward, out)
+        advantage, out["value_target"] = self.credit.give(batch, reward, kl_reward, out)
+        out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
             completed = batch.with_usual_keys(out)
             completed.set(_rows.EPISODE_SCORE, batch.scores(reward))
@@ -369,44 +340,6 @@ class ExperienceMaker(TensorDictModuleBase):
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
         return out, metrics
-
-    def _credit(
-        self, batch: RowBatch, reward: Tensor | None, kl_reward: Tensor, out: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Returns and advantage."""
-        if self.advantage in CRITIC_KINDS:
-            assert reward is not None
-            assert isinstance(self.advantage, str)
-            advantage, returns = advantage_with_critic(
-                batch,
-                reward + kl_reward,
-                out["value"],
-                self.advantage,
-                self.gamma,
-                self.lmbda,
-                self.turn_gamma,
-                self.turn_lmbda,
-            )
-        else:
-            returns = returns_to_go(batch, reward, kl_reward, self.gamma)
-            if callable(self.advantage):
-                completed = batch.rows.copy()
-                for name, value in (out | {"value_target": returns}).items():
-                    completed.set(getattr(self.tensor_keys, name), value)
-                # Its own copy: what it does in place is no business of the rows.
-                advantage = self.advantage(completed.clone())
-                check_shape("the result of advantage(rows)", advantage, batch.mask.shape)
-                batch.check_finite(
-                    "advantage", advantage, batch.scored, "advantage(rows) is at fault."
-                )
-            else:
-                advantage = advantage_without_critic(
-                    batch, returns, self.advantage, self.lone_value
-                )
-        if self.whiten:
-            advantage = masked_whiten(advantage, batch.scored)
-        advantage = torch.where(batch.counted, advantage.float(), 0.0).unsqueeze(-1)
-        return {"value_target": returns, "advantage": advantage}
 
     def _score(
         self, model: nn.Module, batch: RowBatch, with_entropy: bool = False
