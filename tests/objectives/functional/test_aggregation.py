@@ -151,3 +151,15 @@ def test_bad_input_is_refused_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             aggregate(loss, mask, **options)
+
+
+def test_tables_that_were_not_merged_are_refused():
+    loss, mask = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool)
+    group = torch.tensor([5, 5])
+    table = aggregation_total(mask[:1], "prompt_mean", group=group[:1])
+    with pytest.raises(ValueError, match="merge_totals"):
+        aggregate(loss, mask, "prompt_mean", total=torch.cat([table, table]), group=group)
+    with pytest.raises(ValueError, match="totals must be one or more, got none"):
+        merge_totals()
+    with pytest.raises(TypeError, match="group must hold integer ids"):
+        aggregate(loss, mask, "prompt_mean", group=group.float())

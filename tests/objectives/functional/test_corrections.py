@@ -189,3 +189,29 @@ def test_bad_input_is_refused_by_name():
             correction(good, torch.zeros(2, 1), mask)
     with pytest.raises(ValueError, match="correction must be one of"):
         find_corrections(["geometric", "tis"])
+
+
+def test_bounds_are_those_of_the_ratio_however_far_it_is_from_one():
+    mask, zero = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
+    far = torch.tensor([[-50.0, 50.0]])
+    for bounds in ((1e-9, 2.0), (0.0, 1e9)):
+        weight, metrics = icepop(far, zero, mask, bounds=bounds)
+        assert (weight[0, 1], metrics["mask_fraction"] >= 0.5) == (0, True)
+        assert bool(weight[0, 0] > 0) == (bounds[0] == 0)
+    for correction in (sequence_mis, geometric):
+        weight, _ = correction(far[:, :1], zero[:, :1], mask[:, :1], bounds=(1e-9, 2.0))
+        assert not weight.any()
+    weight, metrics = token_tis(far, zero, mask, cap=math.inf)
+    assert weight.isfinite().all()
+    weight, metrics = token_tis(zero, zero, mask, cap=1.0)
+    assert (weight == 1).all()
+    assert metrics["clip_fraction"] == 0
+
+
+def test_bad_input_to_corrections_is_named():
+    mask, x = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
+    for correction in CORRECTIONS.values():
+        with pytest.raises(ValueError, match=r"sampler_log_prob must have shape \(1, 2\), got"):
+            correction(x, torch.zeros(1, 3), mask)
+    with pytest.raises(ValueError, match="corrections must be one or more, got none"):
+        correct([], x, x, mask)

@@ -90,3 +90,12 @@ def test_nothing_sampled_and_no_rows():
             assert x.shape == shape
             assert not x.any()
         assert not len(index_episodes(mask, turns).outcome_rows())
+
+
+def test_turns_and_shapes_are_checked():
+    ones = torch.ones(1, 2)
+    with pytest.raises(ValueError, match="turns must be 0 or more on every sampled token, got -1"):
+        episode_gae(ones, ones, ones.bool(), torch.tensor([[0, -1]]), 1.0, 1.0)
+    flat = torch.ones(2)
+    with pytest.raises(ValueError, match=r"mask must have shape \[N, S\], got \(2,\)"):
+        episode_gae(flat, flat, flat.bool(), flat.long(), 1.0, 1.0)

@@ -116,3 +116,29 @@ def test_bad_input_is_refused_by_name():
         clip_filter_weight(x[:, 0], torch.zeros(2, dtype=torch.long), valid=x[:, 0])
     with pytest.raises(ValueError, match="max_weight must be positive"):
         clip_filter_weight(x[:, 0], torch.zeros(2, dtype=torch.long), max_weight=0.0)
+
+
+def test_a_lone_member_is_degenerate_whatever_it_earned():
+    returns, group = torch.tensor([torch.nan, 1.0, 2.0]), torch.tensor([0, 1, 1])
+    assert dynamic_sampling_mask(returns, group).tolist() == [False, True, True]
+    assert clip_filter_weight(returns, group).tolist() == [0.0, 2.0, 2.0]
+
+
+def test_returns_of_integers_are_taken():
+    returns, group = torch.tensor([1, 1, 0, 2]), torch.tensor([0, 0, 1, 1])
+    assert dynamic_sampling_mask(returns, group).tolist() == [False, False, True, True]
+    assert clip_filter_weight(returns, group).tolist() == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_a_share_that_is_a_whole_number_is_not_rounded_up():
+    # 0.28 * 25 is 7.000000000000001 in floating point.
+    mask = torch.ones(1, 25, dtype=torch.bool)
+    assert entropy_mask(torch.arange(25.0)[None], mask, rho=0.28).sum() == 7
+
+
+def test_entropy_that_is_no_number_is_refused():
+    entropy = torch.tensor([[torch.nan, 1.0, 2.0]])
+    with pytest.raises(ValueError, match="entropy must not be NaN on sampled tokens"):
+        entropy_mask(entropy, torch.ones(1, 3, dtype=torch.bool))
+    mask = torch.tensor([[False, True, True]])
+    assert entropy_mask(entropy, mask, rho=0.5).tolist() == [[False, False, True]]

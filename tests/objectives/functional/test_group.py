@@ -300,3 +300,11 @@ def test_opo_without_any_length_takes_the_plain_mean():
     lengths = torch.tensor([0, 0, 3, 1])
     out = group_advantage(returns, group, "opo", lengths=lengths)
     torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, -1.0, 3.0]))
+
+
+def test_missing_ids_are_named():
+    with pytest.raises(TypeError, match=r"group must be a tensor of shape \(2,\), got None"):
+        group_advantage(torch.zeros(2), None)
+    ones = torch.ones(1, 2)
+    with pytest.raises(TypeError, match=r"turns must be a tensor of shape \(1, 2\), got None"):
+        outcome_advantage(ones, ones.bool(), None, torch.zeros(1).long(), torch.zeros(1).long())

@@ -107,3 +107,9 @@ def test_bad_input_is_refused_by_name():
         kl_estimate(x, x, "k4")
     with pytest.raises(ValueError, match=r"ref_log_prob must have shape \(2, 3\), got \(2,\)"):
         kl_estimate(x, x[:, 0])
+
+
+def test_forward_mode_has_the_gradient_of_k2():
+    new, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    _, forward = torch.func.jvp(lambda x: kl_estimate(x, ref, "k3+"), (new,), (torch.ones(2),))
+    torch.testing.assert_close(forward, new - ref)

@@ -126,3 +126,13 @@ def test_bad_input_is_refused_by_name():
         token_log_probs(logits, tokens, torch.ones(2, 3))
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         token_log_probs(logits, tokens, temperature=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 2.0**16])
+def test_entropy_has_a_finite_slope_where_a_logit_is_minus_infinity(scale):
+    logits = torch.tensor([[1.0, 0.0, -torch.inf]], requires_grad=True)
+    _, entropy = log_probs_and_entropy(logits, torch.tensor([0]))
+    (scale * entropy).sum().backward()
+    two = torch.tensor([1.0, 0.0], requires_grad=True)
+    (scale * torch.distributions.Categorical(logits=two).entropy()).backward()
+    torch.testing.assert_close(logits.grad, torch.cat([two.grad, torch.zeros(1)])[None])

@@ -20,6 +20,7 @@ from torchrl_mt.objectives.functional import (
     reinforce,
     sapo,
 )
+from torchrl_mt.objectives.functional.importance import ratio_of
 from torchrl_mt.objectives.functional.objectives import takes
 
 CLIP = (0.1, 0.3)
@@ -294,3 +295,35 @@ def test_hyperparameters_out_of_range_are_refused():
         sapo(good, good, good, mask, tau_neg=0.0)
     with pytest.raises(ValueError, match="weight_cap must be positive"):
         decoupled_ppo(good, good, good, mask, sampler_log_prob=good, weight_cap=0.0)
+
+
+def test_weights_of_the_sampler_are_capped_and_carry_no_gradient():
+    old = torch.tensor([[0.0, 25.0]], requires_grad=True)
+    zero, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    new = torch.tensor([[0.0, 25.0]], requires_grad=True)
+    loss, _ = decoupled_ppo(new, old, torch.ones(1, 2), mask, sampler_log_prob=zero, weight_cap=1e9)
+    assert loss.tolist() == [[-1.0, 0.0]]
+    loss, _ = decoupled_ppo(new, old, torch.ones(1, 2), mask, sampler_log_prob=zero, weight_cap=1.0)
+    assert loss.tolist() == [[-1.0, 0.0]]
+    near = torch.tensor([[0.1, 0.2]], requires_grad=True)
+    loss, _ = decoupled_ppo(zero, near, torch.ones(1, 2), mask, sampler_log_prob=zero)
+    loss.sum().backward()
+    # By the proximal policy only through the ratio: d/dx of -v exp(-x) with v constant.
+    torch.testing.assert_close(near.grad, torch.ones(1, 2))
+
+
+def test_a_ratio_far_below_one_is_cut_off():
+    x = torch.tensor([-1000.0], requires_grad=True)
+    assert ratio_of(x).item() == pytest.approx(math.exp(-20))
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo", "gspo_token", "gmpo"])
+def test_bounds_may_be_one_number_and_are_checked(name):
+    new, old = torch.tensor([[0.5, -0.7]]), torch.zeros(1, 2)
+    mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+    objective = OBJECTIVES[name]
+    got = objective(new, old, advantage, mask, clip_epsilon=0.2)
+    torch.testing.assert_close(got, objective(new, old, advantage, mask, (0.2, 0.2)))
+    for wrong in (-0.1, (0.1, -0.1), (0.1,)):
+        with pytest.raises(ValueError, match="clip_epsilon must be a number"):
+            objective(new, old, advantage, mask, wrong)

@@ -1,5 +1,7 @@
 """Returns and advantages count sampled tokens only, against the formula in a float64 loop."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from torchrl_mt.objectives.functional import (
     masked_returns,
     reverse_linear_recurrence,
     rewards_on_sampled,
+    sampled_recurrence,
 )
 
 DISCOUNTS = st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0])
@@ -177,3 +180,24 @@ def test_bad_input_is_refused_by_name():
         masked_gae(reward, reward[:1], mask, 0.9, 0.9)
     with pytest.raises(ValueError, match="lmbda must lie in"):
         masked_gae(reward, reward, mask, 0.9, -0.1)
+
+
+def test_forward_mode_agrees_with_reverse_mode():
+    mask = torch.tensor([[True, False, True, True]])
+    reward, value = torch.randn(1, 4), torch.randn(1, 4)
+    tangent = torch.randn(1, 4)
+    for estimate in (
+        lambda r: masked_gae(r, value, mask, 0.9, 0.8)[0],
+        lambda v: masked_gae(reward, v, mask, 0.9, 0.8)[0],
+        lambda r: masked_returns(r, mask, 0.9),
+    ):
+        _, forward = torch.func.jvp(estimate, (reward,), (tangent,))
+        jacobian = torch.autograd.functional.jacobian(estimate, reward)
+        torch.testing.assert_close(forward, (jacobian * tangent).sum((-1, -2)))
+
+
+def test_a_decay_out_of_range_is_refused():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for decay in (1.5, -0.5, math.nan):
+        with pytest.raises(ValueError, match="decay must lie in"):
+            sampled_recurrence(torch.ones(1, 2), mask, decay)

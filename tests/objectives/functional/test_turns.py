@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.objectives.functional import index_turns, turn_normalize, turn_returns
+from torchrl_mt.objectives.functional import (
+    episode_gae,
+    index_turns,
+    turn_gae,
+    turn_normalize,
+    turn_returns,
+)
 
 
 @st.composite
@@ -150,3 +156,18 @@ def test_a_sampled_token_needs_a_turn():
         index_turns(mask, torch.tensor([[0, 0]]), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="gamma must lie in"):
         turn_returns(torch.ones(1, 2), mask, torch.tensor([[0, 0]]), 2.0)
+
+
+def test_the_order_of_rewards_on_one_token_does_not_matter():
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(40, 9, dtype=torch.bool)
+    mask[:, 0] = True
+    reward = 1e3 * torch.randn(9, generator=generator)
+    order = torch.stack([torch.randperm(9, generator=generator) for _ in mask])
+    turns = torch.zeros(40, 9, dtype=torch.long)
+    returns = turn_returns(reward[order], mask, turns, 1.0)[:, 0]
+    assert (returns == returns[0]).all()
+    for estimate in (turn_gae, episode_gae):
+        value = torch.zeros(40, 9)
+        got = estimate(reward[order], value, mask, turns, 1.0, 1.0)[0][:, 0]
+        assert (got == got[0]).all()

@@ -182,3 +182,20 @@ def test_nan_is_never_turned_into_a_number(values):
     assert out[mask].isnan().all()
     assert float(out[-1]) == 0.0
     assert masked_whiten(x, mask & ~x.isnan()).isfinite().all()
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_what_lies_on_masked_tokens_spoils_no_gradient(junk):
+    mask = torch.tensor([True, True, False, True])
+    x = torch.tensor([1.0, 4.0, junk, 2.0], requires_grad=True)
+    masked_whiten(x, mask).pow(3).sum().backward()
+    alone = torch.tensor([1.0, 4.0, 2.0], requires_grad=True)
+    masked_whiten(alone, torch.ones(3, dtype=torch.bool)).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad[mask], alone.grad)
+    assert x.grad[2] == 0
+
+
+def test_statistics_without_spread_given_from_elsewhere_give_zero():
+    x, mask = torch.tensor([1.0, 2.0]), torch.ones(2, dtype=torch.bool)
+    equal = masked_moments(torch.ones(5), torch.ones(5, dtype=torch.bool))
+    assert masked_whiten(x, mask, moments=equal).tolist() == [0.0, 0.0]

@@ -11,13 +11,39 @@ from torch import Tensor
 
 def check_mask(name: str, mask: Tensor, shape: torch.Size) -> None:
     """Refuse a mask that is not boolean or not of ``shape``."""
-    if mask.dtype is not torch.bool:
+    if isinstance(mask, Tensor) and mask.dtype is not torch.bool:
         raise TypeError(f"{name} must be a bool tensor, got {mask.dtype}; pass `{name}.bool()`.")
     check_shape(name, mask, shape)
 
 
+def check_rows(mask: Tensor) -> None:
+    """Refuse a mask that is not boolean or not one of rows, ``[N, S]``."""
+    if mask.ndim != 2:
+        raise ValueError(f"mask must have shape [N, S], got {tuple(mask.shape)}.")
+    check_mask("mask", mask, mask.shape)
+
+
+def check_sampled_turns(turns: Tensor) -> None:
+    """Refuse turn ids of sampled tokens that are negative."""
+    if turns.numel() and int(turns.min()) < 0:
+        raise ValueError(
+            f"turns must be 0 or more on every sampled token, got {int(turns.min())}; "
+            "a negative turn id means padding, which is never sampled."
+        )
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Refuse ids that are not integers."""
+    if ids.is_floating_point() or ids.is_complex():
+        raise TypeError(
+            f"{name} must hold integer ids, got {ids.dtype}; are the arguments in another order?"
+        )
+
+
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    """Refuse a tensor whose shape is not ``shape``."""
+    """Refuse what is no tensor, and one whose shape is not ``shape``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor of shape {tuple(shape)}, got {tensor!r}.")
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}.")
 
@@ -32,6 +58,24 @@ def check_positive(name: str, value: float) -> None:
     """Refuse a number that is not above 0."""
     if not value > 0.0:
         raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def check_clip_epsilon(
+    clip_epsilon: float | tuple[float, float], most: float = 1.0
+) -> tuple[float, float]:
+    """Refuse bounds that are out of range, and write them as ``(low, high)``.
+
+    ``most`` is the largest lower one that means something.
+    """
+    pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon,) * 2
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in pair)
+    if len(pair) != 2 or not numbers or not 0 <= pair[0] <= most or not pair[1] >= 0:
+        lowest = "not negative" if most == math.inf else "in [0, 1]"
+        raise ValueError(
+            f"clip_epsilon must be a number {lowest}, or (low, high) with low {lowest} and high >= 0, "
+            f"got {clip_epsilon!r}."
+        )
+    return float(pair[0]), float(pair[1])
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

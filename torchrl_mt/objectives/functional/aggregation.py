@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import (
     check_choice,
+    check_ids,
     check_mask,
     check_positive,
     check_shape,
@@ -66,6 +67,9 @@ def merge_totals(*totals: Tensor) -> Tensor:
     Returns:
         The total of all rows together.
 
+    Raises:
+        ValueError: If none is given.
+
     Examples:
         >>> merge_totals(torch.tensor(3), torch.tensor(4))
         tensor(7)
@@ -73,6 +77,8 @@ def merge_totals(*totals: Tensor) -> Tensor:
         tensor([[5, 1],
                 [7, 5]])
     """
+    if not totals:
+        raise ValueError("totals must be one or more, got none.")
     if totals[0].ndim == 0:
         return torch.stack(totals).sum()
     lines = torch.cat(totals)
@@ -167,6 +173,7 @@ def _checked_group(group: Tensor | None, mask: Tensor) -> Tensor:
     if group is None:
         raise ValueError("'prompt_mean' needs group, the id of each row's group, got None.")
     check_shape("group", group, mask.shape[:1])
+    check_ids("group", group)
     return group
 
 
@@ -210,6 +217,10 @@ def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
     if not len(total):
         total = total.new_tensor([[-1, 1]])
     ids = total[:, 0].contiguous()
+    if bool((ids[1:] <= ids[:-1]).any()):
+        raise ValueError(
+            "total must have each group once, in order of id; add tables up with merge_totals."
+        )
     line = torch.searchsorted(ids, group.contiguous()).clamp(max=len(ids) - 1)
     unknown = sampled & (ids[line] != group)
     if bool(unknown.any()):

@@ -91,7 +91,7 @@ def bilevel_gae(
     if not index.of_token.numel():
         return zeros, zeros.clone()
     dtype = accumulation_dtype(reward.device)
-    reward = rewards_on_sampled(reward, mask).to(dtype)
+    reward = rewards_on_sampled(reward, mask, dtype=dtype)
     earned = index.total(reward)
     at_end = value.flatten()[index.last_token].to(dtype)
     of_turn = gae_over_turns(index, earned, at_end, turn_gamma, turn_lmbda)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.objectives.functional.correction_mis import keep_within
-from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of, sequence_mean
+from torchrl_mt.objectives.functional.importance import sampler_log_ratio, sequence_mean
 
 
 @torch.no_grad()
@@ -47,6 +47,6 @@ def geometric(
         tensor([[1., 1.],
                 [0., 0.]])
     """
-    difference = log_ratio(old_log_prob, sampler_log_prob, mask)
-    ratio = ratio_of(sequence_mean(difference, mask, turns))
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    ratio = sequence_mean(difference, mask, turns).exp()
     return keep_within(torch.ones_like(ratio), ratio, mask, bounds)

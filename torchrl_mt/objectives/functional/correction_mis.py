@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
-from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of, sequence_sum
+from torchrl_mt.objectives.functional.importance import MAX_RATIO, sampler_log_ratio, sequence_sum
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def icepop(
         >>> icepop(old, torch.zeros(1, 2), mask)[0]
         tensor([[0., 2.]])
     """
-    ratio = ratio_of(log_ratio(old_log_prob, sampler_log_prob, mask))
+    ratio = sampler_log_ratio(old_log_prob, sampler_log_prob, mask).exp()
     return keep_within(ratio, ratio, mask, bounds)
 
 
@@ -79,8 +79,8 @@ def sequence_mis(
         tensor([[1., 1.],
                 [0., 0.]])
     """
-    difference = log_ratio(old_log_prob, sampler_log_prob, mask)
-    ratio = ratio_of(sequence_sum(difference, mask, turns))
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    ratio = sequence_sum(difference, mask, turns).exp()
     return keep_within(ratio, ratio, mask, bounds)
 
 
@@ -90,8 +90,8 @@ def keep_within(
     """Keep the weights whose ratio lies within bounds, both included; the others become 0.
 
     Args:
-        weight: ``[N, S]`` float32.
-        ratio: ``[N, S]`` float32.
+        weight: ``[N, S]`` float32; cut off at exp(20).
+        ratio: ``[N, S]`` float32, infinite where it overflows.
         mask: ``[N, S]`` bool, true on sampled tokens.
         bounds: Least and largest ratio.
 
@@ -106,5 +106,5 @@ def keep_within(
     if not 0.0 <= low <= high:
         raise ValueError(f"bounds must be (low, high) with 0 <= low <= high, got {bounds}.")
     kept = mask & (ratio >= low) & (ratio <= high)
-    weight = torch.where(kept, weight, 0.0)
+    weight = torch.where(kept, weight.clamp(max=MAX_RATIO), 0.0)
     return weight, correction_metrics(weight, mask, torch.zeros_like(mask))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_positive
 from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
-from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of, sequence_sum
+from torchrl_mt.objectives.functional.importance import MAX_RATIO, sampler_log_ratio, sequence_sum
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def token_tis(
         >>> token_tis(old, torch.zeros(1, 2), mask)[0]
         tensor([[0.5000, 2.0000]])
     """
-    return _truncate(log_ratio(old_log_prob, sampler_log_prob, mask), mask, cap)
+    return _truncate(sampler_log_ratio(old_log_prob, sampler_log_prob, mask), mask, cap)
 
 
 @torch.no_grad()
@@ -74,13 +74,13 @@ def sequence_tis(
         >>> sequence_tis(old, torch.zeros(1, 2), mask)[0]
         tensor([[0.2500, 0.2500]])
     """
-    difference = log_ratio(old_log_prob, sampler_log_prob, mask)
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
     return _truncate(sequence_sum(difference, mask, turns), mask, cap)
 
 
 def _truncate(log_weight: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Cut weights off at the cap."""
     check_positive("cap", cap)
-    ratio = ratio_of(log_weight)
-    weight = torch.where(mask, ratio.clamp(max=cap), 0.0)
+    ratio = log_weight.exp()
+    weight = torch.where(mask, ratio.clamp(max=min(cap, MAX_RATIO)), 0.0)
     return weight, correction_metrics(weight, mask, ratio > cap)

@@ -115,11 +115,16 @@ def correct(
         The product ``[N, S]`` float32, and ``"ess"`` and ``"mask_fraction"`` of it; its
         ``"clip_fraction"`` is the largest one of the corrections.
 
+    Raises:
+        ValueError: If there is no correction.
+
     Examples:
         >>> old, mask = torch.tensor([[9.0, 1 / 9]]).log(), torch.ones(1, 2, dtype=torch.bool)
         >>> correct([geometric, token_tis], old, torch.zeros(1, 2), mask)[0]
         tensor([[2.0000, 0.1111]])
     """
+    if not corrections:
+        raise ValueError("corrections must be one or more, got none.")
     weight = mask.float()
     clip_fractions = []
     for correction in corrections:

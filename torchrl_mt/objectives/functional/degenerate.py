@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_positive
-from torchrl_mt.objectives.functional.groups import index_groups
+from torchrl_mt.objectives.functional.groups import Groups, index_groups
+from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
 
 
 def dynamic_sampling_mask(returns: Tensor, group: Tensor, *, valid: Tensor | None = None) -> Tensor:
@@ -35,7 +36,7 @@ def dynamic_sampling_mask(returns: Tensor, group: Tensor, *, valid: Tensor | Non
         tensor([ True,  True, False, False])
     """
     groups = index_groups(returns, group, valid)
-    return groups.spread(returns.detach())[groups.member] & groups.valid
+    return _teaches(returns, groups)[groups.member] & groups.valid
 
 
 def clip_filter_weight(
@@ -71,7 +72,13 @@ def clip_filter_weight(
     """
     check_positive("max_weight", max_weight)
     groups = index_groups(returns, group, valid)
-    spread = groups.spread(returns.detach())
-    everyone, kept = (groups.count() > 0).sum(), spread.sum()
+    teaches = _teaches(returns, groups)
+    everyone, kept = (groups.count() > 0).sum(), teaches.sum()
     weight = (everyone / kept.clamp(min=1)).clamp(max=max_weight).float()
-    return torch.where(spread[groups.member] & groups.valid, weight, 0.0)
+    return torch.where(teaches[groups.member] & groups.valid, weight, 0.0)
+
+
+def _teaches(returns: Tensor, groups: Groups) -> Tensor:
+    """Whether each group is not degenerate: ``[K]`` bool."""
+    returns = returns.detach().to(accumulation_dtype(returns.device))
+    return groups.spread(returns) & (groups.count() > 1)

@@ -30,7 +30,7 @@ def entropy_mask(entropy: Tensor, mask: Tensor, rho: float = 0.2) -> Tensor:
         ``[N, S]`` bool, false on masked tokens.
 
     Raises:
-        ValueError: If shapes differ or ``rho`` is out of range.
+        ValueError: If shapes differ, ``rho`` is out of range, or a sampled token's entropy is NaN.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -48,7 +48,9 @@ def entropy_mask(entropy: Tensor, mask: Tensor, rho: float = 0.2) -> Tensor:
     total = sampled.numel()
     if not total:
         return mask.clone()
-    # The product is rounded: 0.2 of 15 tokens are 3 of them, not 4.
+    if bool(sampled.isnan().any()):
+        raise ValueError("entropy must not be NaN on sampled tokens: the model is at fault.")
+    # The product is rounded: 0.28 of 25 tokens are 7 of them, not 8.
     kept = max(1, math.ceil(round(rho * total, 6)))
     threshold = sampled.kthvalue(total - kept + 1).values
     return mask & (entropy.detach().float() >= threshold)

@@ -48,7 +48,7 @@ def episode_gae(
         Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
 
     Raises:
-        ValueError: If shapes differ or a discount is out of range.
+        ValueError: If shapes differ, a discount is out of range, or a sampled token has no turn.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -63,7 +63,7 @@ def episode_gae(
     check_shape("turns", turns, reward.shape)
     index = index_episodes(mask, turns, episode)
     dtype = accumulation_dtype(reward.device)
-    earned = rewards_on_sampled(reward, mask).flatten()[index.token].to(dtype)
+    earned = rewards_on_sampled(reward, mask, dtype=dtype).flatten()[index.token]
     at_token = value.flatten()[index.token].to(dtype)
     ends = index.ends()
     next_value = torch.nn.functional.pad(at_token[1:], (0, min(1, len(at_token))))

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_shape
+from torchrl_mt.objectives.functional._checks import (
+    check_rows,
+    check_sampled_turns,
+    check_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -
         The order, and what is read by it.
 
     Raises:
-        ValueError: If shapes differ.
+        ValueError: If shapes differ or a sampled token has a negative turn id.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -71,14 +75,17 @@ def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -
         >>> index_episodes(mask, torch.tensor([[0, 2], [1, 1]]), torch.tensor([7, 7])).token
         tensor([0, 3, 1])
     """
-    check_mask("mask", mask, turns.shape)
+    check_rows(mask)
+    check_shape("turns", turns, mask.shape)
     if episode is None:
         episode = torch.arange(mask.shape[0], device=mask.device)
     check_shape("episode", episode, mask.shape[:1])
     ids, of_row = torch.unique(episode, return_inverse=True)
     width = max(1, mask.shape[1])
     token = mask.flatten().nonzero().squeeze(-1)
-    token = token[turns.flatten()[token].argsort(stable=True)]
+    turn = turns.flatten()[token]
+    check_sampled_turns(turn)
+    token = token[turn.argsort(stable=True)]
     token = token[of_row[token // width].argsort(stable=True)]
     of_token = of_row[token // width]
     count = torch.bincount(of_token, minlength=len(ids))

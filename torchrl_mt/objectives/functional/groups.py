@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_shape
+from torchrl_mt.objectives.functional._checks import check_ids, check_mask, check_shape
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,7 @@ def index_groups(returns: Tensor, group: Tensor, valid: Tensor | None = None) ->
     if returns.ndim != 1:
         raise ValueError(f"returns must have shape [N], got {tuple(returns.shape)}.")
     check_shape("group", group, returns.shape)
-    if group.is_floating_point() or group.is_complex():
-        raise TypeError(
-            f"group must hold integer ids, got {group.dtype}; "
-            "are the arguments `returns` and `group` the wrong way round?"
-        )
+    check_ids("group", group)
     if valid is None:
         valid = torch.ones_like(group, dtype=torch.bool)
     check_mask("valid", valid, returns.shape)

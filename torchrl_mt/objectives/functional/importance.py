@@ -1,11 +1,13 @@
 """Importance ratios of sampled tokens and of sequences of them, and how good the samples still are.
 
-What lies on masked tokens is not read. A ratio is cut off at exp(±20), so that one absurd token
-cannot make a whole batch's loss or gradient infinite. A sequence is a row, or a turn of a row if
+What lies on masked tokens is not read. A ratio in a loss is cut off at exp(±20), so that one absurd
+token cannot make a whole batch's loss or gradient infinite. A sequence is a row, or a turn of a row if
 turn ids are given.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from torch import Tensor
 from torchrl_mt.objectives.functional._checks import check_mask, check_shape
 from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO
 from torchrl_mt.objectives.functional.turns import index_turns
+
+MAX_RATIO = math.exp(MAX_LOG_RATIO)
+"""Where a ratio is cut off."""
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -38,6 +43,25 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     check_mask("mask", mask, log_prob.shape)
     check_shape("old_log_prob", old_log_prob, log_prob.shape)
     return torch.where(mask, log_prob.float() - old_log_prob.float(), 0.0)
+
+
+def sampler_log_ratio(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """:func:`log_ratio` of the old policy to the sampler; a constant of the rows.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+
+    Returns:
+        ``[N, S]`` float32 without gradient, zero on masked tokens.
+
+    Raises:
+        ValueError: If shapes differ.
+        TypeError: If ``mask`` is not boolean.
+    """
+    check_shape("sampler_log_prob", sampler_log_prob, old_log_prob.shape)
+    return log_ratio(old_log_prob, sampler_log_prob, mask).detach()
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:

@@ -53,11 +53,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
         return _k2(difference)
     if kind == "k3":
         return _k3(difference)
-    value = _k3(difference.detach())
-    if not difference.requires_grad:
-        return value
     k2 = _k2(difference)
-    return value + (k2 - k2.detach())
+    return _k3(difference.detach()).add_(k2 - k2.detach())
 
 
 def _k2(difference: Tensor) -> Tensor:

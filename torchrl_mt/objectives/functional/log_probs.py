@@ -233,11 +233,10 @@ def chunk_gradient(
     x -= log_sum[part, None]
     p = x.exp()
     if grad_entropy is not None and len(entropy):
-        # dH/dx = -p (log p + H)
-        out = _finite_(x).add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+        # dH/dx = -p (log p + H); by p first, which takes what was -inf to 0.
+        out = _finite_(x).add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
         if grad_log_prob is not None:
-            out -= grad_log_prob[part, None]
-        out *= p
+            out -= p.mul_(grad_log_prob[part, None])
     elif grad_log_prob is not None:
         out = p.mul_(-grad_log_prob[part, None])
     else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_positive
-from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of
+from torchrl_mt.objectives.functional.importance import MAX_RATIO, sampler_log_ratio
 from torchrl_mt.objectives.functional.objective_ppo import ppo
 
 
@@ -15,7 +15,7 @@ def decoupled_ppo(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (0.2, 0.2),
+    clip_epsilon: float | tuple[float, float] = (0.2, 0.2),
     *,
     sampler_log_prob: Tensor,
     weight_cap: float | None = None,
@@ -37,7 +37,7 @@ def decoupled_ppo(
         old_log_prob: ``[N, S]`` floating, under the proximal policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``, bounds of ``u``.
+        clip_epsilon: ``(low, high)``, or a number for both, bounds of ``u``.
         sampler_log_prob: ``[N, S]`` floating, as sampled.
         weight_cap: Tokens with ``v`` above this are left out; ``None`` keeps all.
 
@@ -46,7 +46,7 @@ def decoupled_ppo(
         outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
     Raises:
-        ValueError: If shapes differ or ``weight_cap`` is not positive.
+        ValueError: If shapes differ, bounds are out of range or ``weight_cap`` is not positive.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -56,8 +56,8 @@ def decoupled_ppo(
         tensor([[-2.]])
     """
     loss, clipped = ppo(log_prob, old_log_prob, advantage, mask, clip_epsilon)
-    weight = ratio_of(log_ratio(old_log_prob, sampler_log_prob, mask)).detach()
+    weight = sampler_log_ratio(old_log_prob, sampler_log_prob, mask).exp()
     if weight_cap is not None:
         check_positive("weight_cap", weight_cap)
         weight = torch.where(weight > weight_cap, 0.0, weight)
-    return weight * loss, clipped
+    return weight.clamp(max=MAX_RATIO) * loss, clipped

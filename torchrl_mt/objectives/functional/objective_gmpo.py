@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_shape
+from torchrl_mt.objectives.functional._checks import check_clip_epsilon, check_shape
 from torchrl_mt.objectives.functional.importance import (
     clip_side,
     log_ratio,
@@ -19,7 +21,7 @@ def gmpo(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (0.4, 0.4),
+    clip_epsilon: float | tuple[float, float] = (0.4, 0.4),
     *,
     turns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,8 @@ def gmpo(
         old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``: the ratio's bounds are ``exp(-low)`` and ``exp(high)``.
+        clip_epsilon: ``(low, high)``, or a number for both: the ratio's bounds are ``exp(-low)`` and
+            ``exp(high)``.
         turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
 
     Returns:
@@ -46,7 +49,7 @@ def gmpo(
         ratio lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
     Raises:
-        ValueError: If shapes differ or a sampled token has no turn.
+        ValueError: If shapes differ, bounds are out of range or a sampled token has no turn.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -55,7 +58,7 @@ def gmpo(
         (tensor([[-1., -1.]]), tensor([[1, 0]], dtype=torch.int8))
     """
     check_shape("advantage", advantage, log_prob.shape)
-    low, high = clip_epsilon
+    low, high = check_clip_epsilon(clip_epsilon, most=math.inf)
     difference = log_ratio(log_prob, old_log_prob, mask)
     advantage = torch.where(mask, advantage.float(), 0.0)
     bounded = torch.where(advantage > 0, difference.clamp(max=high), difference.clamp(min=-low))

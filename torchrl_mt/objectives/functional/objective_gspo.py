@@ -15,7 +15,7 @@ def gspo(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (3e-4, 4e-4),
+    clip_epsilon: float | tuple[float, float] = (3e-4, 4e-4),
     *,
     turns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,8 @@ def gspo(
         old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``; the paper's are small, as a mean of many log-ratios is.
+        clip_epsilon: ``(low, high)``, or a number for both; the paper's are small, as a mean of many
+            log-ratios is.
         turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
 
     Returns:
@@ -42,7 +43,7 @@ def gspo(
         sequence's ratio lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
     Raises:
-        ValueError: If shapes differ or a sampled token has no turn.
+        ValueError: If shapes differ, bounds are out of range or a sampled token has no turn.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -61,7 +62,7 @@ def gspo_token(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (3e-4, 4e-4),
+    clip_epsilon: float | tuple[float, float] = (3e-4, 4e-4),
     *,
     turns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -81,14 +82,14 @@ def gspo_token(
         old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``.
+        clip_epsilon: ``(low, high)``, or a number for both.
         turns: See :func:`gspo`.
 
     Returns:
         As :func:`gspo`.
 
     Raises:
-        ValueError: If shapes differ or a sampled token has no turn.
+        ValueError: If shapes differ, bounds are out of range or a sampled token has no turn.
         TypeError: If ``mask`` is not boolean.
 
     Examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_shape
+from torchrl_mt.objectives.functional._checks import check_clip_epsilon, check_shape
 from torchrl_mt.objectives.functional.importance import clip_side, log_ratio, ratio_of
 
 
@@ -14,7 +14,7 @@ def ppo(
     old_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    clip_epsilon: tuple[float, float] = (0.2, 0.2),
+    clip_epsilon: float | tuple[float, float] = (0.2, 0.2),
     *,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def ppo(
         old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``.
+        clip_epsilon: ``(low, high)``, or a number for both.
         dual_clip: ``c``, above 1 (3 in the paper); ``None`` for none.
 
     Returns:
@@ -45,7 +45,7 @@ def ppo(
         lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
     Raises:
-        ValueError: If shapes differ or ``dual_clip`` is not above 1.
+        ValueError: If shapes differ, bounds are out of range or ``dual_clip`` is not above 1.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -66,7 +66,7 @@ def ppo(
 
 
 def pessimistic(
-    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_epsilon: tuple[float, float]
+    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_epsilon: float | tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """Take the worse one of the plain and the clipped objective.
 
@@ -74,11 +74,12 @@ def pessimistic(
         ratio: ``[N, S]`` float32.
         advantage: ``[N, S]`` float32, zero on masked tokens.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        clip_epsilon: ``(low, high)``.
+        clip_epsilon: ``(low, high)``, or a number for both.
 
     Returns:
         Loss per token and the side on which the ratio lies outside the bounds, as of :func:`ppo`.
     """
-    low, high = 1.0 - clip_epsilon[0], 1.0 + clip_epsilon[1]
+    low, high = check_clip_epsilon(clip_epsilon)
+    low, high = 1.0 - low, 1.0 + high
     loss = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).neg_()
     return loss, clip_side(ratio.detach(), mask, low, high)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from torchrl_mt.objectives.functional._checks import check_clip_epsilon
 from torchrl_mt.objectives.functional.objective_cispo import cispo
 from torchrl_mt.objectives.functional.objective_decoupled_ppo import decoupled_ppo
 from torchrl_mt.objectives.functional.objective_gmpo import gmpo
@@ -103,17 +104,4 @@ def clip_bounds(
     if given is None:
         own = parameter.default
         given = (0.2, 0.2) if own is inspect.Parameter.empty else own
-    return _checked_bounds(given, math.inf if function is gmpo else 1.0)
-
-
-def _checked_bounds(clip_epsilon: float | tuple[float, float], most: float) -> tuple[float, float]:
-    """Check bounds and write them as a pair; ``most`` is the largest lower one that means something."""
-    pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon,) * 2
-    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in pair)
-    if len(pair) != 2 or not numbers or not 0 <= pair[0] <= most or not pair[1] >= 0:
-        lowest = "not negative" if most == math.inf else "in [0, 1]"
-        raise ValueError(
-            f"clip_epsilon must be a number {lowest}, or (low, high) with low {lowest} and high >= 0, "
-            f"got {clip_epsilon!r}."
-        )
-    return float(pair[0]), float(pair[1])
+    return check_clip_epsilon(given, math.inf if function is gmpo else 1.0)

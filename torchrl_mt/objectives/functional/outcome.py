@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_shape
+from torchrl_mt.objectives.functional._checks import (
+    check_mask,
+    check_rows,
+    check_sampled_turns,
+    check_shape,
+)
 from torchrl_mt.objectives.functional.group import GroupKind, group_advantage
 from torchrl_mt.objectives.functional.sampled import first_sampled_token
 
@@ -60,9 +65,8 @@ def outcome_advantage(
                 [-1.5000, -1.5000],
                 [ 1.5000,  0.0000]])
     """
-    if mask.ndim != 2:
-        raise ValueError(f"mask must have shape [N, S], got {tuple(mask.shape)}.")
-    check_mask("mask", mask, returns.shape)
+    check_rows(mask)
+    check_shape("returns", returns, mask.shape)
     check_shape("turns", turns, mask.shape)
     check_shape("group", group, mask.shape[:1])
     check_shape("episode", episode, mask.shape[:1])
@@ -76,8 +80,7 @@ def outcome_advantage(
         return returns.float()
     first, sampled = first_sampled_token(mask)
     turn = turns.gather(-1, first).squeeze(-1).long()
-    if bool((sampled & (turn < 0)).any()):
-        raise ValueError("turns must be 0 or more on every sampled token, got a negative id.")
+    check_sampled_turns(turn[sampled])
     opening = _lowest(torch.where(sampled, turn, _NEVER), of_row, len(ids))
     opens = sampled & (turn == opening[of_row])
     row = torch.arange(len(mask), device=mask.device)

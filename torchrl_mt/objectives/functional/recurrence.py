@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask
+from torchrl_mt.objectives.functional._checks import check_mask, check_unit_interval
 from torchrl_mt.objectives.functional.sampled import (
     first_sampled_token,
     only_sampled_,
@@ -77,7 +77,7 @@ def sampled_recurrence(
         ``[..., S]`` float32, zero on masked tokens.
 
     Raises:
-        ValueError: If shapes differ.
+        ValueError: If shapes differ or ``decay`` is out of range.
         TypeError: If ``mask`` is not boolean.
 
     Examples:
@@ -86,10 +86,11 @@ def sampled_recurrence(
         tensor([5., 0., 4.])
     """
     check_mask("mask", mask, x.shape)
+    check_unit_interval("decay", decay)
     if not x.numel():
         return x.float()
     if decay == 0.0:
-        return rewards_on_sampled(x, mask)
+        return rewards_on_sampled(x, mask, dtype=accumulation_dtype(x.device)).float()
     count = sampled_so_far(mask) if count is None else count
     # Turned around while the numbers are small in memory.
     x = x.flip(-1).to(accumulation_dtype(x.device), copy=True)

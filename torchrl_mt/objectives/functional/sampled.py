@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from torchrl_mt.objectives.functional._checks import check_mask
 
 
-def rewards_on_sampled(reward: Tensor, mask: Tensor) -> Tensor:
+def rewards_on_sampled(
+    reward: Tensor, mask: Tensor, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Move every reward to the sampled token that it belongs to.
 
     Args:
         reward: ``[..., S]`` floating; a row's rewards may lie anywhere.
         mask: ``[..., S]`` bool, true on sampled tokens.
+        dtype: The type to sum and to return in.
 
     Returns:
-        ``[..., S]`` float32, zero on masked tokens; each row keeps its sum, or loses it if it has
+        ``[..., S]``, zero on masked tokens; each row keeps its sum, or loses it if it has
         no sampled token.
 
     Examples:
@@ -30,28 +34,29 @@ def rewards_on_sampled(reward: Tensor, mask: Tensor) -> Tensor:
     """
     check_mask("mask", mask, reward.shape)
     if not mask.numel():
-        return reward.float()
+        return reward.to(dtype)
     number = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-    per_token = torch.zeros_like(reward, dtype=torch.float32)
-    per_token = per_token.scatter_add(-1, number, reward.float())
+    per_token = torch.zeros_like(reward, dtype=dtype)
+    per_token = per_token.scatter_add(-1, number, reward.to(dtype))
     return torch.where(mask, per_token.gather(-1, number), 0.0)
 
 
 def only_sampled_(x: Tensor, mask: Tensor) -> Tensor:
-    """Zero what lies on masked tokens, be it infinite or NaN; in place if ``x`` needs no gradient.
+    """Zero what lies on masked tokens, be it infinite or NaN; in place where nothing differentiates.
 
     Args:
         x: Float32 or float64, any shape.
         mask: Bool, the same shape.
 
     Returns:
-        ``x``, or where it needs a gradient or is not on a CPU a new tensor.
+        ``x``, or a new tensor where it has a gradient or a tangent or is not on a CPU.
 
     Examples:
         >>> only_sampled_(torch.tensor([1.0, torch.nan]), torch.tensor([True, False]))
         tensor([1., 0.])
     """
-    if x.requires_grad or x.device.type != "cpu":
+    differentiated = x.requires_grad or unpack_dual(x).tangent is not None
+    if differentiated or x.device.type != "cpu":
         return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
     # By the bits: torch.where takes many times as long, above all if the mask is irregular.
     bits = torch.int64 if x.dtype is torch.float64 else torch.int32

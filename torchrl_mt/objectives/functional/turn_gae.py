@@ -71,7 +71,7 @@ def turn_gae(
     check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
     index = index_turns(mask, turns, episode)
     dtype = accumulation_dtype(reward.device)
-    earned = index.total(rewards_on_sampled(reward, mask).to(dtype))
+    earned = index.total(rewards_on_sampled(reward, mask, dtype=dtype))
     at_turn = index.read(value).to(dtype)
     advantage = gae_over_turns(index, earned, at_turn, gamma, lmbda)
     return index.write(advantage.float()), index.write((advantage + at_turn).float())

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import (
     check_mask,
+    check_rows,
+    check_sampled_turns,
     check_shape,
     check_unit_interval,
 )
@@ -94,9 +96,7 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
         >>> index_turns(mask, torch.tensor([[0, 0, 1, 1]])).turn
         tensor([0, 1])
     """
-    if mask.ndim != 2:
-        raise ValueError(f"mask must have shape [N, S], got {tuple(mask.shape)}.")
-    check_mask("mask", mask, mask.shape)
+    check_rows(mask)
     check_shape("turns", turns, mask.shape)
     if episode is None:
         row = torch.arange(mask.shape[0], device=mask.device)
@@ -107,12 +107,8 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     turn = turns.flatten()[token].long()
     if not token.numel():
         return TurnIndex(mask, token, token, token, turn, turn)
-    low, high = (int(bound) for bound in turn.aminmax())
-    if low < 0:
-        raise ValueError(
-            f"turns must be 0 or more on every sampled token, got {low}; "
-            "a negative turn id means padding, which is never sampled."
-        )
+    check_sampled_turns(turn)
+    high = int(turn.max())
     key = row[token // mask.shape[1]] * (high + 1) + turn
     # Tokens of a turn come in runs: sort the runs, which are few, not the tokens.
     runs, run_of_token = torch.unique_consecutive(key, return_inverse=True)
@@ -175,7 +171,7 @@ def turn_returns(
     # Equal returns must come out equal whatever the order of the sums: group statistics divide by
     # their spread.
     dtype = accumulation_dtype(reward.device)
-    earned = index.total(rewards_on_sampled(reward, mask).to(dtype))
+    earned = index.total(rewards_on_sampled(reward, mask, dtype=dtype))
     return index.write(reverse_linear_recurrence(earned, index.discount_to_next(gamma)).float())
 
 

@@ -53,6 +53,9 @@ def masked_whiten(
     if moments is None:
         moments = masked_moments(x, mask, weight=weight)
     x = x if x.dtype is torch.float64 else x.float()
+    if x.requires_grad:
+        # What is not read must not meet the slope of the spread either: 0 times NaN is NaN.
+        x = torch.where(mask, x, 0.0)
     # The mean of large values of little spread needs more digits than the values have.
     mean = moments.mean.to(x.dtype)
     rest = (moments.mean - mean).to(x.dtype)
