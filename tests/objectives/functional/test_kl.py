@@ -113,3 +113,12 @@ def test_forward_mode_has_the_gradient_of_k2():
     new, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
     _, forward = torch.func.jvp(lambda x: kl_estimate(x, ref, "k3+"), (new,), (torch.ones(2),))
     torch.testing.assert_close(forward, new - ref)
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3+"])
+def test_no_token_is_pushed_away_from_the_reference(kind):
+    new = torch.tensor([-19.9, -20.1, -25.0, -1e30], requires_grad=True)
+    kl = kl_estimate(new, torch.zeros(4), kind)
+    assert (kl > 1e7).all()
+    kl.sum().backward()
+    assert (new.grad <= 0).all()

@@ -23,7 +23,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
 
     - ``"k1"``: ``-d``, unbiased, of either sign;
     - ``"k2"``: ``d ** 2 / 2``, biased, never negative; its gradient is an unbiased one of the KL;
-    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (inside ``exp``, ``d`` is at most 20);
+    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (``d`` is cut off at 20, beyond which the
+      slope is 0);
     - ``"k3+"``: the value of k3 with the gradient of k2, as verl names it: as a loss term
       k3's own gradient is one of ``KL(ref || p)``, k2's an unbiased one of this KL
       (https://arxiv.org/abs/2510.01555).
@@ -50,18 +51,14 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
         return log_prob.float() - ref_log_prob.float()
     difference = ref_log_prob.float() - log_prob.float()
     if kind == "k2":
-        return _k2(difference)
+        return difference.square().mul_(0.5)
     if kind == "k3":
         return _k3(difference)
-    k2 = _k2(difference)
-    return _k3(difference.detach()).add_(k2 - k2.detach())
-
-
-def _k2(difference: Tensor) -> Tensor:
-    """``d ** 2 / 2``."""
-    return difference.square().mul_(0.5)
+    value = difference.detach()
+    return _k3(value).add_(value * (difference - value))
 
 
 def _k3(difference: Tensor) -> Tensor:
     """``exp(d) - 1 - d``."""
-    return difference.clamp(max=MAX_LOG_RATIO).expm1_() - difference
+    difference = difference.clamp(max=MAX_LOG_RATIO)
+    return difference.expm1() - difference
