@@ -1,4 +1,4 @@
-"""What is known of an episode reaches each of its rows, from the turns or from the items of data."""
+"""What is known of an episode at its end reaches each of its rows, from the turns or from the items."""
 
 import pytest
 import torch
@@ -62,3 +62,23 @@ def test_one_object_for_all_turns_and_items_that_are_no_mappings():
 def test_a_string_is_no_sequence_of_keys():
     with pytest.raises(ValueError, match=r"got 'label': write \('label',\)"):
         MergeTurns(carry="label")
+
+
+def test_rows_have_what_the_last_turn_of_their_episode_has():
+    batch = episodes()
+    batch["stop_reason"] = column("", "done", "max_turns")
+    batch["info"] = column({"score": 1}, None, {"score": 3})
+    batch["progress"] = torch.tensor([0.25, 1.0, 0.5])
+    rows = MergeTurns(carry=("stop_reason", "info", "progress"))(batch)
+    assert rows["fork"].tolist() == [0, 1, 0]
+    assert rows["stop_reason"] == ["done", "done", "max_turns"]
+    assert rows.get("info").tolist() == [None, None, {"score": 3}]
+    assert rows["progress"].tolist() == [1.0, 1.0, 0.5]
+
+
+def test_copies_of_an_episode_each_have_their_own_last_turn():
+    batch = lazy_stack([*episodes()[:2], *episodes()[:2]])
+    batch["collector", "traj_ids"] = torch.zeros(4, dtype=torch.int64)
+    batch["stop_reason"] = column("", "done", "", "done")
+    rows = MergeTurns(carry=("stop_reason",))(batch)
+    assert rows["stop_reason"] == ["done"] * 4

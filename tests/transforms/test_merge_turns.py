@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives.functional import turn_returns
 from torchrl_mt.transforms import MergeTurns
 
@@ -456,6 +457,103 @@ def test_in_a_replay_buffer_writes_pass_and_samples_are_rows():
     rows = buffer[:]
     assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert rows["group"].tolist() == [1, 2]
+
+
+def test_episodes_that_do_not_end_are_refused():
+    data = to_ted([TWO_TURNS, TWO_TURNS], "nested")
+    for cut, turn in (([0, 2, 3], 0), ([0, 1, 2], 2), ([0], 0), ([2, 0, 1], 0)):
+        with pytest.raises(ValueError, match=rf"turn {turn}, .*not done.*EpisodeSampler"):
+            MergeTurns()(data[torch.tensor(cut)])
+
+
+@pytest.mark.parametrize("flags", [("done",), ("truncated",), ("terminated", "truncated")])
+def test_every_set_of_flags_that_says_where_episodes_end_is_asked(flags):
+    data = to_ted([TWO_TURNS, TWO_TURNS], "nested")
+    ends = data["next", "done"]
+    data = data.exclude(("next", "done"))
+    for k, flag in enumerate(flags):
+        data["next", flag] = ends & (torch.arange(4) // 2 == k)[:, None] if flags[1:] else ends
+    assert MergeTurns()(data)["episode_index"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="EpisodeSampler"):
+        MergeTurns()(data[:3])
+
+
+def test_a_terminated_flag_alone_does_not_say_where_truncated_episodes_end():
+    data = to_ted([TWO_TURNS, TWO_TURNS], "nested", ids=[7, 3])
+    data.rename_key_(("next", "done"), ("next", "terminated"))
+    data["next", "terminated"][:] = False
+    assert MergeTurns()(data)["episode"].tolist() == [7, 3]
+
+
+def replay(data, **kwargs):
+    """A buffer of whole episodes that makes rows of what it samples."""
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(100),
+        writer=EpisodeWriter(),
+        transform=MergeTurns(),
+        generator=torch.Generator().manual_seed(0),
+        **kwargs,
+    )
+    buffer.extend(data)
+    return buffer
+
+
+def test_single_steps_of_a_buffer_are_refused():
+    data = to_ted([TWO_TURNS] * 3 + [[Turn([5], [6])]])
+    with pytest.raises(ValueError, match=r"sampler=EpisodeSampler\(\)"):
+        replay(data, batch_size=16).sample()
+
+
+def test_whole_episodes_of_a_buffer_pass_whatever_their_order():
+    data = to_ted([TWO_TURNS, [Turn([5], [6])], TWO_TURNS], ids=[4, 2, 9])
+    buffer = replay(data, sampler=EpisodeSampler(), batch_size=16)
+    rows = buffer.sample()
+    assert len(rows) == 16
+    assert rows["episode_index"].tolist() == list(range(16))
+    cut = to_ted([TWO_TURNS], ids=[11], layout="nested")
+    cut["next", "truncated"] = cut["next", "done"]
+    buffer = replay(cut[:1], sampler=EpisodeSampler(replacement=False), batch_size=1)
+    assert len(buffer) == 0
+    buffer.writer.flush()
+    assert buffer.sample()["episode"].tolist() == [11]
+
+
+def sampled_at(data, *temperatures):
+    """The batch with the temperature of each turn."""
+    data["sampling"] = TensorDict({"temperature": torch.tensor(temperatures)}, data.batch_size)
+    return data
+
+
+def test_rows_have_the_temperature_that_their_turns_agree_on():
+    fork = [Turn([1], [2]), Turn([9], [3]), Turn([1, 2, 3], [4])]
+    data = sampled_at(to_ted([fork, TWO_TURNS, TWO_TURNS]), 0.5, 0.7, 0.5, 1.0, 1.0, 1.0, 0.9)
+    temperature = MergeTurns()(data)["sampling", "temperature"]
+    assert temperature.dtype == torch.float32
+    torch.testing.assert_close(
+        temperature, torch.tensor([0.5, 0.7, 1.0, torch.nan]), equal_nan=True, rtol=0, atol=0
+    )
+
+
+def test_turns_that_sampled_nothing_have_no_say_in_the_temperature():
+    turns = [Turn([1], [2]), Turn([1, 2, 3], []), Turn([9], []), Turn([9, 8], [])]
+    rows = MergeTurns()(sampled_at(to_ted([turns, [Turn([7], [])]]), 0.5, 1.0, 1.0, 2.0, 0.3))
+    torch.testing.assert_close(
+        rows["sampling", "temperature"], torch.tensor([0.5, torch.nan, 0.3]), equal_nan=True
+    )
+
+
+@given(batches, st.lists(st.sampled_from([0.5, 1.0]), min_size=24, max_size=24))
+def test_no_token_was_sampled_at_another_temperature_than_its_row_says(episodes, temperatures):
+    turns = [(e, k) for e, episode in enumerate(episodes) for k in range(len(episode))]
+    at = dict(zip(turns, temperatures[: len(turns)], strict=True))
+    rows = MergeTurns()(sampled_at(to_ted(episodes), *at.values()))
+    mask, turn = rows["masks", "all_assistant_mask"], rows["turns", "full"]
+    for n, temperature in enumerate(rows["sampling", "temperature"].tolist()):
+        seen = {at[int(rows["episode_index"][n]), k] for k in turn[n, mask[n]].tolist()}
+        if len(seen) == 1:
+            assert {temperature} == seen
+        elif seen:
+            assert temperature != temperature
 
 
 def test_the_input_is_left_as_it_was():

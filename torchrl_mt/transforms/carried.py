@@ -1,6 +1,6 @@
 """What is known about an episode (its label, a reference answer), carried to each of its rows.
 
-Every row has the value of its first turn; all turns of an episode have the same.
+Every row has the value of its episode's last turn, on which what became of the episode stands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DATA = "data"
 
 
 def carried(
-    tensordict: TensorDictBase, key: NestedKey, row_turn: Sequence[int]
+    tensordict: TensorDictBase, key: NestedKey, row_last: Sequence[int]
 ) -> Tensor | NonTensorStack | None:
     """Read one value for each row: the batch's entry, or else what the episodes' items have under it.
 
@@ -25,7 +25,7 @@ def carried(
         tensordict: ``[ΣT]`` turns.
         key: The entry's key. A string is looked up in the items, too, where the batch has no such
             entry and its ``"data"`` are mappings.
-        row_turn: The turn that starts each of the ``N`` rows.
+        row_last: The last turn of the episode of each of the ``N`` rows.
 
     Returns:
         ``[N, ...]`` for a tensor, or ``N`` objects, ``None`` for an item without it; ``None`` if
@@ -39,15 +39,15 @@ def carried(
     """
     value = tensordict.get(key, None)
     if isinstance(value, Tensor):
-        return value[torch.as_tensor(row_turn, device=value.device)]
+        return value[torch.as_tensor(row_last, device=value.device)]
     if value is not None:
         objects = _objects(value, len(tensordict))
-        return _stack([objects[turn] for turn in row_turn])
+        return _stack([objects[turn] for turn in row_last])
     items = tensordict.get(DATA, None)
     if items is None or not isinstance(key, str):
         return None
     objects = _objects(items, len(tensordict))
-    rows = [objects[turn] for turn in row_turn]
+    rows = [objects[turn] for turn in row_last]
     if not any(isinstance(item, Mapping) and key in item for item in rows):
         return None
     return _stack([item.get(key) if isinstance(item, Mapping) else None for item in rows])

@@ -20,6 +20,7 @@ __all__ = ["MergeTurns"]
 
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
+_TEMPERATURE = ("sampling", "temperature")
 
 
 class MergeTurns(Transform):
@@ -31,10 +32,12 @@ class MergeTurns(Transform):
     token ids; nothing is decoded.
 
     It takes a flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
-    order. An episode ends at a ``done``, ``terminated`` or ``truncated`` flag, where the trajectory id
-    changes, or with the batch. As a transform of a replay buffer it acts on what is sampled; what is
-    stored stays as it was. Use a plain :class:`~torchrl.data.ReplayBuffer`: there are not as many rows
-    as sampled steps, so sampling information of each step cannot be written into them.
+    order: what a collector sends, or :class:`~torchrl_mt.data.EpisodeSampler` deals. An episode ends at
+    a ``done`` flag (``terminated`` or ``truncated`` where there is none), and one that does not end so
+    is refused; without flags it ends where the trajectory id changes. Whether the first turns are
+    there cannot be told. As a transform of a replay buffer it acts on what is sampled; what is stored
+    stays as it was. Use a plain :class:`~torchrl.data.ReplayBuffer`: there are not as many rows as
+    sampled steps, so sampling information of each step cannot be written into them.
 
     The rows (``N`` of them, ``S`` tokens the longest) are a new TensorDict with
 
@@ -58,19 +61,22 @@ class MergeTurns(Transform):
       Without ids, episodes are numbered by their place in the batch; without groups, each is its own;
     - ``"episode_index"`` ``[N]`` int64: the episode's place in the batch, which tells copies of one
       episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up;
-    - ``"label"`` and ``"reference"`` ``[N]``, or whatever else ``carry`` names: what the episode's
-      turns have under these keys, or the item of data that it was reset with.
+    - ``("sampling", "temperature")`` ``[N]`` float32: what the row's tokens were sampled at; NaN where
+      its turns differ. Turns that sampled nothing count only in rows without a sampled token;
+    - ``"label"`` and ``"reference"`` ``[N]``, or whatever else ``carry`` names: what the episode's last
+      turn has under these keys, or the item of data that it was reset with.
 
-    Log-probabilities, versions, rewards and returns that the batch lacks are lacking in the rows.
+    Log-probabilities, versions, rewards, returns and temperatures that the batch lacks are lacking in
+    the rows.
 
     Args:
         pad_token_id: token id that fills the rows up. It may be an ordinary token: the masks alone tell
             what is padding.
         max_length: longest row allowed, in tokens; no limit if ``None``.
         traj_key: where the trajectory id of each turn is.
-        carry: keys of entries that are the same on all turns of an episode, to be carried to its rows:
-            entries of the batch, or, where it has none, of the collector's ``"data"`` (mappings; an
-            item without the key counts as ``None``).
+        carry: keys of entries of which each row gets the value that its episode's last turn has, where
+            ``"stop_reason"`` stands, too: entries of the batch, or, where it has none, of the
+            collector's ``"data"`` (mappings; an item without the key counts as ``None``).
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -126,14 +132,16 @@ class MergeTurns(Transform):
 
         Raises:
             KeyError: if tokens are missing, or trajectory ids and end flags both are.
-            ValueError: if the batch is not flat, is empty, a leaf does not fit its turn, a turn has an
-                empty prompt, or a row is longer than ``max_length``.
+            ValueError: if the batch is not flat, is empty, has an episode that does not end, a leaf does
+                not fit its turn, a turn has an empty prompt, or a row is longer than ``max_length``.
         """
         if tensordict.batch_dims != 1 or not len(tensordict):
             raise ValueError(
                 "MergeTurns needs a flat, non-empty batch of turns, got batch size "
                 f"{list(tensordict.batch_size)}: flatten it with reshape(-1)."
             )
+        ids = _column(tensordict, self.traj_key)
+        episode = _episode_index(tensordict, ids, self.traj_key)
         prompts, given = _token_ids(tensordict, _PROMPT)
         responses, sizes = _token_ids(tensordict, _RESPONSE)
         if 0 in given:
@@ -143,12 +151,11 @@ class MergeTurns(Transform):
                 "token will do), and drop turns in which the model was not called."
             )
         response = torch.cat(list(responses))
-        ids = _column(tensordict, self.traj_key)
-        episode = _episode_index(tensordict, ids, self.traj_key)
-        plan = plan_rows(prompts, response, sizes, episode.tolist())
+        of_turn: list[int] = episode.tolist()
+        plan = plan_rows(prompts, response, sizes, of_turn)
         length = max(plan.row_length)
         if self.max_length is not None and length > self.max_length:
-            which = int(episode[plan.row_turn[plan.row_length.index(length)]])
+            which = of_turn[plan.row_turn[plan.row_length.index(length)]]
             raise ValueError(
                 f"A row of episode {which} of the batch has {length} tokens, more than "
                 f"max_length={self.max_length}: raise it, or bound episodes where they are collected."
@@ -211,9 +218,14 @@ class MergeTurns(Transform):
         if returns is not None:
             values = returns.float().repeat_interleave(size)
             rows["rewards", "to_go"] = table(0.0, torch.float32, sampled, values)
+        temperature = _column(tensordict, _TEMPERATURE)
+        if temperature is not None:
+            rows[_TEMPERATURE] = _common(temperature.float(), row, size > 0, len(row_turn))
         out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
+        last_turn = {number: k for k, number in enumerate(of_turn)}
+        row_last = [last_turn[of_turn[k]] for k in plan.row_turn]
         for key in self.carry:
-            value = carried(tensordict, key, plan.row_turn)
+            value = carried(tensordict, key, row_last)
             if value is not None:
                 out.set(key, value)
         return out
@@ -235,6 +247,21 @@ def _ranges(start: Tensor, size: Tensor) -> Tensor:
     """Concatenate ``arange(start[i], start[i] + size[i])`` over ``i``."""
     shift = (start - _starts(size)).repeat_interleave(size)
     return shift + torch.arange(len(shift), device=start.device)
+
+
+def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:
+    """The value ``[N]`` that the turns of each row have in common, NaN if they differ.
+
+    Of the turns that sampled something, if the row has any.
+    """
+    none = value.new_full((rows,), torch.inf)
+    has_sampled = torch.zeros(rows, dtype=torch.bool, device=row.device)
+    has_sampled[row[sampled]] = True
+    counts = sampled | ~has_sampled[row]
+    row, value = row[counts], value[counts]
+    low = none.scatter_reduce(0, row, value, "amin")
+    high = (-none).scatter_reduce(0, row, value, "amax")
+    return low.where(low == high, torch.nan)
 
 
 def _leaves(
@@ -296,23 +323,30 @@ def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: NestedKey) -> Tensor:
-    """The place in the batch of each turn's episode, ``[ΣT]``."""
-    done = _column(tensordict, ("next", "done"))
-    if done is None:
-        causes = [_column(tensordict, ("next", flag)) for flag in ("terminated", "truncated")]
-        flags = [flag for flag in causes if flag is not None]
-    else:
-        flags = [done]
+    """The place in the batch of each turn's episode, ``[ΣT]``; every episode must end."""
+    names = ["done"] if ("next", "done") in tensordict.keys(True) else ["terminated", "truncated"]
+    found = {name: _column(tensordict, ("next", name)) for name in names}
+    flags = {name: flag.bool() for name, flag in found.items() if flag is not None}
     if ids is None and not flags:
         raise KeyError(
             f"MergeTurns needs trajectory ids under {traj_key} or end flags under ('next', 'done') to "
             f"tell episodes apart, got the keys {_keys(tensordict)}."
         )
-    begins = [flag[:-1].bool() for flag in flags]
+    last = list(flags.values())
     if ids is not None:
-        begins.append(ids[1:] != ids[:-1])
-    begin = torch.stack(begins).any(0)
-    return torch.cat([begin.new_zeros(1), begin]).cumsum(0)
+        last.append(torch.cat([ids[1:] != ids[:-1], ids.new_ones(1).bool()]))
+    ends = torch.stack(last).any(0)
+    ends[-1] = True
+    # A terminated flag by itself does not tell where an episode was truncated.
+    done = torch.stack([*flags.values()]).any(0) if flags.keys() - {"terminated"} else ends
+    cut = (ends & ~done).nonzero()
+    if len(cut):
+        raise ValueError(
+            f"MergeTurns needs whole episodes, but turn {int(cut[0])}, the last of its episode in the "
+            f"batch, is not {' or '.join(flags)}. Give the replay buffer sampler=EpisodeSampler(): "
+            "other samplers deal steps or parts of episodes. A collector's batch fits as it comes."
+        )
+    return ends.cumsum(0) - ends.long()
 
 
 def _keys(tensordict: TensorDictBase) -> list[NestedKey]:
