@@ -106,6 +106,116 @@ def test_an_epoch_gives_each_stored_group_once(make, data):
         assert rb.sampler.ran_out == (live <= set(given_out))
 
 
+def groups_of(make, groups, first_id=0):
+    """Episodes of 1 to 3 steps that belong to these groups."""
+    data = make.vectors([1 + g % 3 for g in groups], first_id=first_id)
+    data["group"] = torch.tensor(groups)[data["episode"] - first_id]
+    return data
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data(), replacement=st.booleans())
+def test_only_groups_of_the_size_asked_for_are_dealt(make, data, replacement):
+    rb = buffer(
+        max_steps=data.draw(st.integers(8, 30)),
+        replacement=replacement,
+        group_key="group",
+        group_size=2,
+    )
+    group_of, dealt = [], set()
+    for _ in range(data.draw(st.integers(1, 25))):
+        if data.draw(st.booleans()) or not group_of:
+            groups = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+            rb.extend(groups_of(make, groups, first_id=len(group_of)))
+            group_of += groups
+            continue
+        live = range(len(group_of) - rb.storage.num_episodes, len(group_of))
+        members = {g: [i for i in live if group_of[i] == g] for g in set(group_of)}
+        whole = {g: tuple(ids) for g, ids in members.items() if len(ids) == 2}
+        dealt &= set(live)
+        left = {ids for ids in whole.values() if replacement or not dealt & set(ids)}
+        if not left:
+            left, dealt = set(whole.values()), set()
+        n = data.draw(st.integers(1, 4))
+        assert rb.sampler.can_sample(rb.storage, n) == bool(whole)
+        if not whole:
+            with pytest.raises(RuntimeError, match="no group of group_size=2 episodes"):
+                rb.sample(n)
+            continue
+        got = ids(make, rb.sample(n))
+        drawn = list(zip(got[::2], got[1::2], strict=True))
+        assert set(drawn) <= left
+        assert len(drawn) == (n if replacement else min(n, len(left)))
+        if not replacement:
+            assert len(set(drawn)) == len(drawn)
+            dealt |= set(got)
+            assert rb.sampler.ran_out == all(dealt & set(ids) for ids in whole.values())
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_what_eviction_left_of_a_group_is_not_dealt(make, replacement):
+    rb = buffer(max_steps=9, replacement=replacement, group_key="group", group_size=4, batch_size=8)
+    rb.extend(groups_of(make, [3] * 4 + [6] * 4))
+    assert set(ids(make, rb.sample())) == set(range(8))
+    rb.extend(groups_of(make, [9] * 4, first_id=8))
+    assert rb.storage.num_episodes == 9
+    assert set(ids(make, rb.sample())) <= set(range(4, 12))
+    rb.extend(groups_of(make, [0] * 2, first_id=12))
+    assert rb.storage.num_episodes == 9
+    rb.sampler._empty()
+    assert set(ids(make, rb.sample())) == {8, 9, 10, 11}
+
+
+def test_iterating_deals_each_whole_group_once(make):
+    rb = buffer(replacement=False, group_key="group", group_size=2, batch_size=1)
+    rb.extend(groups_of(make, [0, 1, 2, 1, 0, 3, 3, 3]))
+    for _ in range(2):
+        assert sorted(ids(make, batch) for batch in rb) == [[0, 4], [1, 3]]
+
+
+def test_the_epoch_of_whole_groups_goes_on_from_its_state(make, tmp_path):
+    groups = [g for g in range(8) for _ in range(2)] + [8]
+
+    def fresh():
+        return buffer(replacement=False, group_key="group", group_size=2)
+
+    rb = fresh()
+    rb.extend(groups_of(make, groups))
+    first = ids(make, rb.sample(3))
+    state = rb.state_dict()
+    rb.dumps(tmp_path)
+    rest = [ids(make, rb.sample(2)) for _ in range(3)]
+    for load in (lambda rb: rb.load_state_dict(state), lambda rb: rb.loads(tmp_path)):
+        other = fresh()
+        load(other)
+        assert [ids(make, other.sample(2)) for _ in range(3)] == rest
+        assert other.sampler.ran_out
+    assert sorted([*first, *(i for batch in rest for i in batch)]) == list(range(16))
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_refused_draw_of_groups_changes_nothing(make, replacement):
+    rb = buffer(replacement=replacement, group_key="group", group_size=3)
+    rb.extend(groups_of(make, [0, 0, 1, 2, 2, 2, 2]))
+    before = str(rb.sampler.state_dict())
+    with pytest.raises(
+        RuntimeError,
+        match=r"no group of group_size=3 episodes is stored: the 3 .* have 1 to 4 episodes",
+    ):
+        rb.sample(1)
+    assert str(rb.sampler.state_dict()) == before
+    rb.extend(groups_of(make, [1, 1], first_id=7))
+    assert ids(make, rb.sample(1)) == [2, 7, 8]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_group_size_is_a_positive_integer_and_needs_a_key(size):
+    with pytest.raises(ValueError, match="group_size must be a positive integer or None, got"):
+        EpisodeSampler(group_key="group", group_size=size)
+    with pytest.raises(ValueError, match="group_size=2 needs group_key"):
+        EpisodeSampler(group_size=2)
+
+
 def test_draws_without_replacement_are_in_random_order(make):
     rb, first = buffer(replacement=False), []
     for k in range(600):

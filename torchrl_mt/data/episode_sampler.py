@@ -1,11 +1,12 @@
 """Whole episodes, or whole groups of episodes.
 
 Without replacement, every stored episode is given out exactly once per epoch, those that arrive
-during the epoch included.
+during the epoch included; of groups with a size, every one that is stored with exactly that many.
 """
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,7 +46,14 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             should reading it fail (out of memory, say), it does not come again in that epoch.
         group_key: entry that tells the group of an episode (one value per episode); groups are then
             drawn whole: all episodes of the group that are stored (without replacement: and not
-            given out yet).
+            given out yet). As the oldest episodes leave one by one, the oldest group may be a part
+            of what it was.
+        group_size: only groups of exactly so many stored episodes are drawn (without replacement:
+            of which none was given out yet): no group of which some have left the storage, or are
+            yet to come. Needs ``group_key``.
+
+    Raises:
+        ValueError: if ``group_size`` is no positive integer, or is given without ``group_key``.
 
     Examples:
         >>> import torch
@@ -64,9 +72,30 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         4
     """
 
-    def __init__(self, *, replacement: bool = True, group_key: NestedKey | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        replacement: bool = True,
+        group_key: NestedKey | None = None,
+        group_size: int | None = None,
+    ) -> None:
+        if group_size is not None:
+            if (
+                isinstance(group_size, bool)
+                or not isinstance(group_size, Integral)
+                or group_size < 1
+            ):
+                raise ValueError(
+                    f"group_size must be a positive integer or None, got {group_size!r}"
+                )
+            if group_key is None:
+                raise ValueError(
+                    f"group_size={group_size} needs group_key, the entry that tells the group of an "
+                    f"episode: 'group' with a MultiTurnCollector"
+                )
         self.replacement = replacement
         self.group_key = group_key
+        self.group_size = None if group_size is None else int(group_size)
         self._epoch = Epoch()
         self._ran_out = False
         self._known_groups: tuple[EpisodeStorage, int, Groups] | None = None
@@ -89,7 +118,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
         Raises:
             TypeError: if ``storage`` is another kind of storage.
-            RuntimeError: if nothing is stored.
+            RuntimeError: if nothing is stored, or no group of ``group_size`` episodes.
             ValueError: if ``batch_size`` is not positive.
         """
         storage = episode_storage(storage, self)
@@ -98,6 +127,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         with storage.lock:
             if not storage.num_episodes:
                 raise RuntimeError("cannot sample episodes: nothing is stored yet")
+            if self.group_size is not None:
+                self._check_size(self._groups(storage))
             if self.replacement:
                 episodes = self._any(storage, batch_size)
             else:
@@ -110,11 +141,15 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             return index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether an episode is stored."""
-        return episode_storage(storage, self).num_episodes > 0
+        """Whether an episode is stored, or a group of ``group_size`` of them."""
+        return self._sampleable_count(storage, batch_size) > 0
 
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
-        return episode_storage(storage, self).num_episodes
+        storage = episode_storage(storage, self)
+        with storage.lock:
+            if self.group_size is None or not storage.num_episodes:
+                return storage.num_episodes
+            return len(self._groups(storage).dealt)
 
     @property
     def ran_out(self) -> bool:
@@ -130,7 +165,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         if self.group_key is None:
             return draw_integers(storage.num_episodes, batch_size, self._rng)
         groups = self._groups(storage)
-        return groups.members(draw_integers(len(groups), batch_size, self._rng))
+        drawn = draw_integers(len(groups.dealt), batch_size, self._rng)
+        return groups.members(groups.dealt[drawn])
 
     def _next(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
         """Positions of the epoch's next episodes."""
@@ -146,31 +182,49 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             groups = self._groups(storage)
             positions = self._next_groups(groups, oldest, batch_size)
             assert self._order is not None
-            left, units = len(self._order), len(groups)
+            left, units = len(self._order), len(groups.dealt)
         self._ran_out = not left
         self._remaining_batches = -(-(left or units) // batch_size)
         return positions
 
     def _next_groups(self, groups: Groups, oldest: int, number: int) -> Tensor:
         """Positions of the members, not given out yet, of the epoch's next groups."""
-        given = self._epoch.given
         if self._order is None:
-            stays = torch.ones(len(groups.of), dtype=torch.bool, device="cpu")
-            stays[torch.tensor(sorted(given), dtype=torch.int64, device="cpu") - oldest] = False
-            left = torch.unique(groups.of[stays])
-            self._order = left[draw_order(len(left), self._rng)]
-            self._order_of = (oldest, len(groups.of), len(groups))
+            self._order = self._new_order(groups, oldest)
+        if not len(self._order):
+            # What is left of the epoch is in no group that is dealt.
+            self._epoch.restart()
+            self._order = self._new_order(groups, oldest)
+        given = self._epoch.given
         drawn, self._order = self._order[:number], self._order[number:]
         members = [i for i in groups.members(drawn).tolist() if i + oldest not in given]
         self._epoch.give(i + oldest for i in members)
         return torch.tensor(members, dtype=torch.int64, device="cpu")
+
+    def _new_order(self, groups: Groups, oldest: int) -> Tensor:
+        """The groups that the epoch has yet to give out, in random order."""
+        given = torch.tensor(sorted(self._epoch.given), dtype=torch.int64, device="cpu")
+        left = groups.left(given - oldest)
+        self._order_of = (oldest, len(groups.of), len(groups))
+        return left[draw_order(len(left), self._rng)]
+
+    def _check_size(self, groups: Groups) -> None:
+        """Refuse to draw if no group has the size asked for."""
+        if not len(groups.dealt):
+            least, most = groups.sizes
+            raise RuntimeError(
+                f"no group of group_size={self.group_size} episodes is stored: the {len(groups)} "
+                f"groups by {self.group_key!r} have {least} to {most} episodes; give EpisodeStorage "
+                f"room for all episodes of a group, or the group_size that they were collected with"
+            )
 
     def _groups(self, storage: EpisodeStorage) -> Groups:
         """The stored episodes' groups, found anew when other episodes are stored."""
         known = self._known_groups
         if known is None or known[0] is not storage or known[1] != storage.revision:
             assert self.group_key is not None
-            groups = Groups.of_values(storage.first_values(self.group_key), self.group_key)
+            values = storage.first_values(self.group_key)
+            groups = Groups.of_values(values, self.group_key, self.group_size)
             same = (storage.table.oldest, storage.num_episodes, len(groups)) == self._order_of
             if known is not None or not same:
                 self._order = None
@@ -221,4 +275,5 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         self._remaining_batches = Sampler._remaining_batches
 
     def __repr__(self) -> str:
-        return f"EpisodeSampler(replacement={self.replacement}, group_key={self.group_key!r})"
+        size = "" if self.group_size is None else f", group_size={self.group_size}"
+        return f"EpisodeSampler(replacement={self.replacement}, group_key={self.group_key!r}{size})"
