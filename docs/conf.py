@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
-from sphinx.util.inspect import signature, stringify_signature
 
 import torchrl_mt
 
@@ -107,16 +106,11 @@ def skip_host_members(
     return True if home.startswith(("tensordict", "torchrl.")) else None
 
 
-def sign_constructor(
+def hide_protocol_signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, args: str | None, returns: str | None
 ) -> tuple[str | None, str | None] | None:
-    """Give a class the signature of its ``__init__`` where a metaclass hides it."""
-    if what != "class" or args != "(*args, **kwargs)":
-        return None
-    if Protocol in obj.__bases__:
-        return "", None
-    own = signature(obj.__init__, bound_method=True)
-    return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
+    """Show a protocol without arguments: it has no constructor."""
+    return ("", None) if what == "class" and Protocol in obj.__bases__ else None
 
 
 def setup(app: Sphinx) -> None:
@@ -124,5 +118,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # napoleon comes at 500
     app.connect("autodoc-process-docstring", describe_variable)
     app.connect("autodoc-process-docstring", name_bases)
-    app.connect("autodoc-process-signature", sign_constructor)
+    app.connect("autodoc-process-signature", hide_protocol_signature)
     app.connect("autodoc-skip-member", skip_host_members)

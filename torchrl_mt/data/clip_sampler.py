@@ -16,6 +16,7 @@ from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage
 from torchrl_mt.data.selection import Selection
+from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
 from torchrl_mt.data.table import Weight, weigh
@@ -78,6 +79,8 @@ class ClipSampler(Sampler):
         ...     return clips % storage.num_clips(span)
         >>> sampler = ClipSampler(slice_len=16, selector=in_turn)
     """
+
+    __signature__ = ConstructorSignature()
 
     def __init__(
         self,

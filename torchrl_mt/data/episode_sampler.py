@@ -20,6 +20,7 @@ from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.epoch import Epoch
 from torchrl_mt.data.groups import Groups
 from torchrl_mt.data.sampling import draw_integers, draw_order, episode_storage
+from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["EpisodeSampler"]
@@ -71,6 +72,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         >>> sum(len(batch) for batch in rb)
         4
     """
+
+    __signature__ = ConstructorSignature()
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from torchrl_mt.data.indexing import resolve_index
 from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.schema import PROMPT, Entry, Schema
 from torchrl_mt.data.selection import Selection, plan_runs, state_of
+from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import Column, Path, Steps, pack, path_of, unpack
 from torchrl_mt.data.store import EpisodeStore
 from torchrl_mt.data.table import EpisodeTable
@@ -94,6 +95,7 @@ class EpisodeStorage(LazyStackStorage):
         torch.Size([4])
     """
 
+    __signature__ = ConstructorSignature()
     _default_checkpointer = FileCheckpointer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
