@@ -1,11 +1,14 @@
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.policies import Tokens
 
-from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
 
 def episode(sizes, identity=0, key="x"):
@@ -21,17 +24,20 @@ def episode(sizes, identity=0, key="x"):
     episodes=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=20),
     max_steps=st.integers(4, 12),
     max_tokens=st.integers(24, 40),
-    at_once=st.booleans(),
+    max_episodes=st.none() | st.integers(1, 5),
 )
-def test_the_oldest_leave_until_both_budgets_hold_and_no_more(
-    episodes, max_steps, max_tokens, at_once
+def test_the_oldest_leave_until_all_budgets_hold_and_no_more(
+    episodes, max_steps, max_tokens, max_episodes
 ):
-    storage, model, varied = EpisodeStorage(max_steps, max_tokens=max_tokens), [], False
+    storage = EpisodeStorage(max_steps, max_tokens=max_tokens, max_episodes=max_episodes)
+    model, varied = [], False
     for i, sizes in enumerate(episodes):
         storage.append(episode(sizes, i))
         model.append((i, sizes))
         while (
-            sum(len(s) for _, s in model) > max_steps or sum(sum(s) for _, s in model) > max_tokens
+            sum(len(s) for _, s in model) > max_steps
+            or sum(sum(s) for _, s in model) > max_tokens
+            or len(model) > (max_episodes or 99)
         ):
             del model[0]
         varied = varied or len({size for _, s in model for size in s}) > 1
@@ -130,7 +136,7 @@ def test_a_state_of_too_many_tokens_is_refused_and_changes_nothing():
 
 
 @pytest.mark.parametrize("budget", [0, -1, 2.5, True, "9"])
-@pytest.mark.parametrize("name", ["max_steps", "max_tokens"])
+@pytest.mark.parametrize("name", ["max_steps", "max_tokens", "max_episodes"])
 def test_budgets_are_positive_integers(name, budget):
     with pytest.raises(ValueError, match=f"{name} must be a positive integer, got"):
         EpisodeStorage(**{"max_steps": 5, name: budget})
@@ -156,3 +162,64 @@ def test_the_same_conversations_count_the_same_whatever_came_before():
     third = EpisodeStorage(50)
     third.load_state_dict(first.state_dict())
     assert first.num_tokens == second.num_tokens == third.num_tokens == (5 + 5 + 6) + (20 + 9)
+
+
+def dense(lengths, first_id):
+    """Whole episodes of vectors, one after the other."""
+    done = torch.zeros(sum(lengths), 1, dtype=torch.bool)
+    done[torch.tensor(lengths).cumsum(0) - 1] = True
+    ids = torch.arange(first_id, first_id + len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return TensorDict({"episode": ids, "next": {"done": done}}, [len(ids)])
+
+
+@given(
+    writes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), max_size=8),
+    max_steps=st.integers(5, 30),
+    max_episodes=st.integers(1, 8),
+)
+def test_of_episodes_written_at_once_the_last_that_fit_stay(writes, max_steps, max_episodes):
+    storage = EpisodeStorage(max_steps, max_episodes=max_episodes)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    model = []
+    for lengths in writes:
+        index = rb.extend(dense(lengths, first_id=storage.table.next))
+        model += [(storage.table.next - len(lengths) + i, n) for i, n in enumerate(lengths)]
+        new = sum(lengths)
+        while len(model) > max_episodes or sum(n for _, n in model) > max_steps:
+            del model[0]
+        assert [(int(e["episode"][0]), len(e)) for e in storage.episodes()] == model
+        assert index.tolist() == list(range(len(storage)))[-min(new, len(storage)) :]
+
+
+def test_two_batches_of_whole_episodes_are_kept_whatever_their_lengths():
+    storage = EpisodeStorage(1000, max_episodes=2 * 4)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    for k in range(5):
+        rb.extend(dense([1 + k, 2, 7 - k, 3], first_id=4 * k))
+    assert [int(e["episode"][0]) for e in storage.episodes()] == list(range(12, 20))
+
+
+def test_the_budget_of_episodes_comes_through_saving_and_a_refused_write(tmp_path):
+    storage = EpisodeStorage(100, max_episodes=2)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    rb.extend(dense([3, 1, 2], first_id=0))
+    assert storage.lengths.tolist() == [1, 2]
+    bad = dense([2], first_id=3)
+    bad["episode"] = bad["episode"].float()
+    with pytest.raises(ValueError, match="episode"):
+        rb.extend(bad)
+    assert storage.lengths.tolist() == [1, 2]
+    rb.dumps(tmp_path)
+    copy = EpisodeStorage(100, max_episodes=2)
+    other = ReplayBuffer(storage=copy, writer=EpisodeWriter())
+    other.loads(tmp_path)
+    pickled = pickle.loads(pickle.dumps(storage))
+    for loaded in (copy, pickled):
+        assert loaded.lengths.tolist() == [1, 2]
+        loaded.append(dense([4], first_id=3))
+        assert loaded.lengths.tolist() == [2, 4]
+    small = EpisodeStorage(100, max_episodes=1)
+    small.append(dense([5], first_id=9))
+    with pytest.raises(ValueError, match=r"2 episodes, more than max_episodes=1"):
+        small.load_state_dict(storage.state_dict())
+    assert small.lengths.tolist() == [5]

@@ -1,4 +1,4 @@
-"""A storage of whole episodes within a budget of steps.
+"""A storage of whole episodes within budgets of steps, tokens and episodes.
 
 An episode is stored whole or not at all, and leaves whole, the oldest first; a refused write
 changes nothing.
@@ -68,6 +68,7 @@ class EpisodeStorage(LazyStackStorage):
         max_tokens: a second budget, in tokens: the elements of the entries under ``"tokens"`` (of
             a prompt those that it adds), or, where there are none, of the largest entry whose shape
             varies from step to step.
+        max_episodes: a third budget, in episodes; ``max_steps`` must be large enough for them.
         share_next: whether ``("next", k)`` may share the rows of ``k``.
 
     Raises:
@@ -112,10 +113,12 @@ class EpisodeStorage(LazyStackStorage):
         device: torch.device | str | int = "cpu",
         scratch_dir: str | FilePath | None = None,
         max_tokens: int | None = None,
+        max_episodes: int | None = None,
         share_next: bool = True,
     ) -> None:
-        for name, budget in (("max_steps", max_steps), ("max_tokens", max_tokens)):
-            if budget is None and name == "max_tokens":
+        budgets = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
+        for name, budget in budgets.items():
+            if budget is None and name != "max_steps":
                 continue
             if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
                 raise ValueError(f"{name} must be a positive integer, got {budget!r}")
@@ -123,6 +126,7 @@ class EpisodeStorage(LazyStackStorage):
         self.device = torch.empty(0, device=device).device
         self.lock = threading.RLock()
         self.max_tokens = None if max_tokens is None else int(max_tokens)
+        self.max_episodes = None if max_episodes is None else int(max_episodes)
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0
@@ -132,7 +136,12 @@ class EpisodeStorage(LazyStackStorage):
     def _new_store(self, share_next: bool) -> EpisodeStore:
         """A store for this storage's episodes that holds none yet."""
         return EpisodeStore(
-            self.max_size, self.device, share_next, self.max_tokens, self.scratch_dir
+            self.max_size,
+            self.device,
+            share_next,
+            self.max_tokens,
+            self.max_episodes,
+            self.scratch_dir,
         )
 
     # ---- what is stored -------------------------------------------------------------------------
@@ -483,7 +492,7 @@ class EpisodeStorage(LazyStackStorage):
         Entries that shared rows do so here if this storage's ``share_next`` allows it.
 
         Raises:
-            ValueError: if it holds more than ``max_steps`` steps.
+            ValueError: if it holds more than a budget.
         """
         with self.lock:
             store = self._new_store(self._store.share_next)

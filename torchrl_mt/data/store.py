@@ -1,8 +1,8 @@
 """Episodes in columns: what the storage holds, without TorchRL.
 
-Whole episodes come in at one end and leave at the other, the oldest first, so that two budgets
-hold: of steps and of tokens. ``admit`` refuses and changes nothing; ``append`` only stores what was
-admitted.
+Whole episodes come in at one end and leave at the other, the oldest first, so that three budgets
+hold: of steps, of tokens and of episodes. ``admit`` refuses and changes nothing; ``append`` only
+stores what was admitted.
 
 An episode's rows are one block of the ring. What is written names its rows as ``Blocks``, the
 blocks in the order of the data; what is read as a ``RowPlan``, windows of rows in any order; a
@@ -62,7 +62,7 @@ class Admission:
 
 
 class EpisodeStore:
-    """Whole episodes, at most ``max_steps`` steps of them and ``max_tokens`` tokens.
+    """At most ``max_episodes`` whole episodes, ``max_steps`` steps of them and ``max_tokens`` tokens.
 
     Every episode has one block of rows in a ring, of ``T`` rows, or ``T + 1`` where next entries
     share the rows of their root entries; every column keeps its values by these rows.
@@ -72,6 +72,7 @@ class EpisodeStore:
         device: where tensors are kept.
         share_next: whether next entries may be shared.
         max_tokens: the budget, in tokens; None for none.
+        max_episodes: the budget, in episodes; None for none.
         scratch_dir: the folder for files that hold the tensors; None to hold them in memory.
     """
 
@@ -81,10 +82,12 @@ class EpisodeStore:
         device: torch.device,
         share_next: bool,
         max_tokens: int | None = None,
+        max_episodes: int | None = None,
         scratch_dir: str | FilePath | None = None,
     ) -> None:
         self.max_steps = max_steps
         self.max_tokens = max_tokens
+        self.max_episodes = max_episodes
         self.share_next = share_next
         self.memory = Memory(device, scratch_dir)
         self.schema: Schema | None = None
@@ -189,6 +192,11 @@ class EpisodeStore:
             raise ValueError(
                 f"the state holds {stored} steps, more than max_steps={self.max_steps}"
             )
+        episodes = lengths.shape[0]
+        if self.max_episodes is not None and episodes > self.max_episodes:
+            raise ValueError(
+                f"the state holds {episodes} episodes, more than max_episodes={self.max_episodes}"
+            )
         schema: Schema | None = state_dict["schema"]
         if schema is not None and not stored:
             # An empty storage knows what its steps look like, too.
@@ -236,7 +244,7 @@ class EpisodeStore:
             recount = self._recount(schema, columns)
         leaving = table.num_episodes
         if not skipped:
-            leaving = self._leaving(steps.length, int(tokens.sum()), recount)
+            leaving = self._leaving(lengths, int(tokens.sum()), recount)
         rows.ring = ring = replace(rows.ring)
         first, moves, left = self._first_after(leaving), None, None
         if leaving:
@@ -272,10 +280,12 @@ class EpisodeStore:
 
         return commit
 
-    def _leaving(self, steps: int, tokens: int, recount: Tensor | None) -> int:
-        """How many of the stored episodes must leave for so many steps and tokens."""
+    def _leaving(self, lengths: Tensor, tokens: int, recount: Tensor | None) -> int:
+        """How many of the stored episodes must leave for others, of so many steps and tokens."""
         table = self.table
-        leaving = table.episodes_holding(table.num_steps + steps - self.max_steps)
+        leaving = table.episodes_holding(table.num_steps + int(lengths.sum()) - self.max_steps)
+        if self.max_episodes is not None:
+            leaving = max(leaving, table.num_episodes + lengths.shape[0] - self.max_episodes)
         if self.max_tokens is None:
             return leaving
         if recount is None:
@@ -296,6 +306,8 @@ class EpisodeStore:
         skipped = beyond(admitted.lengths, self.max_steps)
         if self.max_tokens is not None:
             skipped = max(skipped, beyond(admitted.tokens, self.max_tokens))
+        if self.max_episodes is not None:
+            skipped = max(skipped, admitted.lengths.shape[0] - self.max_episodes)
         return skipped
 
     def _oldest(self, episodes: int) -> Blocks:
