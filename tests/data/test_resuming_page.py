@@ -1,0 +1,103 @@
+"""The page on replay says how a run is resumed: as it says, the run goes on as if nothing had been."""
+
+import copy
+import textwrap
+from pathlib import Path
+
+import torch
+from torchrl.data import AdaptiveKLController, ReplayBuffer
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives.functional import RewardNormalizer
+from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.transforms import MergeTurns
+
+PAGE = Path(__file__).parents[2] / "docs" / "replay.rst"
+
+
+def functions_of_the_page():
+    """The source of ``save`` and ``load``."""
+    section = PAGE.read_text(encoding="utf-8").split("Resuming a run\n")[1]
+    code = section.split(".. code-block:: python\n")[1].split("\n.. ")[0]
+    return textwrap.dedent(code)
+
+
+def parts(seed):
+    """All parts of a run, by the names that the page gives them."""
+    torch.manual_seed(seed)
+    model, tokenizer = tiny_chat_model("guess to higher lower correct invalid 1 2 3 4")
+    engine = TransformersEngine(model, tokenizer, share_weights=False)
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(1000, max_episodes=24),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(group_key="group", group_size=4, replacement=False),
+        transform=MergeTurns(),
+        batch_size=2,
+        generator=torch.Generator().manual_seed(0),
+    )
+    collector = MultiTurnCollector(
+        GuessNumber(4, turns=2),
+        engine,
+        list(GuessNumber.data(16, numbers=4)),
+        episodes_per_batch=8,
+        group_size=4,
+        limits=Limits(max_response_tokens=4),
+        sampling={"seed": 0},
+        replay_buffer=buffer,
+    )
+    controller = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=50)
+    maker = ExperienceMaker(
+        model,
+        ref=copy.deepcopy(model),
+        critic=ValueModel.from_model(copy.deepcopy(model)),
+        advantage="gae",
+        reward_transform=RewardNormalizer(),
+        kl_coef=controller,
+    )
+    loss = MultiTurnLoss(model, critic=maker.critic)
+    optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-3)
+    return locals()
+
+
+def train(run, updates):
+    """Train so often; what each update was made of."""
+    seen, batches = [], iter(run["collector"])
+    for _ in range(updates):
+        next(batches)
+        rows = run["maker"](run["buffer"].sample())
+        out = run["loss"](rows)
+        (out["loss_objective"] + out["loss_critic"]).backward()
+        run["optimizer"].step()
+        run["optimizer"].zero_grad()
+        run["collector"].update_policy_weights_(run["model"])
+        weights = sum(float(p.detach().double().square().sum()) for p in run["loss"].parameters())
+        version, stored = run["collector"].policy_version, len(run["buffer"])
+        tokens = rows["tokens", "full"].tolist()
+        seen.append((rows["episode"].tolist(), tokens, version, stored))
+        seen.append((weights, run["maker"].metrics["kl_coef"], run["controller"].coef))
+    return seen
+
+
+def test_a_run_that_is_resumed_as_the_page_says_goes_on_as_it_would_have(tmp_path):
+    code = functions_of_the_page()
+    first = parts(0) | {"torch": torch}
+    second = parts(1) | {"torch": torch}
+    try:
+        train(first, 2)
+        exec(code, first)
+        first["save"](tmp_path)
+        expected = train(first, 2)
+        exec(code, second)
+        second["load"](tmp_path)
+        got = train(second, 2)
+    finally:
+        for run in (first, second):
+            run["collector"].shutdown()
+            run["engine"].close()
+    assert got[::2] == expected[::2]
+    for numbers, others in zip(got[1::2], expected[1::2], strict=True):
+        torch.testing.assert_close(numbers, others, rtol=1e-5, atol=1e-6)
