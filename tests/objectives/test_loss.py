@@ -697,3 +697,43 @@ def test_a_temperature_that_is_not_positive_is_refused(model):
     for make in (ExperienceMaker, MultiTurnLoss):
         with pytest.raises(ValueError, match="temperature must be positive, got 0"):
             make(model, temperature=0)
+
+
+def test_rows_sampled_at_another_temperature_are_refused(model, experience):
+    batch = experience()
+    key = ("sampling", "temperature")
+    loss = MultiTurnLoss(model, temperature=0.7)
+    expected = loss(batch)
+    batch[key] = torch.full((len(batch),), 0.7)
+    torch.testing.assert_close(loss(batch), expected)
+    with pytest.raises(
+        ValueError, match=r"temperature 0\.7 by.*temperature is 1\.0 here; set .*=0\.7"
+    ):
+        MultiTurnLoss(model)(batch)
+    row = int(batch["masks", "all_assistant_mask"].any(-1).nonzero()[-1])
+    for other in (0.70001, 0.0, torch.inf):
+        batch[key][row] = other
+        with pytest.raises(ValueError, match=rf"row {row} .*\('sampling', 'temperature'\)"):
+            loss(batch)
+    batch[key][row] = torch.nan
+    with pytest.raises(ValueError, match=f"row {row} .* differ, .*NaN, but temperature is 0.7"):
+        loss(batch)
+    batch["valid"] = torch.arange(len(batch)) != row
+    assert loss(batch)["loss_objective"].isfinite()
+    batch.rename_key_(key, ("sampling", "heat"))
+    del batch["valid"]
+    loss(batch)
+    loss.set_keys(sampling_temperature=("sampling", "heat"))
+    with pytest.raises(ValueError, match="'heat'"):
+        loss(batch)
+    batch["sampling", "heat"] = torch.full((len(batch), 2), 0.7)
+    with pytest.raises(ValueError, match="'heat'.*must have shape"):
+        loss(batch)
+
+
+def test_of_rows_that_train_nothing_the_temperature_does_not_matter(model, experience):
+    batch = experience()
+    batch["masks", "all_assistant_mask"][2] = False
+    batch["sampling", "temperature"] = torch.ones(len(batch))
+    batch["sampling", "temperature"][2] = torch.nan
+    assert MultiTurnLoss(model)(batch)["loss_objective"].isfinite()

@@ -33,6 +33,7 @@ VALUES = "values"
 RETURNS = "returns"
 ADVANTAGE = "advantage"
 WEIGHTS = ("weights", "full")
+SAMPLING_TEMPERATURE = ("sampling", "temperature")
 
 _MERGED = "MergeTurns writes it"
 _MADE = "ExperienceMaker writes it"
@@ -144,6 +145,48 @@ def read_episode(
                 f"or make {index_key!r} differ between the copies."
             )
     return name
+
+
+def check_temperature(
+    rows: TensorDictBase, key: NestedKey, temperature: float, valid: Tensor
+) -> None:
+    """Refuse rows that say they were sampled at another temperature than they are to be scored at.
+
+    ``valid`` ``[N]`` bool is true on the rows that count. Where the entry is missing nothing is known
+    and nothing refused; NaN says that a row's tokens were sampled at temperatures that differ.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> rows = TensorDict({"t": torch.tensor([0.7, 0.7])}, [2])
+        >>> check_temperature(rows, "t", 0.7, torch.tensor([True, True]))
+        >>> check_temperature(rows, "t", 1.0, torch.tensor([False, True]))
+        Traceback (most recent call last):
+        ValueError: row 1 was sampled at temperature 0.7 by its entry 't', but temperature is 1.0 here; ...
+    """
+    sampled = rows.get(key, None)
+    if sampled is None:
+        return
+    check_like(key, sampled, "batch_size", valid.shape)
+    sampled = sampled.to(valid.device).double()
+    # Negated: NaN is close to nothing.
+    other = valid & ~((sampled - temperature).abs() <= 1e-6 * abs(temperature))
+    if not bool(other.any()):
+        return
+    row = int(other.nonzero()[0])
+    found = float(sampled[row])
+    if found != found:
+        raise ValueError(
+            f"row {row} was sampled at temperatures that differ, for its entry {key!r} is NaN, but "
+            f"temperature is {temperature} here, one for all tokens; sample whole episodes at one "
+            "temperature, or drop such rows."
+        )
+    # The entry is float32: its own digits, not those of the nearest float64.
+    raise ValueError(
+        f"row {row} was sampled at temperature {found:.7g} by its entry {key!r}, but temperature is "
+        f"{temperature} here; set temperature={found:.7g}, here and wherever else these rows are scored, "
+        "for the policy that sampled them is the one at that temperature. Rows of another "
+        "temperature are for another call."
+    )
 
 
 def read_valid(rows: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torchrl_mt.objectives._loss_diagnostics import (
     policy_diagnostics,
 )
 from torchrl_mt.objectives._loss_inputs import counted_tokens, read_inputs
-from torchrl_mt.objectives._rows import check_like, read_entry
+from torchrl_mt.objectives._rows import check_like, check_temperature, read_entry
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
     Correction,
@@ -108,7 +108,8 @@ class MultiTurnLoss(LossModule):
             (http://joschu.net/blog/kl-approx.html), and is GRPO's (https://arxiv.org/abs/2402.03300,
             eq. 4); the slope of k1 would be 0 on average.
         entropy_coef: Weight of the entropy bonus.
-        temperature: The temperature that the tokens were sampled at, if not 1.
+        temperature: The temperature that the tokens were sampled at, if not 1. Rows that have
+            ``("sampling", "temperature")`` ``[N]`` and say another one are refused.
         aggregation_norm: Constant that ``"seq_mean_token_sum"`` divides by as well.
         critic: A value network, called like the actor, with one value per token as its output or
             its ``logits``, ``[N, L]`` or ``[N, L, 1]``; its loss reads ``"returns"``.
@@ -165,6 +166,7 @@ class MultiTurnLoss(LossModule):
         advantage: NestedKey = _rows.ADVANTAGE
         weight: NestedKey = _rows.WEIGHTS
         valid: NestedKey = _rows.VALID
+        sampling_temperature: NestedKey = _rows.SAMPLING_TEMPERATURE
         turns: NestedKey = _rows.TURNS
         group: NestedKey = _rows.GROUP
         value: NestedKey = _rows.VALUES
@@ -313,9 +315,14 @@ class MultiTurnLoss(LossModule):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together, or one is not finite on a sampled token.
+            ValueError: If entries do not fit together, one is not finite on a sampled token, or rows
+                were sampled at another temperature.
         """
         rows, mask = read_inputs(tensordict, self.tensor_keys, self._names())
+        counted = mask.any(-1)
+        check_temperature(
+            tensordict, self.tensor_keys.sampling_temperature, self.temperature, counted
+        )
         inputs = rows["action"], rows["attention_mask"], mask
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
