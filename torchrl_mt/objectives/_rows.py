@@ -161,7 +161,7 @@ def check_temperature(
         >>> check_temperature(rows, "t", 0.7, torch.tensor([True, True]))
         >>> check_temperature(rows, "t", 1.0, torch.tensor([False, True]))
         Traceback (most recent call last):
-        ValueError: row 1 was sampled at temperature 0.7 by its entry 't', but temperature is 1.0 here; ...
+        ValueError: row 1 has 't' 0.7, but temperature is 1.0. The policy that ...
     """
     sampled = rows.get(key, None)
     if sampled is None:
@@ -174,18 +174,19 @@ def check_temperature(
         return
     row = int(other.nonzero()[0])
     found = float(sampled[row])
+    # The entry is float32: its own digits, not those of the nearest float64.
+    said = f"row {row} has {key!r} {found:.7g}, but temperature is {temperature}"
     if found != found:
         raise ValueError(
-            f"row {row} was sampled at temperatures that differ, for its entry {key!r} is NaN, but "
-            f"temperature is {temperature} here, one for all tokens; sample whole episodes at one "
-            "temperature, or drop such rows."
+            f"{said}: NaN says that the row's tokens were sampled at temperatures that differ. "
+            "Sample whole episodes at one temperature, or drop such rows."
         )
-    # The entry is float32: its own digits, not those of the nearest float64.
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{said}: at that one there is no policy to learn from; drop such rows.")
     raise ValueError(
-        f"row {row} was sampled at temperature {found:.7g} by its entry {key!r}, but temperature is "
-        f"{temperature} here; set temperature={found:.7g}, here and wherever else these rows are scored, "
-        "for the policy that sampled them is the one at that temperature. Rows of another "
-        "temperature are for another call."
+        f"{said}. The policy that sampled the row is the one at its temperature: set "
+        f"temperature={found:.7g} wherever these rows are scored, and give rows of other temperatures "
+        "to another call."
     )
 
 
