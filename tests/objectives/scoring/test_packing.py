@@ -119,9 +119,17 @@ def test_values_are_put_back_where_they_come_from():
     assert torch.equal(got, torch.where(scored, tokens, 0).float())
 
 
-def test_no_tokens_no_passes():
-    empty = torch.zeros(0, 3, dtype=torch.long)
-    assert list(forward_passes(empty, empty.bool(), empty.bool(), packed=True)) == []
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_without_tokens_there_is_one_pass_that_nothing_is_read_of(shape, packed, with_lengths):
+    empty = torch.zeros(shape, dtype=torch.long)
+    options = {"packed": packed, "with_lengths": packed and with_lengths}
+    (step,) = forward_passes(empty, empty.bool(), empty.bool(), **options)
+    assert step.inputs["input_ids"].tolist() == [[0]]
+    assert step.inputs.get("attention_mask", torch.ones(1)).all(), "attention over nothing is NaN"
+    assert len(step.state) == len(step.target) == len(step.place) == 0
+    assert put_back([step.target.float()], [step.place], empty).shape == shape
 
 
 @pytest.mark.parametrize("max_rows", [None, 1, 3, 100])

@@ -141,8 +141,12 @@ def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
         assert not entropy.any()
         (log_prob.sum() + entropy.sum()).backward()
         assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    model.zero_grad()
     empty = (x[:0] for x in (tokens, attention, mask))
-    assert row_log_probs(model, *empty, packed=packed)[0].shape == (0, 12)
+    log_prob = row_log_probs(model, *empty, packed=packed)[0]
+    assert log_prob.shape == (0, 12)
+    log_prob.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])

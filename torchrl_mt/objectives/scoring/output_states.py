@@ -1,7 +1,8 @@
 """A language model's states under its output layer, and what makes logits of them.
 
 Given only where recomputing the logits from them gives the model's own: every call compares the two at
-a few positions, which are the only ones whose logits are made.
+a few positions, which are the only ones whose logits are made. What a model does to other positions'
+logits alone, or to large ones that are not among these, cannot be seen.
 """
 
 from __future__ import annotations
@@ -50,37 +51,109 @@ def output_states(
 
     Returns:
         The states; or whole logits ``[B, L, V]`` if the model's output layer is not a plain
-        ``nn.Linear`` (an adapter, a shard, a hook), is compiled, or its logits go through more than a
-        factor and soft-capping.
+        ``nn.Linear`` (an adapter, a shard, a hook), is compiled or is not called with the states
+        ``[B, L, H]`` alone, its logits go through more than a factor and soft-capping, or the states
+        have no graph though what made them is to be trained (a reentrant checkpoint around the model).
+        Which it is, is seen in the last logits of the first row: a bound that those are far from (a
+        clamp) is not noticed. Let such a model's ``get_output_embeddings`` return ``None``.
+
+    Raises:
+        ValueError: If the logits have another shape.
+        TypeError: If the model returns none.
     """
     layer = None if model in _OTHERS else _output_layer(model)
     if layer is None:
-        return _logits(run_model(model, inputs, dtype))
+        return whole_logits(model, inputs, dtype)
+    shape = inputs["input_ids"].shape
     states: list[Tensor] = []
     raw: list[Tensor] = []
 
-    def cut(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        states.append(args[0])
-        return (args[0][:1, -PROBED:].detach(),)
+    def cut(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        x = args[0] if len(args) == 1 else None
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[:-1] != shape:
+            return None  # Called in a way of its own: nobody knows what of it one could leave out.
+        states.append(x)
+        return (x[:1, -PROBED:].detach(),)
 
-    with hooked(layer, before=cut, after=raw.append):
-        logits = _logits(run_model(model, inputs, dtype))
+    failed = False
+    try:
+        with hooked(layer, before=cut, after=raw.append):
+            output = run_model(model, inputs, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        if not states:
+            raise
+        failed = True
+    if failed:
+        # What follows the layer cannot do with few logits; if it is something else, it fails again.
+        logits = whole_logits(model, inputs, dtype)
+        _OTHERS.add(model)
+        return logits
     if not states:
         # The layer was bypassed, by compiled code for instance: nothing was cut.
-        return logits
-    if len(states) == 1 and states[0].shape[:-1] == inputs["input_ids"].shape:
+        return _checked(model, _logits(model, output), shape)
+    if len(states) == 1 and not _lost_graph(model, layer, states[0]):
+        logits = _logits(model, output)
         for scale, softcap in _post_processing(model):
             if _same(raw[0], scale, softcap, logits):
                 return OutputStates(states[0], layer.weight, layer.bias, scale, softcap)
     # NaN tells nothing of what is done to the logits: another pass will.
     if not raw or bool(raw[0].isfinite().all()):
         _OTHERS.add(model)
-    return _logits(run_model(model, inputs, dtype))
+    return whole_logits(model, inputs, dtype)
 
 
-def _logits(output: Any) -> Tensor:
+def whole_logits(
+    model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Run a language model.
+
+    Args:
+        model: A causal language model.
+        inputs: Its keyword arguments, with ``input_ids`` ``[B, L]``.
+        dtype: What to compute in.
+
+    Returns:
+        Its logits ``[B, L, V]``.
+
+    Raises:
+        ValueError: If they have another shape.
+        TypeError: If the model returns none.
+    """
+    logits = _logits(model, run_model(model, inputs, dtype))
+    return _checked(model, logits, inputs["input_ids"].shape)
+
+
+def _logits(model: nn.Module, output: Any) -> Tensor:
     """The logits in a model's output."""
-    return output if isinstance(output, Tensor) else output.logits
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            "actor must return logits [B, L, V], or an object that has them as `logits`, but from "
+            f"{type(model).__name__} one got {type(output).__name__}."
+        )
+    return logits
+
+
+def _checked(model: nn.Module, logits: Tensor, shape: torch.Size) -> Tensor:
+    """Refuse logits that are not one distribution after each token."""
+    if logits.ndim != 3 or logits.shape[:2] != shape:
+        rows, length = shape
+        raise ValueError(
+            f"actor must return logits ({rows}, {length}, vocabulary), one distribution after each "
+            f"token of input_ids {(rows, length)}, but from {type(model).__name__} one got "
+            f"{tuple(logits.shape)}; cut off those of a soft prompt, and let the batch come first."
+        )
+    return logits
+
+
+def _lost_graph(model: nn.Module, layer: nn.Linear, states: Tensor) -> bool:
+    """Whether what made the states is to be trained, but a reentrant checkpoint keeps its graph."""
+    if states.requires_grad or not torch.is_grad_enabled():
+        return False
+    others = (module for module in model.modules() if module is not layer)
+    return any(p.requires_grad for module in others for p in module.parameters(recurse=False))
 
 
 def _output_layer(model: nn.Module) -> nn.Linear | None:

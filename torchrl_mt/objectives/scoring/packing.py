@@ -167,7 +167,8 @@ def forward_passes(
             own.
 
     Yields:
-        The passes, at least one if there are tokens at all; tensors lie where ``tokens`` does.
+        The passes, at least one even if there are no tokens: a worker without rows must run the model
+        as the others do. Tensors lie where ``tokens`` does.
 
     Raises:
         ValueError: If a limit is less than 1.
@@ -183,7 +184,9 @@ def forward_passes(
     """
     check_micro_batch(micro_batch_size, micro_batch_tokens)
     if not tokens.numel():
-        return
+        # A row of one token that is not attended: the model runs, and every parameter gets a gradient.
+        tokens = tokens.new_zeros(1, 1)
+        attention_mask = mask = torch.zeros_like(tokens, dtype=torch.bool)
     lengths = attention_mask.sum(-1).cpu()
     lines, fill = [[row] for row in range(len(lengths))], lengths
     if packed:

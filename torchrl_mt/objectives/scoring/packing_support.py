@@ -36,6 +36,7 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 
     Raises:
         ValueError: If packed rows are not what they are alone, or NaN or infinite.
+        TypeError: If the model returns no tensor.
     """
     fault = packing_fault(model, tokens, dtype)
     if fault is not None:
@@ -58,6 +59,7 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 
     Raises:
         ValueError: If the model's states are not finite, which tells nothing and is not remembered.
+        TypeError: If it returns no tensor.
     """
     known = _FAULTS.setdefault(model, {})
     kind = _attention_kind(model)
@@ -120,6 +122,10 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
                 if not packed:
                     raise
                 return f"cannot be called with position_ids and without attention_mask ({error})"
+            _check_tensor(model, inner)
+            shape = step.inputs["input_ids"].shape
+            if inner.shape[:2] != shape:
+                return f"gives states {tuple(inner.shape)} for input_ids {tuple(shape)}"
             states.append(inner.flatten(0, 1)[step.state.to(inner.device)])
     if not all(bool(x.isfinite().all()) for x in states):
         raise ValueError(
@@ -137,7 +143,16 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
     return None
 
 
-def _inner_states(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> Tensor:
+def _check_tensor(model: nn.Module, states: object) -> None:
+    """Refuse what a model gives instead of states, logits or values."""
+    if not isinstance(states, Tensor):
+        raise TypeError(
+            f"{type(model).__name__} must return a tensor or an object that has one as `logits`, got "
+            f"{type(states).__name__}."
+        )
+
+
+def _inner_states(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> Any:
     """States below the output layer where the model tells which: a new layer may say nothing."""
     seen: list[Any] = []
     base = getattr(unwrapped(model), "base_model", None)

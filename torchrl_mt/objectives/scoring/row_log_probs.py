@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_positive
+from torchrl_mt.objectives.functional._checks import check_finite, check_mask, check_positive
 from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
 from torchrl_mt.objectives.functional.log_probs import log_probs_at
-from torchrl_mt.objectives.scoring.model_forward import check_dtype, run_model, scoring_mode
-from torchrl_mt.objectives.scoring.output_states import OutputStates, output_states
+from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
+from torchrl_mt.objectives.scoring.output_states import (
+    OutputStates,
+    output_states,
+    whole_logits,
+)
 from torchrl_mt.objectives.scoring.packing import (
     ForwardPass,
     check_rows,
@@ -94,7 +98,8 @@ def row_log_probs(
     Logits are made for the sampled tokens alone and a chunk at a time
     (:func:`~torchrl_mt.objectives.functional.linear_log_probs`), unless the model's
     output layer is none that can be computed outside of it
-    (:func:`~torchrl_mt.objectives.scoring.output_states.output_states`).
+    (:func:`~torchrl_mt.objectives.scoring.output_states.output_states`; a model that bounds its logits
+    otherwise than by soft-capping needs ``full_logits``).
 
     Args:
         actor: See :func:`causal_lm`.
@@ -119,11 +124,13 @@ def row_log_probs(
 
     Raises:
         ValueError: If shapes differ, a sampled token lies on padding, a number is out of range,
-            ``dtype`` is another one, or the model cannot be given packed rows.
-        TypeError: If a mask is not boolean or ``actor`` is no language model.
+            ``dtype`` is another one, the model cannot be given packed rows, or its logits are not one
+            distribution after each token.
+        TypeError: If a mask is not boolean, ``actor`` is no language model or it returns no logits.
     """
     model = causal_lm(actor)
     check_rows(tokens, attention_mask, mask)
+    check_finite("temperature", temperature)
     check_positive("temperature", temperature)
     check_dtype(dtype)
     if packed:
@@ -155,11 +162,8 @@ def _score(
     full_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of one forward pass, ``[K]``."""
-    if full_logits:
-        output = run_model(model, step.inputs, dtype)
-        states = output if isinstance(output, Tensor) else output.logits
-    else:
-        states = output_states(model, step.inputs, dtype)
+    find = whole_logits if full_logits else output_states
+    states = find(model, step.inputs, dtype)
     if isinstance(states, OutputStates):
         hidden = states.hidden.flatten(0, 1)
         return linear_log_probs(

@@ -16,6 +16,19 @@ from torchrl_mt.objectives.scoring.packing import check_rows, forward_passes, pu
 from torchrl_mt.objectives.scoring.packing_support import check_packing, takes_lengths
 
 
+def check_critic(critic: nn.Module) -> None:
+    """Refuse what is no module.
+
+    Args:
+        critic: See :func:`row_values`.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(critic, nn.Module):
+        raise TypeError(f"critic must be a torch.nn.Module, got {type(critic).__name__}.")
+
+
 def row_values(
     critic: nn.Module,
     tokens: Tensor,
@@ -64,8 +77,7 @@ def row_values(
         >>> row_values(Count(), torch.tensor([[0, 5, 6, 7]]), attended, attended)
         tensor([[0., 0., 1., 2.]])
     """
-    if not isinstance(critic, nn.Module):
-        raise TypeError(f"critic must be a torch.nn.Module, got {type(critic).__name__}.")
+    check_critic(critic)
     check_rows(tokens, attention_mask, mask)
     check_dtype(dtype)
     if packed:
