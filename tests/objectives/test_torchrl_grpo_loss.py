@@ -101,3 +101,28 @@ def test_cispo_trains_clipped_tokens_and_torchrls_does_not(model, tokenizer, row
     expected = gradient(-1.2 * log_prob[mask].mean())
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(gradient(out["loss_objective"]), expected)
+
+
+@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid", ("my", "keep")])
+@pytest.mark.parametrize("shape", ["rows", "tokens", "last"])
+def test_loss_masks_leave_out_what_they_do_of_grpo_loss(model, tokenizer, rows, key, shape):
+    wrapper = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
+    )
+    batch = ExperienceMaker(model, old_log_probs="actor")(rows())
+    mask = batch["masks", "all_assistant_mask"]
+    g = torch.Generator().manual_seed(0)
+    batch["log_probs", "old"] += torch.where(mask, 0.3 * torch.randn(mask.shape, generator=g), 0.0)
+    keep = torch.rand(mask.shape, generator=g) < 0.6
+    keep = {"rows": torch.arange(len(mask)) % 3 != 1, "tokens": keep, "last": keep[..., None]}
+    batch[key] = keep[shape]
+    theirs = GRPOLoss(wrapper, masking_strategy="rlhf", entropy_bonus=False)
+    theirs.set_keys(sample_log_prob=("log_probs", "old"))
+    ours = MultiTurnLoss(model)
+    values = []
+    for name in ("auto", key, None):
+        theirs.loss_mask_key = ours.loss_mask_key = name
+        expected = theirs(batch.clone()).loss_objective.reshape(())
+        torch.testing.assert_close(ours(batch)["loss_objective"], expected, atol=1e-5, rtol=1e-5)
+        values.append(round(float(expected.detach()), 5))
+    assert len(set(values)) == 2

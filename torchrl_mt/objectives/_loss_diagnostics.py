@@ -9,6 +9,7 @@ from torchrl_mt.objectives.functional import aggregate, effective_sample_size, k
 from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of
 
 POLICY_DIAGNOSTICS = (
+    "trained_tokens",
     "clip_fraction",
     "clip_fraction_low",
     "clip_fraction_high",
@@ -28,10 +29,11 @@ CORRECTION_DIAGNOSTICS = (
 def policy_diagnostics(
     log_prob: Tensor, old: Tensor, entropy: Tensor, clipped: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Clip fractions, KL from the old policy (k3), effective share of the samples, entropy."""
+    """Tokens, clip fractions, KL from the old policy (k3), effective share of samples, entropy."""
     difference = log_ratio(log_prob, old, mask)
     side = clipped.to(torch.int8)
     return {
+        "trained_tokens": mask.sum().float(),
         "clip_fraction": aggregate(side != 0, mask),
         "clip_fraction_low": aggregate(side < 0, mask),
         "clip_fraction_high": aggregate(side > 0, mask),

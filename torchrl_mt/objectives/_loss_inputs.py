@@ -5,11 +5,11 @@ Everything is checked before anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.objectives._rows import check_like, read_entry, read_valid
@@ -29,12 +29,12 @@ FLOATING = (
 
 
 def read_inputs(
-    tensordict: TensorDictBase, keys: Any, names: Iterable[str]
+    tensordict: TensorDictBase, keys: Any, names: Iterable[str], loss_masks: Sequence[NestedKey]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Read the entries that ``keys`` has under ``names``, and ``keys.weight`` where it is present.
 
     Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the tokens that
-    count: the sampled ones of valid rows that have a score.
+    count; see :func:`counted_tokens`.
     """
     usual = type(keys)()
     rows = {
@@ -47,17 +47,27 @@ def read_inputs(
     for name, value in rows.items():
         expected = {"advantage": (*shape, 1), "group": shape[:1]}.get(name, shape)
         check_like(getattr(keys, name), value, first, torch.Size(expected))
+    _check_constant(rows, keys)
     rows["advantage"] = rows["advantage"].squeeze(-1)
     rows |= {name: rows[name].float() for name in FLOATING if name in rows}
-    mask = counted_tokens(tensordict, keys, rows["attention_mask"], rows["assistant_mask"])
+    masks = rows["attention_mask"], rows["assistant_mask"]
+    mask = counted_tokens(tensordict, keys, *masks, loss_masks)
     _check_values(rows, mask, keys)
     return rows, mask
 
 
 def counted_tokens(
-    tensordict: TensorDictBase, keys: Any, attention_mask: Tensor, assistant_mask: Tensor
+    tensordict: TensorDictBase,
+    keys: Any,
+    attention_mask: Tensor,
+    assistant_mask: Tensor,
+    loss_masks: Sequence[NestedKey],
 ) -> Tensor:
-    """Find the sampled tokens of valid rows that have a score, ``[N, S]`` bool."""
+    """Find the tokens that are trained, ``[N, S]`` bool.
+
+    They are the sampled ones that have a score, of valid rows, where all ``loss_masks`` that the rows
+    have are true.
+    """
     check_like(keys.assistant_mask, assistant_mask, keys.attention_mask, attention_mask.shape)
     for key, mask in ((keys.attention_mask, attention_mask), (keys.assistant_mask, assistant_mask)):
         check_mask(f"the entry {key!r} of rows", mask, mask.shape)
@@ -66,7 +76,43 @@ def counted_tokens(
     if valid is not None:
         check_like(keys.valid, valid, keys.attention_mask, mask.shape[:1])
         mask &= read_valid(tensordict, keys.valid, mask).unsqueeze(-1)
+    for key in loss_masks:
+        given = tensordict.get(key, None)
+        if given is not None:
+            mask &= _loss_mask(key, given, mask.shape)
     return mask
+
+
+def _loss_mask(key: NestedKey, mask: Tensor, shape: torch.Size) -> Tensor:
+    """Bring one of TorchRL's loss masks, of rows or of tokens, to a shape that fits ``[N, S]``."""
+    n, s = shape
+    if tuple(mask.shape) not in ((n,), (n, 1), (n, s), (n, s, 1)):
+        raise ValueError(
+            f"the loss mask {key!r} of rows must have shape [N] or [N, S], with or without a last 1, "
+            f"where [N, S] is {(n, s)}, got {tuple(mask.shape)}. Drop it, or name another entry, or "
+            "None, as loss_mask_key."
+        )
+    check_mask(f"the loss mask {key!r} of rows", mask, mask.shape)
+    return mask.reshape(n, s if mask.shape[1:2] == (s,) else 1)
+
+
+def compares_nothing(old: Tensor, sampler: Tensor, mask: Tensor) -> bool:
+    """Say whether the old log-probabilities are the sampler's, on all tokens that count.
+
+    Certain tokens, whose log-probability is 0, tell nothing.
+    """
+    told = mask & ((old != 0) | (sampler != 0))
+    return bool(told.any() & ~(told & (old != sampler)).any())
+
+
+def _check_constant(rows: dict[str, Tensor], keys: Any) -> None:
+    """Refuse entries with a graph: gradients through them could cancel those of the loss."""
+    for name in FLOATING:
+        if name in rows and rows[name].requires_grad:
+            raise ValueError(
+                f"{getattr(keys, name)!r} must be a constant of the loss, but it carries a graph: make "
+                "it under torch.no_grad(), or detach() it."
+            )
 
 
 def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:

@@ -6,8 +6,10 @@ gradients of shards add up to the full batch's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +25,7 @@ from torchrl_mt.objectives._loss_diagnostics import (
     critic_diagnostics,
     policy_diagnostics,
 )
-from torchrl_mt.objectives._loss_inputs import counted_tokens, read_inputs
+from torchrl_mt.objectives._loss_inputs import compares_nothing, counted_tokens, read_inputs
 from torchrl_mt.objectives._rows import check_like, check_temperature, read_entry
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
@@ -49,7 +51,9 @@ from torchrl_mt.objectives.functional.objectives import clip_bounds, takes
 from torchrl_mt.objectives.kl_control import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.scoring.model_forward import check_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs
-from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.objectives.scoring.row_values import check_critic, row_values
+
+_logger = logging.getLogger("torchrl_mt")
 
 Sequences = Literal["row", "turn"]
 """What an objective or a correction of whole sequences takes for one."""
@@ -62,7 +66,8 @@ class MultiTurnLoss(LossModule):
 
     The output has ``"loss_objective"``, with ``kl_coef`` ``"loss_kl"``, with ``entropy_coef``
     ``"loss_entropy"``, with ``critic`` ``"loss_critic"``: their sum is what one minimises. Detached
-    diagnostics over the sampled tokens: ``"clip_fraction"`` (of ratios outside the bounds, and
+    diagnostics over the sampled tokens: ``"trained_tokens"`` (how many there are: by it the means of
+    shards are averaged), ``"clip_fraction"`` (of ratios outside the bounds, and
     ``"clip_fraction_low"`` below and ``"clip_fraction_high"`` above them), ``"approx_kl"`` (k3, from
     the old policy to the actor), ``"ess"`` (effective share of the samples, in [0, 1]),
     ``"entropy"``; with ``kl_coef`` ``"kl_to_ref"``; with ``correction`` ``"correction_ess"``,
@@ -70,7 +75,11 @@ class MultiTurnLoss(LossModule):
     ``"value_clip_fraction"`` and ``"explained_variance"``.
 
     Rejected rows, those on which ``"valid"`` ``[N]`` bool is there and false, are left out of
-    everything, what is divided by included.
+    everything, what is divided by included. So is what the host's ``loss_mask_key`` masks:
+    ``("collector", "mask")`` and ``"shifted_valid"`` where they are there, or the one entry that it
+    is set to, ``[N]`` or ``[N, S]`` bool.
+
+    What is read besides the actor's output is a constant: an entry that carries a graph is refused.
 
     Where the rows have ``("weights", "full")``, ``[N, S]`` floating, it multiplies the objective of
     each token: an entropy mask, say. Neither it nor a correction changes what is divided by, nor the
@@ -125,8 +134,8 @@ class MultiTurnLoss(LossModule):
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
             ``critic``, ``sequence`` with nothing that asks for one, bounds to an objective without
             or twice, or two would weigh by the ratio to the sampler.
-        TypeError: If ``actor`` is no language model, a coefficient no number or a function none of the
-            kind.
+        TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number or
+            a function none of the kind.
 
     Examples:
         >>> class Bigrams(nn.Embedding):
@@ -214,8 +223,11 @@ class MultiTurnLoss(LossModule):
                 f"with a keyword 'turns'; got objective={objective!r}, correction={correction!r}."
             )
         check_choice("kl_kind", kl_kind, get_args(KLKind))
+        check_finite("temperature", temperature)
         check_positive("temperature", temperature)
         check_dtype(dtype)
+        if critic is not None:
+            check_critic(critic)
         if kl_coef is not None:
             kl_coefficient(kl_coef)
         if entropy_coef is not None:
@@ -240,7 +252,7 @@ class MultiTurnLoss(LossModule):
         self.critic_coef = critic_coef
         self.clip_value = clip_value
         self.passes: dict[str, Any] = {"packed": packed, "dtype": dtype}
-        self._set_in_keys()
+        self._warned = False
         self.out_keys = [
             "loss_objective",
             *([] if kl_coef is None else ["loss_kl", "kl_to_ref"]),
@@ -268,9 +280,15 @@ class MultiTurnLoss(LossModule):
         always = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
         return always + [name for name, is_needed in needed.items() if is_needed]
 
-    def _set_in_keys(self) -> None:
-        """List the entries that are read; the base class calls this after ``set_keys``."""
-        self.in_keys = [getattr(self.tensor_keys, name) for name in self._names()]
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """The entries that are read: first those that must be there, then those that may be.
+
+        ``rows.select(*loss.in_keys, strict=False)`` keeps all that the loss reads.
+        """
+        names = [*self._names(), "weight", "valid", "sampling_temperature"]
+        keys = [getattr(self.tensor_keys, name) for name in names]
+        return [*keys, *(key for key in self._loss_mask_keys() if key not in keys)]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.
@@ -293,6 +311,7 @@ class MultiTurnLoss(LossModule):
             keys,
             read_entry(tensordict, keys.attention_mask, _rows.ATTENTION_MASK),
             read_entry(tensordict, keys.assistant_mask, _rows.ASSISTANT_MASK),
+            self._loss_mask_keys(),
         )
         group = None
         if self.aggregation == "prompt_mean":
@@ -315,14 +334,17 @@ class MultiTurnLoss(LossModule):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together, one is not finite on a sampled token, or rows
-                were sampled at another temperature.
+            ValueError: If entries do not fit together, one is not finite on a sampled token or carries
+                a graph, rows were sampled at another temperature, or the actor returns logits of
+                another shape than its input's.
+            TypeError: If ``total`` is no number or tensor, or the actor returns no logits.
         """
-        rows, mask = read_inputs(tensordict, self.tensor_keys, self._names())
-        counted = mask.any(-1)
-        check_temperature(
-            tensordict, self.tensor_keys.sampling_temperature, self.temperature, counted
-        )
+        if total is not None:
+            _check_total(total)
+        keys = self.tensor_keys
+        rows, mask = read_inputs(tensordict, keys, self._names(), self._loss_mask_keys())
+        check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
+        self._warn_of_no_correction(rows, mask)
         inputs = rows["action"], rows["attention_mask"], mask
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
@@ -384,3 +406,26 @@ class MultiTurnLoss(LossModule):
         """Give the objective the entries that it asks for."""
         names = ("sampler_log_prob", "turns")
         return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}
+
+    def _warn_of_no_correction(self, rows: dict[str, Tensor], mask: Tensor) -> None:
+        """Say once that the old log-probabilities are the sampler's where the two are compared."""
+        if self._warned or "sampler_log_prob" not in rows:
+            return
+        if compares_nothing(rows["sample_log_prob"], rows["sampler_log_prob"], mask):
+            self._warned = True
+            _logger.warning(
+                "%r equals %r on all trained tokens: there is nothing to correct, and all weights are "
+                "1. ExperienceMaker(old_log_probs='actor') makes the old log-probabilities the actor's "
+                "own, which differ from the sampler's.",
+                self.tensor_keys.sample_log_prob,
+                self.tensor_keys.sampler_log_prob,
+            )
+
+
+def _check_total(total: object) -> None:
+    """Refuse what is neither a number nor a tensor."""
+    if isinstance(total, bool) or not isinstance(total, (Real, Tensor)):
+        raise TypeError(
+            "total must be a number or a tensor, loss.total(rows) of the whole batch's rows, got "
+            f"{total!r}."
+        )

@@ -1,0 +1,278 @@
+"""What would train something else than was meant is refused, read or said, and never ignored."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel, row_log_probs
+from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, merge_totals
+
+
+class Critic(nn.Module):
+    """One value per token, of the token alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(24, 1)
+
+    def forward(self, input_ids, attention_mask):
+        return self.embedding(input_ids)
+
+
+@pytest.fixture
+def batch(model, other_model, rows):
+    batch = ExperienceMaker(model, ref=other_model, old_log_probs="actor")(rows())
+    mask = batch["masks", "all_assistant_mask"]
+    g = torch.Generator().manual_seed(0)
+    advantage, values, returns = torch.randn(3, *mask.shape, generator=g)
+    batch["advantage"] = torch.where(mask, advantage, 0.0)[..., None]
+    batch["values"], batch["returns"] = values, returns
+    batch["weights", "full"] = torch.rand(mask.shape, generator=g)
+    return batch
+
+
+FULL = {"objective": "decoupled_ppo", "kl_coef": 0.1, "clip_value": 0.2}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("log_probs", "old"),
+        ("log_probs", "full"),
+        ("log_probs", "ref"),
+        ("weights", "full"),
+        "advantage",
+        "values",
+        "returns",
+    ],
+)
+def test_entries_that_carry_a_graph_are_refused_by_key(model, batch, key):
+    loss = MultiTurnLoss(model, critic=Critic(), **FULL)
+    loss(batch)
+    batch[key] = batch[key].clone().requires_grad_() * 1
+    with pytest.raises(ValueError) as error:
+        loss(batch)
+    assert repr(key) in str(error.value)
+    assert "torch.no_grad()" in str(error.value)
+    batch[key] = batch[key].detach()
+    loss(batch)
+
+
+def test_old_log_probs_made_with_a_graph_do_not_stop_learning_unnoticed(model, batch):
+    masks = batch["masks"]
+    args = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+    batch["log_probs", "old"] = row_log_probs(model, *args)[0]
+    with pytest.raises(ValueError, match="carries a graph"):
+        MultiTurnLoss(model)(batch)
+
+
+@pytest.mark.parametrize("key", ["values", "returns"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_the_critic_learns_from_must_be_finite(model, batch, key, value):
+    row, token = batch["masks", "all_assistant_mask"].nonzero()[3].tolist()
+    batch[key][row, token] = value
+    with pytest.raises(ValueError, match=f"'{key}' must be finite.*row {row} at token {token}"):
+        MultiTurnLoss(model, critic=Critic(), clip_value=0.2)(batch)
+
+
+def test_selecting_what_the_loss_reads_changes_nothing(model, batch):
+    batch["valid"] = torch.arange(len(batch)) != 2
+    batch["collector", "mask"] = torch.arange(len(batch)) != 4
+    batch["something"] = torch.zeros(len(batch))
+    loss = MultiTurnLoss(model, kl_coef=0.1)
+    chosen = batch.select(*loss.in_keys, strict=False)
+    assert "something" not in chosen
+    torch.testing.assert_close(loss(chosen), loss(batch))
+    assert torch.equal(loss.total(chosen), loss.total(batch))
+    with pytest.raises(KeyError):
+        batch.exclude("valid").select(*loss.in_keys)
+    batch["sampling", "temperature"] = torch.full((len(batch),), 0.5)
+    with pytest.raises(ValueError, match=r"'temperature'\) 0.5"):
+        loss(batch.select(*loss.in_keys, strict=False))
+    batch.rename_key_("valid", "kept")
+    batch.rename_key_(("weights", "full"), "share")
+    loss.set_keys(valid="kept", weight="share")
+    loss.loss_mask_key = "mine"
+    assert {"kept", "share", "mine"} <= set(loss.in_keys)
+    assert not {"valid", ("weights", "full"), ("collector", "mask")} & set(loss.in_keys)
+
+
+def test_entries_that_may_be_there_are_read_where_they_were_moved(model, batch):
+    batch["group"] = torch.arange(len(batch)) // 2
+    batch["valid"] = torch.arange(len(batch)) != 2
+    loss = MultiTurnLoss(model, aggregation="prompt_mean")
+    expected, total = loss(batch), loss.total(batch)
+    for key in ("valid", ("weights", "full")):
+        assert loss(batch.exclude(key))["loss_objective"] != expected["loss_objective"]
+    moves = {"weight": ("weights", "full"), "valid": "valid", "group": "group"}
+    for name, key in moves.items():
+        moved = batch.exclude(key)
+        moved["moved", name] = batch[key]
+        loss = MultiTurnLoss(model, aggregation="prompt_mean")
+        loss.set_keys(**{name: ("moved", name)})
+        torch.testing.assert_close(loss(moved), expected)
+        assert torch.equal(loss.total(moved), total)
+
+
+def without(batch, dropped):
+    """The rows with their sampled tokens unsampled where ``dropped``."""
+    batch = batch.clone()
+    batch["masks", "all_assistant_mask"] &= ~dropped
+    return batch
+
+
+@pytest.mark.parametrize("shape", ["rows", "column", "tokens", "last"])
+@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid", ("my", "keep")])
+def test_the_hosts_mask_is_anded_into_what_is_trained(model, batch, shape, key):
+    n, s = batch["masks", "all_assistant_mask"].shape
+    keep = torch.arange(n)[:, None] != 1
+    if shape in ("tokens", "last"):
+        keep = keep & (torch.arange(s) % 3 != 2)
+    dropped = ~keep.expand(n, s)
+    given = {"rows": keep[:, 0], "column": keep, "tokens": keep, "last": keep.unsqueeze(-1)}
+    loss = MultiTurnLoss(model, aggregation="seq_mean_token_mean", critic=Critic())
+    expected = loss(without(batch, dropped)), loss.total(without(batch, dropped))
+    batch[key] = given[shape]
+    if key == ("my", "keep"):
+        loss.loss_mask_key = key
+    torch.testing.assert_close(loss(batch), expected[0])
+    assert torch.equal(loss.total(batch), expected[1])
+    assert loss.total(batch[:0]) == 0
+    loss.loss_mask_key = None
+    torch.testing.assert_close(loss(batch), loss(batch.exclude(key)))
+
+
+def test_a_mask_of_the_host_that_does_not_fit_is_refused(model, batch):
+    loss = MultiTurnLoss(model)
+    for call in (loss, loss.total):
+        batch["collector", "mask"] = torch.ones(len(batch), 3, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"\('collector', 'mask'\).*loss_mask_key"):
+            call(batch)
+        batch["collector", "mask"] = torch.ones(len(batch))
+        with pytest.raises(TypeError, match="must be a bool tensor"):
+            call(batch)
+
+
+@pytest.mark.parametrize("correction", ["token_tis", "sequence_tis", "geometric", None])
+def test_a_correction_of_the_samplers_own_log_probs_is_warned_of_once(
+    model, batch, correction, caplog
+):
+    objective = "ppo" if correction else "decoupled_ppo"
+    loss = MultiTurnLoss(model, objective=objective, correction=correction)
+    different = batch.clone()
+    batch["log_probs", "old"] = batch["log_probs", "full"].clone()
+    batch["log_probs", "old"][~batch["masks", "all_assistant_mask"]] = 7.0
+    nothing = batch.clone()
+    nothing["masks", "all_assistant_mask"].zero_()
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        for harmless in (different, nothing, batch[:0]):
+            loss(harmless)
+        assert not caplog.records
+        for _ in range(2):
+            loss(batch)
+    (record,) = caplog.records
+    assert "old_log_probs='actor'" in record.getMessage()
+    assert record.name == "torchrl_mt"
+
+
+def test_a_shard_of_tokens_that_are_certain_is_not_warned_of(model, batch, caplog):
+    for key in ("old", "full"):
+        batch["log_probs", key].zero_()
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        MultiTurnLoss(model, correction="token_tis")(batch)
+    assert not caplog.records
+
+
+def test_arguments_that_mean_nothing_are_refused(model, batch):
+    for value in (torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="temperature must be finite"):
+            MultiTurnLoss(model, temperature=value)
+    with pytest.raises(TypeError, match="temperature must be a number, got '1'"):
+        MultiTurnLoss(model, temperature="1")
+    with pytest.raises(TypeError, match=r"critic must be a torch\.nn\.Module, got function"):
+        MultiTurnLoss(model, critic=lambda **_: 0)
+    for total in ("12", True, [12]):
+        with pytest.raises(TypeError, match=r"total must be .*loss\.total\(rows\)"):
+            MultiTurnLoss(model)(batch, total=total)
+
+
+def test_diagnostics_of_shards_average_by_their_trained_tokens(model, batch):
+    loss = MultiTurnLoss(model, kl_coef=0.1)
+    batch["valid"] = torch.arange(len(batch)) != 3
+    whole = loss(batch)
+    mask = batch["masks", "all_assistant_mask"] & batch["valid"][:, None]
+    assert float(whole["trained_tokens"]) == int(mask.sum())
+    total = loss.total(batch)
+    shards = [loss(shard, total=total) for shard in batch.split(2)]
+    count = torch.stack([shard["trained_tokens"] for shard in shards])
+    assert len(count.unique()) > 1
+    for key in ("clip_fraction", "approx_kl", "entropy", "kl_to_ref"):
+        mean = (torch.stack([shard[key] for shard in shards]) * count).sum() / count.sum()
+        torch.testing.assert_close(mean, whole[key])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_empty_shard_reaches_every_parameter(model, other_model, batch, packed, objective):
+    critic = ValueModel.from_model(other_model)
+    options = {"objective": objective, "aggregation": "prompt_mean", "packed": packed}
+    loss = MultiTurnLoss(model, critic=critic, kl_coef=0.1, entropy_coef=0.1, **options)
+    rows = batch[torch.zeros(len(batch), dtype=torch.bool)]
+    total = merge_totals(loss.total(rows), loss.total(batch))
+    out = loss(rows, total=total)
+    assert float(out["trained_tokens"]) == 0
+    sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+    parameters = [*model.parameters(), *critic.parameters()]
+    assert all(p.grad is not None and not p.grad.any() for p in parameters)
+
+
+def test_the_largest_share_of_clipped_weights_is_reported(model, batch):
+    mask = batch["masks", "all_assistant_mask"]
+    drift = torch.where(torch.arange(mask.shape[1]) % 2 == 0, 1.0, 0.0)
+    batch["log_probs", "full"] = batch["log_probs", "old"] - torch.where(mask, drift, 0.0)
+    tight, loose = (partial(CORRECTIONS["token_tis"], cap=cap) for cap in (2.0, 100.0))
+    share = float((drift.expand_as(mask)[mask] > 0).float().mean())
+    assert 0 < share < 1
+    for corrections in ([tight, loose], [loose, tight]):
+        out = MultiTurnLoss(model, correction=corrections)(batch)
+        assert float(out["correction_clip_fraction"]) == pytest.approx(share)
+
+
+def test_a_norm_divides_every_term(model, batch):
+    options = {"kl_coef": 0.1, "entropy_coef": 0.1, "critic": Critic()}
+    options["aggregation"] = "seq_mean_token_sum"
+    plain = MultiTurnLoss(model, **options)(batch)
+    divided = MultiTurnLoss(model, aggregation_norm=8, **options)(batch)
+    terms = [key for key in plain.keys() if key.startswith("loss_")]  # noqa: SIM118
+    assert len(terms) == 4
+    for key in terms:
+        assert plain[key] != 0
+        torch.testing.assert_close(divided[key], plain[key] / 8)
+
+
+class Watched(nn.Module):
+    """A critic that notes what it is called with and in which precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(24, 4)
+        self.head = nn.Linear(4, 1)
+        self.calls = []
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None):
+        out = self.head(self.table(input_ids))
+        self.calls.append((position_ids is not None, out.dtype))
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_critic_is_run_as_the_actor_is(model, batch, packed, dtype):
+    critic = Watched()
+    loss = MultiTurnLoss(model, critic=critic, packed=packed, dtype=dtype)
+    loss(batch)
+    assert critic.calls[-1] == (packed, dtype or torch.float32)
