@@ -61,6 +61,7 @@ OUTPUTS = {
     "three long": lambda logits: torch.cat([logits[:, :3], logits], 1),
     "transposed": lambda logits: logits.transpose(0, 1),
     "flat": lambda logits: logits.flatten(0, 1),
+    "values": lambda logits: logits[..., 0],
     "in an object": lambda logits: SimpleNamespace(logits=logits[:, :-1]),
 }
 
@@ -224,14 +225,17 @@ def test_a_call_that_is_left_alone_costs_no_second_pass(call):
     assert model.calls == 1
 
 
-def test_a_failure_of_the_models_own_is_raised_and_not_remembered():
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_failure_of_the_models_own_is_raised_and_not_remembered(calls):
     def fail(layer, x, mask):
-        layer(x)
+        if calls == 2:
+            layer(x)
         raise KeyError("its own")
 
     model = Toy(fail)
     with pytest.raises(KeyError, match="its own"):
         output_states(model, INPUTS)
+    assert model.calls == calls
     assert model not in _OTHERS
 
 

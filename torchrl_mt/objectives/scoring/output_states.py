@@ -70,7 +70,7 @@ def output_states(
 
     def cut(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = args[0] if len(args) == 1 else None
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[:-1] != shape:
+        if not isinstance(x, Tensor) or x.shape[:-1] != shape:
             return None  # Called in a way of its own: nobody knows what of it one could leave out.
         states.append(x)
         return (x[:1, -PROBED:].detach(),)
