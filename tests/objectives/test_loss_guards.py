@@ -1,11 +1,14 @@
 """What would train something else than was meant is refused, read or said, and never ignored."""
 
 import logging
+import textwrap
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torchrl.data import AdaptiveKLController
 
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel, row_log_probs
 from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, merge_totals
@@ -276,3 +279,20 @@ def test_the_critic_is_run_as_the_actor_is(model, batch, packed, dtype):
     loss = MultiTurnLoss(model, critic=critic, packed=packed, dtype=dtype)
     loss(batch)
     assert critic.calls[-1] == (packed, dtype or torch.float32)
+
+
+def test_the_pages_example_leads_the_kl_to_its_target(model, batch):
+    page = (Path(__file__).parents[2] / "docs" / "learning.rst").read_text()
+    start = page.index("   controller = AdaptiveKLController(init_kl_coef=0.05")
+    example = textwrap.dedent(page[start : page.index("The controllers are made", start)])
+    total = MultiTurnLoss(model).total(batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    names = {"MultiTurnLoss": MultiTurnLoss, "model": model, "rows": batch, "total": total}
+    names |= {"AdaptiveKLController": AdaptiveKLController, "optimizer": optimizer}
+    for share in (0.95, 1.05):
+        kl = float(MultiTurnLoss(model, kl_coef=0.1)(batch)["kl_to_ref"])
+        told = example.replace("target=0.1", f"target={kl / share}").replace("16", "2")
+        exec(told, names)
+        # One step of a horizon of 100, by the relative error of the KL.
+        expected = 0.05 * (1 + (share - 1) / 100)
+        assert float(names["controller"].coef) == pytest.approx(expected, rel=1e-5)
