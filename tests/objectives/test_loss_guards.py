@@ -172,7 +172,8 @@ def test_a_correction_of_the_samplers_own_log_probs_is_warned_of_once(
     nothing = batch.clone()
     nothing["masks", "all_assistant_mask"].zero_()
     with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        for harmless in (different, nothing, batch[:0]):
+        MultiTurnLoss(model, objective=objective, correction=correction)(different)
+        for harmless in (nothing, batch[:0]):
             loss(harmless)
         assert not caplog.records
         for _ in range(2):

@@ -5,7 +5,9 @@ Everything is checked before anything is computed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from torchrl_mt.objectives._rows import check_like, read_entry, read_valid
 from torchrl_mt.objectives.functional._checks import check_mask
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
+
+_logger = logging.getLogger("torchrl_mt")
 
 FLOATING = (
     "sample_log_prob",
@@ -96,13 +100,33 @@ def _loss_mask(key: NestedKey, mask: Tensor, shape: torch.Size) -> Tensor:
     return mask.reshape(n, s if mask.shape[1:2] == (s,) else 1)
 
 
-def compares_nothing(old: Tensor, sampler: Tensor, mask: Tensor) -> bool:
-    """Say whether the old log-probabilities are the sampler's, on all tokens that count.
+def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> bool:
+    """Warn if the old log-probabilities are the sampler's; say whether the rows tell.
 
     Certain tokens, whose log-probability is 0, tell nothing.
     """
+    old, sampler = rows["sample_log_prob"], rows["sampler_log_prob"]
     told = mask & ((old != 0) | (sampler != 0))
-    return bool(told.any() & ~(told & (old != sampler)).any())
+    tells = bool(told.any())
+    if tells and not bool((told & (old != sampler)).any()):
+        _logger.warning(
+            "%r equals %r on all trained tokens: there is nothing to correct, and all weights are 1. "
+            "ExperienceMaker(old_log_probs='actor') makes the old log-probabilities the actor's own, "
+            "which differ from the sampler's.",
+            keys.sample_log_prob,
+            keys.sampler_log_prob,
+        )
+    return tells
+
+
+def check_total(total: object) -> None:
+    """Refuse a total that is neither a number nor a tensor."""
+    if total is None or (isinstance(total, (Real, Tensor)) and not isinstance(total, bool)):
+        return
+    raise TypeError(
+        "total must be a number or a tensor, loss.total(rows) of the whole batch's rows, got "
+        f"{total!r}."
+    )
 
 
 def _check_constant(rows: dict[str, Tensor], keys: Any) -> None:

@@ -6,10 +6,8 @@ gradients of shards add up to the full batch's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +23,12 @@ from torchrl_mt.objectives._loss_diagnostics import (
     critic_diagnostics,
     policy_diagnostics,
 )
-from torchrl_mt.objectives._loss_inputs import compares_nothing, counted_tokens, read_inputs
+from torchrl_mt.objectives._loss_inputs import (
+    check_total,
+    counted_tokens,
+    read_inputs,
+    warn_of_no_correction,
+)
 from torchrl_mt.objectives._rows import check_like, check_temperature, read_entry
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
@@ -52,8 +55,6 @@ from torchrl_mt.objectives.kl_control import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.scoring.model_forward import check_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs
 from torchrl_mt.objectives.scoring.row_values import check_critic, row_values
-
-_logger = logging.getLogger("torchrl_mt")
 
 Sequences = Literal["row", "turn"]
 """What an objective or a correction of whole sequences takes for one."""
@@ -252,7 +253,7 @@ class MultiTurnLoss(LossModule):
         self.critic_coef = critic_coef
         self.clip_value = clip_value
         self.passes: dict[str, Any] = {"packed": packed, "dtype": dtype}
-        self._warned = False
+        self._compared = False
         self.out_keys = [
             "loss_objective",
             *([] if kl_coef is None else ["loss_kl", "kl_to_ref"]),
@@ -339,12 +340,12 @@ class MultiTurnLoss(LossModule):
                 another shape than its input's.
             TypeError: If ``total`` is no number or tensor, or the actor returns no logits.
         """
-        if total is not None:
-            _check_total(total)
+        check_total(total)
         keys = self.tensor_keys
         rows, mask = read_inputs(tensordict, keys, self._names(), self._loss_mask_keys())
         check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
-        self._warn_of_no_correction(rows, mask)
+        if not self._compared and "sampler_log_prob" in rows:
+            self._compared = warn_of_no_correction(rows, mask, keys)
         inputs = rows["action"], rows["attention_mask"], mask
         # Without a bonus the entropy is only reported: its gradient is not computed.
         log_prob, entropy = row_log_probs(
@@ -406,26 +407,3 @@ class MultiTurnLoss(LossModule):
         """Give the objective the entries that it asks for."""
         names = ("sampler_log_prob", "turns")
         return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}
-
-    def _warn_of_no_correction(self, rows: dict[str, Tensor], mask: Tensor) -> None:
-        """Say once that the old log-probabilities are the sampler's where the two are compared."""
-        if self._warned or "sampler_log_prob" not in rows:
-            return
-        if compares_nothing(rows["sample_log_prob"], rows["sampler_log_prob"], mask):
-            self._warned = True
-            _logger.warning(
-                "%r equals %r on all trained tokens: there is nothing to correct, and all weights are "
-                "1. ExperienceMaker(old_log_probs='actor') makes the old log-probabilities the actor's "
-                "own, which differ from the sampler's.",
-                self.tensor_keys.sample_log_prob,
-                self.tensor_keys.sampler_log_prob,
-            )
-
-
-def _check_total(total: object) -> None:
-    """Refuse what is neither a number nor a tensor."""
-    if isinstance(total, bool) or not isinstance(total, (Real, Tensor)):
-        raise TypeError(
-            "total must be a number or a tensor, loss.total(rows) of the whole batch's rows, got "
-            f"{total!r}."
-        )

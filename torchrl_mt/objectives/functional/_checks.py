@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 def check_finite(name: str, value: float) -> None:
     """Refuse what is not a finite number; NaN, infinity, text and truth values are none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}.")
