@@ -199,3 +199,10 @@ def test_statistics_without_spread_given_from_elsewhere_give_zero():
     x, mask = torch.tensor([1.0, 2.0]), torch.ones(2, dtype=torch.bool)
     equal = masked_moments(torch.ones(5), torch.ones(5, dtype=torch.bool))
     assert masked_whiten(x, mask, moments=equal).tolist() == [0.0, 0.0]
+
+
+def test_the_largest_numbers_are_whitened():
+    x = torch.tensor([3e38, 3e38, -3e38])
+    got = masked_whiten(x, torch.ones(3, dtype=torch.bool))
+    small = masked_whiten(torch.tensor([3.0, 3.0, -3.0]), torch.ones(3, dtype=torch.bool))
+    torch.testing.assert_close(got, small, rtol=1e-5, atol=1e-6)

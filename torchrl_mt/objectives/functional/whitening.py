@@ -56,8 +56,9 @@ def masked_whiten(
     if x.requires_grad:
         # What is not read must not meet the slope of the spread either: 0 times NaN is NaN.
         x = torch.where(mask, x, 0.0)
-    # The mean of large values of little spread needs more digits than the values have.
-    mean = moments.mean.to(x.dtype)
-    rest = (moments.mean - mean).to(x.dtype)
-    whitened = (x - mean).sub_(rest).mul_(1.0 / (moments.std + eps))
+    # The mean of large values of little spread needs more digits than the values have; and halves
+    # are at most as far apart as the largest number.
+    mean = (0.5 * moments.mean).to(x.dtype)
+    rest = (0.5 * moments.mean - mean).to(x.dtype)
+    whitened = (0.5 * x).sub_(mean).sub_(rest).mul_(2.0 / (moments.std + eps))
     return only_sampled_(whitened, mask & moments.spread).float()
