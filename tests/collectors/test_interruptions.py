@@ -64,6 +64,21 @@ def ctrl_c(after):
         timer.join()
 
 
+@contextmanager
+def limited(seconds):
+    """Interrupt what takes longer."""
+    late = threading.Event()
+    timer = threading.Timer(seconds, lambda: (late.set(), os.kill(os.getpid(), signal.SIGINT)))
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        assert not late.is_set(), f"this took more than {seconds} seconds"
+        raise
+    finally:
+        timer.cancel()
+
+
 def wait_until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -298,6 +313,143 @@ def test_a_run_that_gave_up_may_be_taken_up_again(engine, staleness):
                 next(collector.iterator())
             Down.down = False
             assert len(next(collector.iterator())) == 16
+
+
+class DownAtOnce(Chat):
+    """Fails before there is a turn."""
+
+    def reset(self, data=None):
+        raise OSError("the server is down")
+
+
+def endless():
+    return ({"k": k} for k in itertools.count())
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_a_run_that_can_only_fail_stops_whatever_the_data(engine, inline, group_size, staleness):
+    """Items come one by one while episodes fail as fast: there is always room for another."""
+    env = type("Down", (DownAtOnce,), {"inline": inline})
+    with MultiTurnCollector(
+        *(env, engine, endless()),
+        episodes_per_batch=16,
+        group_size=group_size,
+        max_staleness=staleness,
+        max_consecutive_failures=5,
+    ) as collector:
+        with limited(10.0), pytest.raises(RuntimeError, match="5 episodes in a row") as caught:
+            next(collector.iterator())
+        assert isinstance(caught.value.__cause__, OSError)
+        before = counts(collector)
+        assert before["running"] == 0
+        with limited(10.0), pytest.raises(RuntimeError, match="5 episodes in a row"):
+            collector.evaluate(endless())
+
+
+def test_a_run_that_can_only_fail_stops_while_the_data_keeps_us_waiting(engine, pipe):
+    for item in items(3):
+        pipe.put(item)
+    with MultiTurnCollector(
+        *(DownAtOnce, engine, iter(pipe.get, None)),
+        episodes_per_batch=8,
+        max_consecutive_failures=3,
+    ) as collector:
+        with limited(10.0), pytest.raises(RuntimeError, match="3 episodes in a row"):
+            next(collector.iterator())
+        assert collector.state_dict()["items"]["following"] == 3
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_the_last_items_failure_is_heard_of(engine, staleness):
+    """The data ends at the very item that is one too many."""
+
+    def data():
+        yield from [{"fail_at": 1, "error": OSError("gone")}] * 4
+        time.sleep(0.3)
+
+    with (
+        MultiTurnCollector(
+            *(Chat, engine, data()),
+            episodes_per_batch=8,
+            max_consecutive_failures=4,
+            max_staleness=staleness,
+        ) as collector,
+        pytest.raises(RuntimeError, match="4 episodes in a row"),
+    ):
+        next(collector.iterator())
+
+
+def test_a_failure_between_two_batches_is_heard_of_and_ends_what_goes_on(engine):
+    data = [*items(2), *[{"fail_at": 1, "error": OSError("gone")}] * 500]
+    with MultiTurnCollector(
+        *(Chat, engine, data),
+        episodes_per_batch=2,
+        max_consecutive_failures=4,
+        max_staleness=100,
+        cycle=False,
+    ) as collector:
+        batches = collector.iterator()
+        next(batches)
+        time.sleep(0.5)  # training
+        assert counts(collector)["started"] < 20
+        with pytest.raises(RuntimeError, match="4 episodes in a row"):
+            next(batches)
+
+
+def test_a_pause_holds_also_where_episodes_fail_as_fast_as_items_come(engine):
+    with MultiTurnCollector(
+        *(DownAtOnce, engine, endless()),
+        episodes_per_batch=4,
+        replay_buffer=buffer(),
+        max_consecutive_failures=10**9,
+    ) as collector:
+        collector.start()
+        wait_until(lambda: collector.stats()["started"] > 10)
+        with collector.pause():
+            time.sleep(0.2)
+            before = collector.stats()["started"]
+            time.sleep(0.2)
+            assert collector.stats()["started"] == before
+        wait_until(lambda: collector.stats()["started"] > before)
+
+
+def test_a_pause_that_ends_while_episodes_run_is_over_at_once(engine):
+    """The others do not wait for the one that runs."""
+    data = [{"turns": 1, "sleep": 30.0}, *items(3)]
+    with MultiTurnCollector(
+        *(Chat, engine, (item for item in Slow(data, 0.1))),
+        episodes_per_batch=4,
+        replay_buffer=buffer(),
+    ) as collector:
+        with collector.pause():
+            collector.start()
+            time.sleep(0.1)
+        wait_until(lambda: collector.stats()["started"] > 0)
+        with collector.pause():
+            time.sleep(0.3)
+        wait_until(lambda: collector.stats()["queue"] == 3, seconds=5.0)
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_an_item_that_comes_during_a_pause_waits_for_its_end(engine, pipe, staleness):
+    first, second = items(2)
+    pipe.put(first)
+    with MultiTurnCollector(
+        *(Chat, engine, iter(pipe.get, None)),
+        episodes_per_batch=3,
+        replay_buffer=buffer(),
+        max_staleness=staleness,
+    ) as collector:
+        collector.start()
+        wait_until(lambda: collector.stats()["queue"] == 1)  # The data is asked for another.
+        with collector.pause():
+            pipe.put(second)
+            time.sleep(0.2)
+            assert collector.stats()["started"] == 1
+        wait_until(lambda: collector.stats()["queue"] == 2)
+        collector.shutdown(timeout=5.0)
 
 
 def test_siblings_that_succeed_are_no_failures_in_a_row(engine):

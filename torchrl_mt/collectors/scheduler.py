@@ -117,6 +117,8 @@ class Scheduler:
         self._ready: deque[Group] = deque()
         self._changed = asyncio.Event()
         self._freed = asyncio.Event()
+        self._failed = asyncio.Event()
+        """Set while there is an error to be raised."""
         self._items_left = True
         self._given_out = self._last_given_out = 0
         """Episodes, in all and in the last batch; none beyond the size that was asked for."""
@@ -153,12 +155,11 @@ class Scheduler:
         """
         try:
             while self.ready < size:
-                begins = may_begin()  # asked once: it may change at any moment
-                if begins:
-                    await self._admit(lambda: size - self.ready - self.under_way)
+                await self._admit(lambda: size - self.ready - self.under_way if may_begin() else 0)
+                self._raise_failure()
                 if not (self._groups or self._items_left):
                     break
-                await self._change(None if begins and self._groups else _POLL)
+                await self._change(_POLL)
         except BaseException:
             await self.cancel()
             raise
@@ -166,7 +167,10 @@ class Scheduler:
 
     async def wait_for(self, size: int) -> list[Group]:
         """Groups of ``size`` episodes or a few more, that :meth:`keep_admitting` has begun."""
-        while self.ready < size and (self._items_left or self._groups):
+        while self.ready < size:
+            self._raise_failure()
+            if not (self._groups or self._items_left):
+                break
             await self._change()
         return self._take(size)
 
@@ -187,32 +191,53 @@ class Scheduler:
         """End what runs, reject what was not given out, and forget what went wrong."""
         await cancel_all(self._groups)
         self._error, self._failures = None, 0
+        self._failed.clear()
         for group in self._ready:
             self._put_back(group)
         self._ready.clear()
         self.ready = 0
 
     async def _admit(self, room: Callable[[], int]) -> None:
-        """Begin as many groups as there is room for."""
-        while self._items_left and room() > 0 and self._members < self.concurrency:
+        """Begin as many groups as there is room for; none any more once the run has failed.
+
+        Room may be made as fast as items come, so whatever ends the run has to end this.
+        """
+        while (
+            not self._failed.is_set()
+            and self._items_left
+            and room() > 0
+            and self._members < self.concurrency
+        ):
             item = await self._next_item()
             if item is None:
-                self._items_left = False
+                self._items_left = self._failed.is_set()
                 self._changed.set()
+                return
+            if not self._items.at_once and room() <= 0:  # it went while the data took its time
+                self._items.put_back(item.ticket)
                 return
             self._begin(Group(item.ticket, item.value, next(self._numbers)))
 
     async def _next_item(self) -> Item | None:
-        """The next item, or ``None`` at the end; nobody else waits where the data takes its time."""
+        """The next item, or ``None`` at the end of the data or once the run has failed; nobody else
+        waits where the data takes its time.
+        """
         if self._items.at_once:
             return next(self._items, None)
-        num_loads = self._items.num_loads
+        give_back = partial(self._give_back, self._items.num_loads)
         reading = asyncio.ensure_future(call_in_thread(next, self._items, None))
+        failing = asyncio.ensure_future(self._failed.wait())
         try:
-            return await asyncio.shield(reading)
+            await asyncio.wait([reading, failing], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            reading.add_done_callback(partial(self._give_back, num_loads))
+            reading.add_done_callback(give_back)
             raise
+        finally:
+            failing.cancel()
+        if self._failed.is_set():
+            reading.add_done_callback(give_back)
+            return None
+        return reading.result()
 
     def _give_back(self, num_loads: int, reading: asyncio.Future[Item | None]) -> None:
         """An item that was read for nobody, before another state was loaded or since."""
@@ -247,13 +272,19 @@ class Scheduler:
         self._changed.clear()
         if self._error is None:
             await _until(self._changed, seconds)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what has ended the run, if anything has."""
         if self._error is not None:
             error, self._error = self._error, None
+            self._failed.clear()
             raise error
 
     def _fail(self, error: BaseException) -> None:
-        """Have those who wait raise an error, the first if there are several."""
+        """Have those who wait raise an error, the first if there are several; begin no more."""
         self._error = self._error or error
+        self._failed.set()
         self._changed.set()
 
     def _begin(self, group: Group) -> None:
