@@ -42,6 +42,7 @@ from torchrl_mt.collectors.scheduler import (
     IncompleteGroups,
     Scheduler,
 )
+from torchrl_mt.collectors.staleness import Lead, Stall
 from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.engines import Engine, as_engine
@@ -84,11 +85,12 @@ class MultiTurnCollector(BaseCollector):
         max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
             in spite of retries, and none came to its end meanwhile; ``None`` means 32, or twice
             ``max_concurrency`` if that is more.
-        max_staleness: let episodes go on while the policy is trained, so many batches ahead: one is
-            begun only if ``(max_staleness + version + 1) * episodes_per_batch`` exceeds those accepted
-            and running, where ``version`` counts the updates since the collector was made: without
-            updates, iterating comes to a halt. Batches hold the episodes that came to their end first; a
-            slow one may come later than that.
+        max_staleness: let episodes go on while the policy is trained, so many batches ahead: at most
+            ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
+            at most ``max_staleness + updates + 1`` in all. With ``k`` updates a batch, tokens are at
+            most ``(max_staleness + 1) * k - 1`` versions old when they are delivered, except those of
+            episodes that others overtook: batches hold the episodes that came to their end first.
+            Without updates, iterating comes to a halt, and the log says so.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
             it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end,
@@ -207,7 +209,6 @@ class MultiTurnCollector(BaseCollector):
         self._tally = Tally()
         self._eval_tally = Tally()
         self._eval_traj_ids = Counter()
-        self._first_version = self.engine.version
         self._accepted_before = 0
         self._extra = ExpectedExtra()
         self._numbers, self._traj_ids = Counter(), Counter()
@@ -218,6 +219,8 @@ class MultiTurnCollector(BaseCollector):
         total = None if total_episodes < 0 else total_episodes
         self._progress = Progress(total) if progress else None
         self._scheduler = self._new_scheduler()
+        self._lead = self._new_lead()
+        self._stall = Stall(_STALL_SECONDS)
         self._admitting: Any = None
         self._running = threading.Event()
         self._running.set()
@@ -247,8 +250,9 @@ class MultiTurnCollector(BaseCollector):
 
     async def _next_groups(self, size: int) -> list[Group]:
         """The groups of the next batch."""
-        if self.max_staleness is None:
+        if self._lead is None:
             return await self._scheduler.gather(size, self._running.is_set)
+        self._lead.ask()
         if self._admitting is None or self._admitting.done():
             self._admitting = asyncio.ensure_future(self._scheduler.keep_admitting(self._room))
         try:
@@ -265,12 +269,26 @@ class MultiTurnCollector(BaseCollector):
 
     def _room(self) -> int:
         """How many more episodes may be begun, as far as staleness and the end of the run go."""
-        assert self.max_staleness is not None
-        version = self.engine.version - self._first_version
-        allowed = (self.max_staleness + version + 1) * self.episodes_per_batch
+        assert self._lead is not None
+        if not self._running.is_set():
+            return 0
+        begun, allowed = self._scheduler.begun, self._lead.allowed(self.engine.version)
+        if self._stall.is_news(self._scheduler.starves and begun >= allowed):
+            _logger.warning(
+                "the collector waits for new weights: with max_staleness=%d and %d updates since it "
+                "began, %d episodes of %d a batch may be begun before the next update, and all were "
+                "(%d delivered, %d in the batch that is waited for). Call update_policy_weights_() "
+                "after each batch, or give a higher max_staleness, or none.",
+                self.max_staleness,
+                self._lead.updates(self.engine.version),
+                allowed,
+                self.episodes_per_batch,
+                self._scheduler.given_out,
+                self._scheduler.ready,
+            )
         if self.total_episodes >= 0:
             allowed = min(allowed, self.total_episodes - self._accepted_before)
-        return allowed - self._scheduler.begun if self._running.is_set() else 0
+        return allowed - begun
 
     def _deliver(self, groups: list[Group]) -> TensorDictBase | None:
         """Write a batch where batches go; with it, its episodes are accepted."""
@@ -284,6 +302,8 @@ class MultiTurnCollector(BaseCollector):
             self._take_back(groups)
             raise
         with self._delivering:
+            # An update that follows the write as soon as it is seen must count as coming after it.
+            version = self.engine.version
             try:
                 if self.replay_buffer is not None:
                     self.replay_buffer.extend(batch)
@@ -293,6 +313,8 @@ class MultiTurnCollector(BaseCollector):
             self._tally.accept(episodes, version=self.policy_version)
             for group in groups:
                 self._items.done(group.ticket)
+        if self._lead is not None:
+            self._lead.deliver(self._scheduler.given_out, version)
         self._record(episodes)
         if self._progress is not None:
             self._progress.show(
@@ -345,6 +367,12 @@ class MultiTurnCollector(BaseCollector):
             numbers=self._numbers,
             traj_ids=self._traj_ids,
         )
+
+    def _new_lead(self) -> Lead | None:
+        """What bounds how far ahead they are played."""
+        if self.max_staleness is None:
+            return None
+        return Lead(self.max_staleness, self.episodes_per_batch, self.engine.version)
 
     # Collecting in the background
 
@@ -577,9 +605,9 @@ class MultiTurnCollector(BaseCollector):
     def _begin_anew(self) -> None:
         """Count from here what bounds the run."""
         self._accepted_before = self._tally.accepted
-        self._first_version = self.engine.version
         self._extra = ExpectedExtra()
         self._scheduler = self._new_scheduler()
+        self._lead = self._new_lead()
 
     def _stop_for(self, what: str) -> None:
         """End the episodes that run, for a method that begins anew."""
@@ -648,6 +676,9 @@ _ALL = 2**62
 
 _FAILURES = 32
 """How many episodes in a row may fail at least, if nobody says."""
+
+_STALL_SECONDS = 3.0
+"""How long waiting for new weights is nothing to speak of."""
 
 _SHUT_DOWN = "the collector was shut down: make a new one."
 

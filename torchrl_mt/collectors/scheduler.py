@@ -120,10 +120,12 @@ class Scheduler:
         self._failed = asyncio.Event()
         """Set while there is an error to be raised."""
         self._items_left = True
-        self._given_out = self._last_given_out = 0
+        self.given_out = self._last_given_out = 0
         """Episodes, in all and in the last batch; none beyond the size that was asked for."""
         self.ready = 0
         """Episodes that wait to be given out."""
+        self._wanted = 0
+        """Episodes that :meth:`wait_for` waits for."""
         self._failures = 0
         """Members that failed since one last came to its end; siblings that shared the fate of their
         group are not counted."""
@@ -139,11 +141,16 @@ class Scheduler:
     @property
     def begun(self) -> int:
         """Episodes that were given out, are to be, or may yet come to their end."""
-        return self._given_out + self.ready + self.under_way
+        return self.given_out + self.ready + self.under_way
+
+    @property
+    def starves(self) -> bool:
+        """Whether somebody waits for episodes, and none runs."""
+        return self.ready < self._wanted and not self._groups
 
     def take_back(self, groups: list[Group]) -> None:
         """Groups that were given out last could not be delivered: their items are played again."""
-        self._given_out -= self._last_given_out
+        self.given_out -= self._last_given_out
         for group in groups:
             self._put_back(group)
 
@@ -167,11 +174,15 @@ class Scheduler:
 
     async def wait_for(self, size: int) -> list[Group]:
         """Groups of ``size`` episodes or a few more, that :meth:`keep_admitting` has begun."""
-        while self.ready < size:
-            self._raise_failure()
-            if not (self._groups or self._items_left):
-                break
-            await self._change()
+        self._wanted = size
+        try:
+            while self.ready < size:
+                self._raise_failure()
+                if not (self._groups or self._items_left):
+                    break
+                await self._change()
+        finally:
+            self._wanted = 0
         return self._take(size)
 
     async def keep_admitting(self, room: Callable[[], int]) -> None:
@@ -263,7 +274,7 @@ class Scheduler:
             number += len(taken[-1].episodes)
         # A batch of a few more must not leave less than a batch for the next, or that would never come.
         self._last_given_out = min(number, size)
-        self._given_out += self._last_given_out
+        self.given_out += self._last_given_out
         self.ready -= number
         return taken
 

@@ -1,0 +1,108 @@
+"""How far ahead of the training episodes may be played.
+
+However many updates there are, at most ``max_staleness + 1`` batches are begun beyond those that the
+trainer has done with; and no more than one for each update beyond as many in the beginning.
+"""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Lead", "Stall"]
+
+
+class Lead:
+    """How many episodes may be begun, by what was delivered and how often weights were updated.
+
+    The trainer has done with the batches before an update, or before it asked for another batch. An
+    update that no batch stands against (the weights of a run that goes on, the second of two updates
+    for one batch) lets nothing begin but what is asked for.
+
+    Args:
+        max_staleness: how many batches episodes may be ahead of the one that is being trained on.
+        batch_size: episodes a batch.
+        version: the weight version at the beginning.
+
+    Examples:
+        >>> lead = Lead(max_staleness=1, batch_size=4, version=0)
+        >>> lead.allowed(version=0), lead.allowed(version=1)
+        (8, 8)
+        >>> lead.deliver(4, version=1)
+        >>> lead.allowed(version=1), lead.allowed(version=2), lead.allowed(version=3)
+        (8, 12, 12)
+    """
+
+    def __init__(self, max_staleness: int, batch_size: int, version: int) -> None:
+        self.max_staleness = max_staleness
+        self.batch_size = batch_size
+        self._first_version = self._last_version = version
+        self._delivered = self._done_with = 0
+
+    def ask(self) -> None:
+        """Enter that the next batch is asked for."""
+        self._done_with = self._delivered
+
+    def deliver(self, delivered: int, version: int) -> None:
+        """Enter a delivery.
+
+        Args:
+            delivered: episodes delivered so far, this batch included.
+            version: the weight version when it was delivered.
+        """
+        self._done_with, self._last_version = self._delivered, version
+        self._delivered = delivered
+
+    def allowed(self, version: int) -> int:
+        """How many episodes may be begun in all.
+
+        Args:
+            version: the weight version now.
+        """
+        done_with = self._delivered if version > self._last_version else self._done_with
+        by_updates = self.updates(version) * self.batch_size
+        return (self.max_staleness + 1) * self.batch_size + min(by_updates, done_with)
+
+    def updates(self, version: int) -> int:
+        """How many updates there were since the beginning.
+
+        Args:
+            version: the weight version now.
+        """
+        return version - self._first_version
+
+
+class Stall:
+    """Tells when a stall is worth a word: once, after some time.
+
+    The next one has to last twice as long, since it may only be that training takes its time.
+
+    Args:
+        patience: seconds that the first one has to last.
+
+    Examples:
+        >>> stall = Stall(patience=0.0)
+        >>> stall.is_news(True), stall.is_news(True), stall.is_news(False)
+        (True, False, False)
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._since: float | None = None
+        self._told = False
+
+    def is_news(self, stalled: bool) -> bool:
+        """Whether it is to be told now.
+
+        Args:
+            stalled: whether nothing goes on at this moment.
+        """
+        if not stalled:
+            self._since, self._told = None, False
+            return False
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if self._told or now - self._since < self.patience:
+            return False
+        self._told = True
+        self.patience *= 2
+        return True
