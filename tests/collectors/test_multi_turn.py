@@ -810,21 +810,42 @@ def test_what_an_environment_says_about_a_turn_is_kept(guesser):
     [
         ("reset", "guess", r"TextEnv.reset must return a list of messages .* got str \(guess\)"),
         ("reset", {"role": "user", "content": "x"}, r"reset must return a list .* got dict"),
-        ("reset", None, r"reset must return a list of messages .* got NoneType"),
+        (
+            "reset",
+            None,
+            r"reset must return a list of messages .* got NoneType .* from Wrong.reset",
+        ),
         ("reset", ["guess"], r"reset must return .* got str \(guess\) among them"),
+        ("reset", ([], {}), r"reset must return .* got list \(\[\]\) among them, from Wrong.reset"),
         ("step", {"reward": 1}, r"TextEnv.step must return a TextStep, got dict"),
-        ("step", TextStep(["higher"]), r"TextStep.messages must be a list .* got str"),
-        ("step", TextStep(reward=None), r"TextStep.reward must be a number, got NoneType"),
+        ("step", None, r"TextEnv.step must return a TextStep, got NoneType"),
+        (
+            "step",
+            ([], 1.0, True, False, {}),
+            r"TextEnv.step must return a TextStep, got tuple \(\(.* from Wrong.step: return "
+            r"torchrl_mt.envs.TextStep\(messages, reward=..., done=...\)",
+        ),
+        ("step", TextStep(["higher"]), r"TextStep.messages must be .* got str .* from Wrong.step"),
+        ("step", TextStep(reward=None), r"TextStep.reward must be .* got NoneType .* Wrong.step"),
     ],
 )
-def test_what_no_environment_may_return_is_named(guesser, method, value, message):
-    wrong = type("Wrong", (Talk,), {method: lambda self, _: value})
+@pytest.mark.parametrize("kind", ["thread", "inline", "async"])
+def test_what_no_environment_may_return_is_named(guesser, method, value, message, kind):
+    def answer(self, _):
+        return value
+
+    async def answer_later(self, _):
+        return value
+
+    answers = answer_later if kind == "async" else answer
+    wrong = type("Wrong", (Talk,), {method: answers, "inline": kind == "inline"})
     with (
         MultiTurnCollector(wrong, guesser, [{"turns": 1}], episodes_per_batch=1) as collector,
         pytest.raises(RuntimeError, match=message) as caught,
     ):
         next(iter(collector))
     assert isinstance(caught.value.__cause__, TypeError)
+    assert collector.stats()["rejected/TypeError"] == collector.stats()["rejected"] > 0
 
 
 def test_a_factory_of_something_else_is_named(guesser):

@@ -138,7 +138,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
         opening = await within(
             _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
         )
-        new = _messages(opening, "TextEnv.reset must return")
+        new = _messages(opening, "TextEnv.reset must return", env, "reset")
         dialogue = list(new)
         prompt: Sequence[int] = chat.open(new)
         if limits.response_budget(len(prompt))[0] == 0:
@@ -165,9 +165,9 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                 return
             answered = False
             step = await _answer(env, said["content"], limits, time.perf_counter() - begin)
-            turn.reward, turn.info = _reward(step), step.info
+            turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
-            new = _messages(step.messages, "TextStep.messages must be")
+            new = _messages(step.messages, "TextStep.messages must be", env, "step")
             if recorder.closed:  # The environment went on when its time was up.
                 raise LimitReached(StopReason.EPISODE_TIMEOUT)
             answered = True
@@ -227,28 +227,35 @@ async def _answer(env: TextEnv, response: str, limits: Limits, used: float) -> T
             seconds, reason = left, StopReason.TURN_TIMEOUT
     step = await within(_ask(env, env.step, response), seconds, reason)
     if not isinstance(step, TextStep):
-        raise TypeError(f"TextEnv.step must return a TextStep, got {_shown(step)}.")
+        raise TypeError(
+            f"TextEnv.step must return a TextStep, got {_shown(step)} from {type(env).__name__}.step: "
+            "return torchrl_mt.envs.TextStep(messages, reward=..., done=...)."
+        )
     return step
 
 
-def _messages(value: Any, what: str) -> list[Message]:
-    """The messages that an environment gave; ``what`` begins the error."""
+def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]:
+    """The messages that an environment's method gave; ``what`` begins the error."""
     expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
+    source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{expected} {_shown(value)}.")
+        raise TypeError(f"{expected} {_shown(value)} {source}.")
     messages = list(value)
     for message in messages:
         if not isinstance(message, Mapping):
-            raise TypeError(f"{expected} {_shown(message)} among them.")
+            raise TypeError(f"{expected} {_shown(message)} among them, {source}.")
     return messages
 
 
-def _reward(step: TextStep) -> float:
+def _reward(step: TextStep, env: TextEnv) -> float:
     """The step's reward as a number."""
     try:
         return float(step.reward)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"TextStep.reward must be a number, got {_shown(step.reward)}.") from None
+        raise TypeError(
+            f"TextStep.reward must be a number, got {_shown(step.reward)} from "
+            f"{type(env).__name__}.step."
+        ) from None
 
 
 def _shown(value: Any) -> str:
