@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import threading
@@ -358,6 +359,41 @@ def test_an_evaluation_that_can_only_fail_says_so(engine):
         kept = collector.evaluate([*broken[:1], {"turns": 1}])
         assert kept["group"].tolist() == [1]
         assert collector.stats()["eval/rejected/OSError"] == 6
+
+
+def test_degenerate_behaviour_shows_in_the_statistics(tokenizer):
+    """Why accepted episodes ended, since the beginning; how long they are, in the last batch."""
+    answers = itertools.cycle([[5, tokenizer.eos_token_id], [5] * 8])
+    engine = ScriptedEngine(tokenizer, lambda prompt: next(answers))
+    data = [{"turns": 3}, {"turns": 1}, {"turns": 1, "fail_at": 1, "error": OSError()}]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=2,
+        max_concurrency=1,
+        limits=Limits(max_response_tokens=4, max_turns=2),
+    ) as collector:
+        assert collector.stats()["turns_per_episode"] == collector.stats()["tokens_per_turn"] == 0
+        stop, turns, tokens = Counter(), [], []
+        for _, batch in zip(range(3), collector, strict=False):
+            ends = [reason for reason in batch["stop_reason"] if reason]
+            stop.update(ends)
+            turns.append(len(batch) / 2)
+            sampled = batch.get(("tokens", "response"), as_list=True)
+            tokens.append(sum(len(tensor) for tensor in sampled) / len(batch))
+            stats = collector.stats()
+            assert {k[5:]: v for k, v in stats.items() if k.startswith("stop/")} == dict(stop)
+            assert stats["turns_per_episode"] == pytest.approx(turns[-1])
+            assert stats["tokens_per_turn"] == pytest.approx(tokens[-1])
+        assert len(set(turns)) > 1 or len(set(tokens)) > 1
+        collector.evaluate([{"turns": 1}], max_new_tokens=4)
+        ended = {k: v for k, v in collector.stats().items() if k.startswith("eval/stop/")}
+        assert sum(ended.values()) == 1
+        state = collector.state_dict()
+    with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2) as collector:
+        collector.load_state_dict(state)
+        assert collector.stats()["stop/max_response_tokens"] == stop["max_response_tokens"] > 0
 
 
 def test_items_of_a_cut_batch_are_played_again(engine):

@@ -484,11 +484,13 @@ class MultiTurnCollector(BaseCollector):
 
         Returns:
             ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (not settled yet)
-            episodes, ``rejected/<cause>``, and of the accepted ones ``turns``, ``tokens`` (sampled) and
-            ``forks``; ``queue``, the episodes that wait to be delivered; ``tokens_per_second``;
-            ``staleness/mean`` and ``staleness/max``, the versions between an episode's oldest token and
-            its delivery, over the last batch; ``policy_version``; with ``dump_dir`` ``dump_errors``;
-            those of evaluations under ``eval/``.
+            episodes, ``rejected/<cause>``, and of the accepted ones ``stop/<reason>`` (see
+            :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled) and ``forks``;
+            ``queue``, the episodes that wait to be delivered; ``tokens_per_second``; over the last
+            batch ``turns_per_episode`` and ``tokens_per_turn``, both means, and ``staleness/mean`` and
+            ``staleness/max``, the versions between an episode's oldest token and its delivery;
+            ``policy_version``; with ``dump_dir`` ``dump_errors``; the counts of evaluations under
+            ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
         stats["queue"] = self._scheduler.ready

@@ -38,6 +38,8 @@ class Tally:
         self._logged: set[str] = set()
         self._ages: list[int] = []
         """Of the episodes last accepted, the versions since their oldest token."""
+        self._last: Counter[str] = Counter()
+        """The episodes last accepted, their turns and their tokens."""
         self._new_tokens = 0
         self._began: float | None = None
 
@@ -57,19 +59,31 @@ class Tally:
     def accept(self, episodes: Iterable[Episode], *, version: int = 0) -> None:
         """Enter episodes that were delivered, when the weights had that version."""
         # Counted before the lock is taken, which others need to begin an episode.
-        facts = [(e, len(e.turns), e.num_tokens, e.num_forks, e.age(version)) for e in episodes]
+        facts = [
+            (
+                episode,
+                Counter(
+                    accepted=1,
+                    turns=len(episode.turns),
+                    tokens=episode.num_tokens,
+                    forks=episode.num_forks,
+                ),
+                episode.stop_reason,
+                episode.age(version),
+            )
+            for episode in episodes
+        ]
         with self._lock:
-            ages = []
-            for episode, turns, tokens, forks, age in facts:
+            self._ages, self._last = [], Counter()
+            for episode, counts, reason, age in facts:
                 if not self._settle([episode]):
                     continue
-                self._counts["accepted"] += 1
-                self._counts["turns"] += turns
-                self._counts["tokens"] += tokens
-                self._counts["forks"] += forks
-                self._new_tokens += tokens
-                ages += [] if age is None else [age]
-            self._ages = ages
+                self._last.update(counts)
+                if reason is not None:
+                    self._counts[f"stop/{reason.value}"] += 1
+                self._ages += [] if age is None else [age]
+            self._counts.update(self._last)
+            self._new_tokens += self._last["tokens"]
 
     def reject(self, episodes: Iterable[Episode], cause: str) -> None:
         """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
@@ -109,12 +123,16 @@ class Tally:
             return stats
 
     def rates(self) -> dict[str, float]:
-        """Tokens accepted per second since the first episode began here, and how old they were."""
+        """Tokens accepted per second since the first episode began here; of the episodes last accepted,
+        how old and how long they were.
+        """
         with self._lock:
             seconds = 0.0 if self._began is None else time.monotonic() - self._began
-            ages = self._ages
+            ages, last = self._ages, self._last
             return {
                 "tokens_per_second": self._new_tokens / seconds if seconds else 0.0,
+                "turns_per_episode": last["turns"] / max(last["accepted"], 1),
+                "tokens_per_turn": last["tokens"] / max(last["turns"], 1),
                 "staleness/mean": sum(ages) / len(ages) if ages else 0.0,
                 "staleness/max": float(max(ages, default=0)),
             }
