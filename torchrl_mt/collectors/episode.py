@@ -74,6 +74,7 @@ class Episode:
     """Whether it is played for evaluation."""
     extra: TensorDictBase | None = None
     """Entries that a workflow returned, ``[T]``: a step a turn."""
+    _plan: RowPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def task_id(self) -> Any:
@@ -105,14 +106,19 @@ class Episode:
         return version - min(versions) if versions else None
 
     def row_plan(self) -> RowPlan:
-        """Which training row each turn goes on with."""
+        """Which training row each turn goes on with; made once when the episode is over."""
+        if self._plan is not None:
+            return self._plan
         answers = [turn.completion.token_ids for turn in self.turns]
-        return plan_rows(
+        plan = plan_rows(
             _prompts([turn.prompt_ids for turn in self.turns]),
             torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64),
             [len(answer) for answer in answers],
             [0] * len(answers),
         )
+        if self.stop_reason is not None:
+            self._plan = plan
+        return plan
 
 
 def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
