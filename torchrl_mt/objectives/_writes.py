@@ -1,6 +1,6 @@
-"""Whether entries can be written to rows, found out before anything is computed.
+"""Entries are written to rows all together or not at all.
 
-What passes these checks can be written whole, so that a failing call leaves no row half-written.
+What stands in the way is found before anything is computed; what fails nevertheless is taken back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import combinations
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import nn
 
 
@@ -52,6 +52,11 @@ def check_writable(rows: TensorDictBase, keys: Sequence[NestedKey]) -> None:
     trial = rows.copy()
     for key in keys:
         path = as_path(key)
+        if any(node.is_locked for node, _ in _places(rows, path)):
+            raise ValueError(
+                f"rows cannot be given the entry {key!r}: part of what would hold it is locked; "
+                "unlock it, or give a copy that is not, which shares the tensors: rows.copy()."
+            )
         for depth in range(1, len(path) + 1):
             there = rows.get(path[:depth], None)
             leaf = there is None or not isinstance(there, TensorDictBase)
@@ -66,6 +71,37 @@ def check_writable(rows: TensorDictBase, keys: Sequence[NestedKey]) -> None:
             trial.set(key, torch.zeros((), device=rows.device).expand(*rows.batch_size))
         except Exception as error:
             raise ValueError(f"rows cannot be given the entry {key!r}: {error}") from error
+
+
+@contextmanager
+def restored_on_failure(rows: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[None]:
+    """Take back what was written to rows under these keys if what is inside fails."""
+    before = [
+        (node, name, node.get(name, None))
+        for key in keys
+        for node, name in _places(rows, as_path(key))
+    ]
+    try:
+        yield
+    except BaseException:
+        for node, name, there in before:
+            if there is None:
+                node.pop(name, None)
+            elif node.get(name, None) is not there:
+                node.set(name, there)
+        raise
+
+
+def _places(rows: TensorDictBase, path: tuple[str, ...]) -> Iterator[tuple[TensorDictBase, str]]:
+    """Every tensordict on the way to an entry and the name that follows in it, through all of a stack."""
+    if isinstance(rows, LazyStackedTensorDict):
+        for part in rows.tensordicts:
+            yield from _places(part, path)
+        return
+    yield rows, path[0]
+    inner = rows.get(path[0], None)
+    if len(path) > 1 and isinstance(inner, TensorDictBase):
+        yield from _places(inner, path[1:])
 
 
 @contextmanager

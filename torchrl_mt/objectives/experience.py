@@ -17,7 +17,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._writes import check_distinct, check_writable, unchanged_on_failure
+from torchrl_mt.objectives._writes import (
+    check_distinct,
+    check_writable,
+    restored_on_failure,
+    unchanged_on_failure,
+)
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import Filter, filter_weight, find_filters, reads_group
 from torchrl_mt.objectives.functional import kl_estimate
@@ -83,7 +88,9 @@ class ExperienceMaker(TensorDictModuleBase):
         reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards
             (:meth:`~torchrl_mt.objectives.RewardMix.transformed`): a
             :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
-            ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``.
+            ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``. What a call that fails later did
+            to the buffers of a module, given itself or as its bound method, is undone; what it did to
+            state that a plain function reaches is not.
         advantage: See above.
         gamma: Discount in [0, 1]: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token.
         lmbda: Trace decay in [0, 1]: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of
@@ -272,14 +279,15 @@ class ExperienceMaker(TensorDictModuleBase):
                 reward, log-probability, value or advantage that counts is not finite, or a reward
                 source answers what it must not, or the rows are locked or something else lies where an
                 output goes; the rows are then unchanged.
-            RewardError: If a reward server fails; the rows are then unchanged.
+            RewardError: If a reward server fails; the rows are then unchanged, and calling again is safe.
         """
         batch = read_batch(tensordict, self.tensor_keys)
         check_writable(tensordict, self.out_keys)
         with unchanged_on_failure(self.reward.transform):
             out, metrics = self._outputs(batch)
-            for name, value in out.items():
-                tensordict.set(getattr(self.tensor_keys, name), value)
+            with restored_on_failure(tensordict, self.out_keys):
+                for name, value in out.items():
+                    tensordict.set(getattr(self.tensor_keys, name), value)
         if "kl" in out:
             update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
         self.metrics = metrics
