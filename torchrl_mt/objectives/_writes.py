@@ -93,7 +93,7 @@ def restored_on_failure(rows: TensorDictBase, keys: Sequence[NestedKey]) -> Iter
 
 
 def _places(rows: TensorDictBase, path: tuple[str, ...]) -> Iterator[tuple[TensorDictBase, str]]:
-    """Every tensordict on the way to an entry and the name that follows in it, through all of a stack."""
+    """Every tensordict on the way to an entry, all parts of a stack, and the name that follows in it."""
     if isinstance(rows, LazyStackedTensorDict):
         for part in rows.tensordicts:
             yield from _places(part, path)

@@ -34,7 +34,7 @@ from torchrl_mt.objectives.kl_control import (
     update_kl_coefficient,
 )
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform, summary
-from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
+from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, put, read_batch
 from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
@@ -230,6 +230,8 @@ class ExperienceMaker(TensorDictModuleBase):
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
 
+        Reward sources and filters find them under their usual keys nevertheless.
+
         Args:
             **kwargs: Names of ``tensor_keys`` with their keys; ``None`` sets the default again.
 
@@ -279,7 +281,8 @@ class ExperienceMaker(TensorDictModuleBase):
                 reward, log-probability, value or advantage that counts is not finite, or a reward
                 source answers what it must not, or the rows are locked or something else lies where an
                 output goes; the rows are then unchanged.
-            RewardError: If a reward server fails; the rows are then unchanged, and calling again is safe.
+            RewardError: If a reward server fails; the rows are then unchanged, so that calling again
+                is safe.
         """
         batch = read_batch(tensordict, self.tensor_keys)
         check_writable(tensordict, self.out_keys)
@@ -304,13 +307,14 @@ class ExperienceMaker(TensorDictModuleBase):
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.credit.kind == "turn" and batch.has("turn_return")):
-            keys = {
-                "reward_key": self.tensor_keys.reward,
-                "label_key": self.tensor_keys.label,
-                "mask_key": self.tensor_keys.assistant_mask,
-            }
             reward, metrics = self.reward(
-                batch.with_usual_keys(), batch.episodes, valid=batch.valid, **keys
+                batch.rows,
+                batch.episodes,
+                valid=batch.valid,
+                shown=batch.with_usual_keys(),
+                reward_key=self.tensor_keys.reward,
+                label_key=self.tensor_keys.label,
+                mask_key=self.tensor_keys.assistant_mask,
             )
 
         if self.old_log_probs == "actor" or self.with_entropy:
@@ -343,7 +347,7 @@ class ExperienceMaker(TensorDictModuleBase):
         out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
             completed = batch.with_usual_keys(out)
-            completed.set(_rows.EPISODE_SCORE, batch.scores(reward))
+            put(completed, _rows.EPISODE_SCORE, batch.scores(reward))
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)

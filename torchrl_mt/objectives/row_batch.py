@@ -17,6 +17,7 @@ from torchrl_mt.objectives._rows import (
     read_episode,
     read_valid,
 )
+from torchrl_mt.objectives._writes import as_path
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional._checks import check_mask
 from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
@@ -147,15 +148,15 @@ class RowBatch:
     def with_usual_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
         """Copy the rows, without their values, such that entries lie under their usual keys, too.
 
-        What was ``made`` already, by the names of the keys, is added.
+        What was ``made`` already, by the names of the keys, is added. What lies in the way is left out.
         """
         out = self.rows.copy()
         for field in fields(self.keys):
             key, usual = getattr(self.keys, field.name), getattr(ExperienceKeys, field.name)
             if key != usual and self.has(field.name):
-                out.set(usual, self.rows.get(key))
+                put(out, usual, self.rows.get(key))
         for name, value in (made or {}).items():
-            out.set(getattr(ExperienceKeys, name), value)
+            put(out, getattr(ExperienceKeys, name), value)
         return out
 
     def scores(self, reward: Tensor | None) -> Tensor:
@@ -222,6 +223,16 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
             f"{int(_read(rows, keys, 'episode')[mixed][0])} are rejected and others are not."
         )
     return RowBatch(rows, keys, tokens, attention_mask, mask, turns, episode, episodes, valid)
+
+
+def put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
+    """Set an entry; a tensor that lies where a nested one must begin goes."""
+    path = as_path(key)
+    for depth in range(1, len(path)):
+        there = rows.get(path[:depth], None)
+        if there is not None and not isinstance(there, TensorDictBase):
+            rows.del_(path[:depth])
+    rows.set(key, value)
 
 
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:

@@ -126,6 +126,7 @@ class RewardMix(nn.Module):
         episodes: EpisodeIndex,
         *,
         valid: Tensor | None = None,
+        shown: TensorDictBase | None = None,
         reward_key: NestedKey = _rows.REWARDS,
         label_key: NestedKey = _rows.LABEL,
         mask_key: NestedKey = _rows.ASSISTANT_MASK,
@@ -137,6 +138,7 @@ class RewardMix(nn.Module):
             episodes: Their episodes.
             valid: ``[N]`` bool: rejected rows, false here, are given to no source, enter no metric
                 and have the reward 0.
+            shown: The same rows under their usual keys, as sources are given them; ``rows`` by default.
             reward_key: Where the episodes' own rewards are.
             label_key: Where each row's label is, non-tensor.
             mask_key: Where the mask of sampled tokens is, for errors.
@@ -153,6 +155,7 @@ class RewardMix(nn.Module):
         """
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
+        shown = rows if shown is None else shown
         labels = self._labels(rows, episodes, label_key, valid)
         # Rejected rows have no label, and so no source.
         number: dict[str | None, int] = {label: k for k, label in enumerate(self.weights)}
@@ -178,10 +181,10 @@ class RewardMix(nn.Module):
                     reward_key,
                     own,
                     wants.expand_as(own),
-                    rows.get(_rows.EPISODE, None),
+                    shown.get(_rows.EPISODE, None),
                     "what made the rewards is at fault; drop the episode or mark it as not valid.",
                 )
-                scored[i] = _on_sampled(torch.where(wants, own, 0.0), episodes, rows)
+                scored[i] = _on_sampled(torch.where(wants, own, 0.0), episodes, shown)
                 continue
             if getattr(source, "per_episode", False):
                 outcome = torch.zeros_like(wants)
@@ -193,9 +196,9 @@ class RewardMix(nn.Module):
             asked.append(i)
             places.append(place)
             # By index, which copies: a source cannot change the rows of its caller.
-            calls.append((self.names[i], cast(RewardSource, source), rows[place]))
+            calls.append((self.names[i], cast(RewardSource, source), shown[place]))
         for i, place, answer in zip(asked, places, ask(calls), strict=True):
-            scored[i] = _place(self.names[i], answer.to(total.device), place, episodes, rows)
+            scored[i] = _place(self.names[i], answer.to(total.device), place, episodes, shown)
 
         metrics: dict[str, float] = {}
         episode_label = torch.zeros_like(episodes.last_token).scatter(0, episodes.of_row, of_row)
