@@ -143,3 +143,281 @@ def test_the_copy_shares_tensors_and_shows_the_usual_keys(rows):
     assert copy["kl"].all()
     assert "kl" not in batch
     assert isinstance(batch["group"], TensorDict)
+
+
+def rejecting(batch, n=2):
+    batch["valid"] = batch["episode"] != batch["episode"][n]
+    return batch
+
+
+def first_sampled(batch, n):
+    return int(batch["masks", "all_assistant_mask"][n].nonzero()[0])
+
+
+class Spoiled(torch.nn.Module):
+    """A model or a critic that gives no number after token 5."""
+
+    def __init__(self, model=None, value=float("nan")):
+        super().__init__()
+        self.model, self.value = model, value
+
+    def forward(self, input_ids, attention_mask):
+        bad = (input_ids == 5).cummax(-1).values
+        if self.model is None:
+            return torch.where(bad, self.value, input_ids.float())
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return torch.where(bad.unsqueeze(-1), self.value, logits)
+
+
+@pytest.mark.parametrize("advantage", ["gae", "turn_gae", "bilevel_gae", "grpo", "turn"])
+@pytest.mark.parametrize("old_log_probs", ["actor", "sampler"])
+def test_what_is_written_to_rejected_rows_is_finite(
+    model, other_model, rows, advantage, old_log_probs
+):
+    batch = rejecting(rows(n=9))
+    kept, mask = batch["valid"], batch["masks", "all_assistant_mask"]
+    tokens = batch["tokens", "full"]
+    tokens[tokens == 5] = 6
+    tokens[2, 0] = 5
+    for key in ("log_probs", "rewards"):
+        batch[key, "full"][~kept] = float("inf")
+    options = {
+        "advantage": advantage,
+        "old_log_probs": old_log_probs,
+        "reward": [("episode", 1.0)],
+        "whiten": True,
+        "kl_coef": 0.1,
+        "with_entropy": True,
+    }
+    maker = ExperienceMaker(Spoiled(model), ref=Spoiled(other_model), critic=Spoiled(), **options)
+    out = maker(batch)
+    sound = rows(n=9)[kept].clone()
+    sound["tokens", "full"] = tokens[kept]
+    expected = ExperienceMaker(model, ref=other_model, critic=Spoiled(), **options)(sound)
+    for key in maker.out_keys:
+        assert out[key].isfinite().all(), key
+        assert not out[key][~mask].any(), key
+        torch.testing.assert_close(out[key][kept], expected[key], atol=1e-4, rtol=1e-4)
+    assert not out["values"][2].any()
+    assert not out["kl"][2].any()
+    assert not out["entropy"][2].any()
+
+
+def test_finite_log_probs_of_rejected_rows_stay(model, rows):
+    batch = rejecting(rows())
+    t = first_sampled(batch, 2)
+    batch["log_probs", "full"][2, t] = float("-inf")
+    out = ExperienceMaker(model)(batch)["log_probs", "old"]
+    expected = rows()["log_probs", "full"]
+    expected[2, t] = 0.0
+    assert torch.equal(out, expected)
+
+
+def test_given_returns_of_rejected_rows_are_none(model, rows):
+    batch = rejecting(rows())
+    mask = batch["masks", "all_assistant_mask"]
+    batch["rewards", "to_go"] = torch.where(mask, 3.0, 0.0)
+    out = ExperienceMaker(model, advantage="turn")(batch)["returns"]
+    assert torch.equal(out, torch.where(mask & batch["valid"][:, None], 3.0, 0.0))
+
+
+def refused(maker, batch, error, message):
+    before = batch.clone()
+    with pytest.raises(error, match=message):
+        maker(batch)
+    assert set(batch.keys(True)) == set(before.keys(True))
+    for key in before.keys(True, True):
+        torch.testing.assert_close(batch[key], before[key], rtol=0, atol=0, equal_nan=True)
+    assert maker.metrics == {}
+
+
+@pytest.mark.parametrize("filters", [(), "top_entropy"])
+def test_an_entropy_that_is_no_number_is_named(model, rows, filters):
+    batch = rows()
+    batch["tokens", "full"][3, 0] = 5
+    maker = ExperienceMaker(Spoiled(model), with_entropy=True, filters=filters)
+    refused(
+        maker, batch, ValueError, r"'entropy' must be finite where it counts, got nan in episode"
+    )
+
+
+HUGE = 3e38
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    ["grpo", "dr_grpo", "rloo", "opo", "max_rl", "batch", "turn", "gae", "turn_gae", "bilevel_gae"],
+)
+def test_own_rewards_that_overflow_in_sum_are_named(model, rows, advantage):
+    batch = rows()
+    batch["rewards", "full"] = torch.where(batch["masks", "all_assistant_mask"], HUGE, 0.0)
+    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage, lmbda=1.0)
+    refused(maker, batch, ValueError, "must be finite where it counts, got .*inf.* in episode")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_sources_that_overflow_in_sum_are_named(model, rows, sign):
+    def a(rows):
+        return torch.full((len(rows),), sign * HUGE)
+
+    def b(rows):
+        return torch.full((len(rows),), sign * HUGE * 2 / 3)
+
+    maker = ExperienceMaker(model, reward=[(a, 1.0), (b, 1.0)])
+    refused(maker, rows(), ValueError, "label 'default': .*'a' and 'b'.* must add up to finite")
+    maker = ExperienceMaker(model, reward=[(a, 2.0)])
+    refused(maker, rows(), ValueError, "label 'default': .*'a' must add up to finite numbers")
+    for weight in (1e300, -1e39):
+        with pytest.raises(ValueError, match=r"weight of 'episode' must be a finite number, at most 3.4e38, got .*1e\+"):
+            ExperienceMaker(model, reward=[("episode", weight)])
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_advantages_that_overflow_are_named(model, rows, whiten):
+    """Returns that are finite, the differences of which are not."""
+    batch = rows(n=4)
+    batch["episode"], batch["group"] = torch.arange(4), torch.tensor([0, 0, 1, 1])
+    mask = batch["masks", "all_assistant_mask"]
+    batch["rewards", "full"] = torch.zeros(mask.shape)
+    for n, reward in enumerate((HUGE, -HUGE, 1.0, 2.0)):
+        batch["rewards", "full"][n, first_sampled(batch, n)] = reward
+    maker = ExperienceMaker(model, advantage="rloo", whiten=whiten)
+    refused(maker, batch, ValueError, "'advantage' must be finite where it counts")
+
+
+def test_what_a_function_says_of_tokens_that_are_never_trained_is_not_read(model, rows):
+    batch = rows()
+    batch["masks", "all_assistant_mask"][:, 0] = True
+
+    def advantage(rows):
+        out = torch.ones(rows["returns"].shape)
+        out[:, 0] = float("nan")
+        return out
+
+    out = ExperienceMaker(model, advantage=advantage)(batch)["advantage"].squeeze(-1)
+    expected = batch["masks", "all_assistant_mask"].float()
+    expected[:, 0] = 0.0
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        (("tokens", "full"), {}),
+        (("turns", "full"), {}),
+        ("episode", {}),
+        ("episode_index", {}),
+        ("fork", {}),
+        ("group", {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_ids_that_are_no_integers_are_named(model, rows, key, options, dtype):
+    batch = rows()
+    batch["episode_index"] = batch["episode"].clone()
+    batch["fork"] = (torch.arange(6) % 3 == 1).long()
+    batch[key] = batch[key].to(dtype)
+    text = str(key).replace("(", r"\(").replace(")", r"\)")
+    refused(
+        ExperienceMaker(model, **options), batch, TypeError, f"{text}.* must hold integers, got"
+    )
+
+
+def test_ids_that_are_no_tensors_are_named(model, rows):
+    batch = rows()
+    batch["episode"] = ["a", "b", "c", "d", "e", "f"]
+    with pytest.raises(TypeError, match="'episode' of rows must hold integers, got NonTensorStack"):
+        ExperienceMaker(model)(batch)
+
+
+@pytest.mark.parametrize("key", [("rewards", "full"), ("rewards", "to_go"), ("log_probs", "full")])
+def test_entries_that_are_no_real_numbers_are_named(model, rows, key):
+    batch = rows()
+    batch[key] = torch.ones(6, 12, dtype=torch.complex64) * 1j
+    options = {"advantage": "turn"} if key[1] == "to_go" else {}
+    maker = ExperienceMaker(model, **options)
+    refused(maker, batch, TypeError, "of rows must hold real numbers, got torch.complex64")
+
+
+def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
+    def imaginary(rows):
+        return torch.ones(6, 12, dtype=torch.complex64) * 1j
+
+    def nothing(rows):
+        return None
+
+    for options, error, message in [
+        ({"advantage": imaginary}, TypeError, r"the result of advantage\(rows\) must be real"),
+        ({"advantage": nothing}, TypeError, r"the result of advantage\(rows\) must be a tensor"),
+        (
+            {"filters": imaginary},
+            TypeError,
+            "a filter must return real weights, got torch.complex64",
+        ),
+        (
+            {"filters": nothing},
+            TypeError,
+            "a filter must return a tensor of weights, got None from",
+        ),
+        ({"reward": imaginary}, TypeError, "reward source 'imaginary' must answer with .*real"),
+        ({"reward_transform": lambda r, m: r * 1j}, TypeError, "reward_transform.* must be real"),
+        ({"reward_transform": lambda r, m: None}, TypeError, "reward_transform.* must be a tensor"),
+    ]:
+        refused(ExperienceMaker(model, **options), rows(), error, message)
+
+
+def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
+    two = torch.cat([rows(), rows()])
+    two["episode_index"] = torch.cat([rows()["episode"], rows()["episode"] + 100])
+    two["fork"] = (torch.arange(12) % 3 == 1).long()
+    maker = ExperienceMaker(model)
+    t = first_sampled(two, 0)
+    turn = int(two["turns", "full"][0, t])
+    message = rf"turn {turn} of episode 0 lies in row 0 and in row 6.*'episode_index'"
+    with pytest.raises(ValueError, match=message):
+        maker(two.select(*maker.in_keys))
+    expected = maker(two.clone())["advantage"]
+    assert torch.equal(
+        maker(two.select(*maker.in_keys, "episode_index", "fork"))["advantage"], expected
+    )
+
+
+def test_scores_of_given_returns_are_those_of_first_turns(model, rows):
+    """Of each episode its own, which differ, whatever the last turns return."""
+    batch = rows(n=6, suffix_padding=False)
+    batch["episode"] = torch.tensor([4, 4, 1, 1, 0, 2])
+    batch["group"] = torch.zeros(6, dtype=torch.long)
+    batch["turns", "full"][[1, 3]] += 30
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    batch["rewards", "to_go"] = torch.where(mask, 100.0 * batch["episode"][:, None] - turns, 0.0)
+    seen = []
+
+    def one(rows):
+        seen.append(rows[EPISODE_SCORE])
+        return torch.ones(len(rows))
+
+    ExperienceMaker(model, advantage="turn", filters=one)(batch)
+    first = {}
+    for n, t in mask.nonzero().tolist():
+        e = int(batch["episode"][n])
+        first[e] = min(first.get(e, 999), int(turns[n, t]))
+    expected = [100.0 * e - first[e] for e in batch["episode"].tolist()]
+    assert seen[0].tolist() == expected
+
+
+def test_scores_add_up_in_double_precision(model, rows):
+    """Rewards that cancel, between which a small one would be lost."""
+    batch = rows(n=2, s=40, suffix_padding=False)
+    batch["episode"], batch["group"] = torch.tensor([0, 1]), torch.tensor([0, 0])
+    batch["rewards", "full"].zero_()
+    for n, parts in enumerate(([1e8, 1.0, -1e8], [1.0, 1e8, -1e8])):
+        places = batch["masks", "all_assistant_mask"][n].nonzero()[: len(parts), 0]
+        batch["rewards", "full"][n, places] = torch.tensor(parts)
+    seen = []
+
+    def one(rows):
+        seen.append(rows[EPISODE_SCORE])
+        return torch.ones(len(rows))
+
+    ExperienceMaker(model, filters=one)(batch)
+    assert seen[0].tolist() == [1.0, 1.0]

@@ -35,6 +35,7 @@ CRITIC_KINDS = ("gae", "turn_gae", "bilevel_gae")
 """The kinds that need a critic."""
 GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH)
 """The kinds that read the group: to the others the whole batch is one."""
+_TOO_LARGE = "rewards (or values) are too large for sums in float32; scale them down."
 ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 
@@ -101,20 +102,27 @@ class Credit:
             rows, too.
 
         Raises:
-            ValueError: If a function of rows returns what is not finite, or of another shape.
+            ValueError: If returns or advantages are not finite where they count, or a function of rows
+                returns another shape.
+            TypeError: If it returns no tensor of real numbers.
         """
         if self.needs_critic:
             assert reward is not None
             advantage, returns = self._with_critic(batch, reward + kl_reward, made["value"])
         else:
             returns = self._returns_to_go(batch, reward, kl_reward)
-            if callable(self.kind):
-                advantage = _called(self.kind, batch, {**made, "value_target": returns})
-            else:
-                advantage = self._without_critic(batch, returns, self.kind)
+        returns = batch.settled("value_target", returns, batch.counted, _TOO_LARGE)
+        hint = _TOO_LARGE
+        if callable(self.kind):
+            advantage = _called(self.kind, batch, {**made, "value_target": returns})
+            hint = "advantage(rows) is at fault."
+        elif not self.needs_critic:
+            advantage = self._without_critic(batch, returns, self.kind)
+        advantage = batch.settled("advantage", advantage, batch.scored, hint)
         if self.whiten:
             advantage = masked_whiten(advantage, batch.scored)
-        return torch.where(batch.counted, advantage.float(), 0.0), returns
+            advantage = batch.settled("advantage", advantage, batch.scored, _TOO_LARGE)
+        return torch.where(batch.counted, advantage, 0.0), returns
 
     def _returns_to_go(self, batch: RowBatch, reward: Tensor | None, kl_reward: Tensor) -> Tensor:
         """Return-to-go of each turn, the KL's part in the reward included."""
@@ -164,5 +172,6 @@ def _called(
     # Its own copy: what it does in place is no business of the rows.
     result = advantage(completed.clone())
     check_shape("the result of advantage(rows)", result, batch.mask.shape)
-    batch.check_finite("advantage", result, batch.scored, "advantage(rows) is at fault.")
+    if result.is_complex():
+        raise TypeError(f"the result of advantage(rows) must be real, got {result.dtype}.")
     return result

@@ -43,6 +43,9 @@ from torchrl_mt.objectives.scoring.row_values import row_values
 OldLogProbs = Literal["sampler", "actor"]
 """Whose log-probabilities the importance ratio is taken against."""
 
+_SAMPLER_FAULT = (
+    "the sampler is at fault; drop the episode, or score the rows again with old_log_probs='actor'."
+)
 _MODEL_FAULT = "the model is at fault; look for NaN in its weights, or try another dtype."
 
 
@@ -74,7 +77,8 @@ class ExperienceMaker(TensorDictModuleBase):
     whatever rows its forks lie in; with a ``"gae"`` kind it is what the critic is trained towards.
 
     Rejected rows, on which ``"valid"`` ``[N]`` bool is there and false, go to no reward source, enter
-    no statistic and have reward and advantage 0; :class:`MultiTurnLoss` leaves them out.
+    no statistic and have reward and advantage 0; :class:`MultiTurnLoss` leaves them out. What is not
+    finite on them is written as 0, as everything is on tokens that were not sampled.
 
     No gradient flows; the models' modes and the random state are left as they were. After a call
     ``metrics`` has what the rewards, the KL and its coefficient were, as numbers.
@@ -84,7 +88,8 @@ class ExperienceMaker(TensorDictModuleBase):
         ref: The reference policy, of the same kinds; without it there is no KL.
         critic: As :func:`~torchrl_mt.objectives.row_values` takes it; it makes ``"values"``.
         reward: The source or the sources of rewards, by label
-            (:class:`~torchrl_mt.objectives.RewardMix`); the episodes' own by default.
+            (:class:`~torchrl_mt.objectives.RewardMix`); the episodes' own by default. Without a recipe
+            by label all rows are ``"default"`` in metrics, whatever their label.
         reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards
             (:meth:`~torchrl_mt.objectives.RewardMix.transformed`): a
             :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
@@ -303,7 +308,10 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.reads_group:
             batch.group()
         if self.old_log_probs == "sampler":
-            out["sample_log_prob"] = batch.sampler_log_probs()
+            old = batch.read("sampler_log_prob")
+            out["sample_log_prob"] = batch.settled(
+                "sampler_log_prob", old, batch.counted, _SAMPLER_FAULT
+            )
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.credit.kind == "turn" and batch.has("turn_return")):
@@ -320,24 +328,28 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
             if self.old_log_probs == "actor":
-                batch.check_finite("sample_log_prob", log_prob, batch.scored, _MODEL_FAULT)
-                out["sample_log_prob"] = log_prob
+                old = log_prob
+                out["sample_log_prob"] = batch.settled(
+                    "sample_log_prob", old, batch.scored, _MODEL_FAULT
+                )
             if entropy is not None:
-                out["entropy"] = entropy
+                out["entropy"] = batch.settled("entropy", entropy, batch.scored, _MODEL_FAULT)
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
-            out["ref_log_probs"] = self._score(self.ref, batch)[0]
-            batch.check_finite("ref_log_probs", out["ref_log_probs"], batch.scored, _MODEL_FAULT)
-            kl = kl_estimate(out["sample_log_prob"], out["ref_log_probs"], self.kl_kind)
-            batch.check_finite("kl", kl, batch.scored, "the policies are too far apart.")
-            out["kl"] = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
+            ref = self._score(self.ref, batch)[0]
+            out["ref_log_probs"] = batch.settled("ref_log_probs", ref, batch.scored, _MODEL_FAULT)
+            # Of what the models gave: zeros that stand for no number are no log-probabilities.
+            kl = kl_estimate(old.float(), ref, self.kl_kind)
+            kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
+            kl = batch.settled("kl", kl, batch.scored, "the policies are too far apart.")
+            out["kl"] = kl
             coefficient = kl_coefficient(self.kl_coef)
             metrics |= summary("kl", kl[batch.scored]) | {"kl_coef": coefficient}
             if coefficient:
                 kl_reward = torch.where(batch.scored, -coefficient * kl, 0.0)
         if self.critic is not None:
-            out["value"] = self._values(self.critic, batch)
-            batch.check_finite("value", out["value"], batch.counted, _MODEL_FAULT)
+            value = self._values(self.critic, batch)
+            out["value"] = batch.settled("value", value, batch.counted, _MODEL_FAULT)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
             reward = out["shaped_reward"] = self.reward.transformed(

@@ -130,11 +130,18 @@ def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor)
 
     Raises:
         ValueError: If a filter returns another shape, or a weight that is negative or not finite.
+        TypeError: If one returns no tensor of real numbers.
     """
     weight = mask.float()
     for one in filters:
         # Filters of others get a copy of their own: what they do in place stays theirs.
         factor = one(rows if _name(one) in FILTERS.values() else rows.clone())
+        if not isinstance(factor, Tensor):
+            raise TypeError(
+                f"a filter must return a tensor of weights, got {factor!r} from {one!r}."
+            )
+        if factor.is_complex():
+            raise TypeError(f"a filter must return real weights, got {factor.dtype} from {one!r}.")
         if factor.shape not in (mask.shape[:1], mask.shape):
             raise ValueError(
                 f"a filter must return weights of shape {tuple(mask.shape[:1])} or "

@@ -93,15 +93,26 @@ class RowBatch:
         episode = _read(self.rows, self.keys, "episode")
         check_finite(getattr(self.keys, name), value, where, episode, hint)
 
+    def settled(self, name: str, value: Tensor, where: Tensor, hint: str) -> Tensor:
+        """Write values ``[N, S]`` as finite float32, by the name of their key.
+
+        Refuses what is not finite where it counts; elsewhere that is 0, and so is every masked token.
+        """
+        value = value.float()
+        self.check_finite(name, value, where, hint)
+        return torch.where(self.mask & value.isfinite(), value, 0.0)
+
     def read(self, name: str) -> Tensor:
-        """Read another entry that has the tokens' shape, by the name of its key."""
+        """Read another entry of real numbers that has the tokens' shape, by the name of its key."""
         value = _read(self.rows, self.keys, name)
         check_like(getattr(self.keys, name), value, self.keys.action, self.mask.shape)
+        check_real(getattr(self.keys, name), value)
         return value
 
     def group(self) -> Tensor:
         """Read each row's group, ``[N]``."""
         group = _read(self.rows, self.keys, "group")
+        _check_integers(self.keys.group, group)
         check_like(self.keys.group, group, self.keys.episode, self.episode.shape)
         of_row = self.episodes.of_row
         one = group.new_zeros(len(self.episodes.last_token)).index_copy(0, of_row, group)
@@ -119,31 +130,15 @@ class RowBatch:
         """Whether the rows have an entry, by the name of its key."""
         return getattr(self.keys, name) in self.rows.keys(True)
 
-    def sampler_log_probs(self) -> Tensor:
-        """Read the sampler's log-probabilities, ``[N, S]`` float32, all of them finite.
-
-        Of rejected rows, what is not is 0.
-        """
-        log_prob = self.read("sampler_log_prob")
-        self.check_finite(
-            "sampler_log_prob",
-            log_prob,
-            self.counted,
-            "the sampler is at fault; drop the episode, or score the rows again with "
-            "old_log_probs='actor'.",
-        )
-        return torch.where(self.mask & log_prob.isfinite(), log_prob.float(), 0.0)
-
     def turn_returns(self) -> Tensor:
         """Read the returns that came with the rows, ``[N, S]`` float32: 0 where nothing counts."""
-        returns = self.read("turn_return")
-        self.check_finite(
+        returns = self.settled(
             "turn_return",
-            returns,
+            self.read("turn_return"),
             self.counted,
             "what made the rewards is at fault; drop the episode or mark it as not valid.",
         )
-        return torch.where(self.counted, returns.float(), 0.0)
+        return torch.where(self.counted, returns, 0.0)
 
     def with_usual_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
         """Copy the rows, without their values, such that entries lie under their usual keys, too.
@@ -185,12 +180,15 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
 
     Raises:
         KeyError: If an entry is missing.
-        ValueError: If shapes differ, a row is there twice, padding or nothing at all was sampled.
-        TypeError: If a mask is not boolean.
+        ValueError: If shapes differ, a row or a turn is there twice, padding or nothing at all was
+            sampled.
+        TypeError: If a mask is not boolean, or tokens or ids are no integers.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
     entries = [_read(rows, keys, name) for name in names]
     tokens, attention_mask, mask, turns = entries
+    for name in ("action", "turns", "episode", "episode_index", "fork"):
+        _check_integers(getattr(keys, name), rows.get(getattr(keys, name), None))
     if tokens.ndim != 2 or rows.batch_size != tokens.shape[:1]:
         raise ValueError(
             f"rows must have batch size [N] and {keys.action!r} shape [N, S], got "
@@ -214,6 +212,7 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
         )
     episode = read_episode(rows, keys.episode, keys.episode_index, keys.fork)
     episodes = index_episodes(mask, turns, episode)
+    _check_turns(rows, keys, turns, episodes)
     valid = read_valid(rows, keys.valid, mask)
     mixed = torch.zeros_like(episode).index_add(0, episodes.of_row, (~valid).to(episode.dtype))
     mixed = valid & (mixed[episodes.of_row] > 0)
@@ -233,6 +232,39 @@ def put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
         if there is not None and not isinstance(there, TensorDictBase):
             rows.del_(path[:depth])
     rows.set(key, value)
+
+
+def check_real(key: NestedKey, value: Tensor) -> None:
+    """Refuse an entry of complex numbers."""
+    if value.is_complex():
+        raise TypeError(f"the entry {key!r} of rows must hold real numbers, got {value.dtype}.")
+
+
+def _check_integers(key: NestedKey, value: object) -> None:
+    """Refuse an entry that is there and holds anything but integers."""
+    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+    if value is not None and (
+        not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+    ):
+        raise TypeError(f"the entry {key!r} of rows must hold integers, got {kind}.")
+
+
+def _check_turns(
+    rows: TensorDictBase, keys: ExperienceKeys, turns: Tensor, episodes: EpisodeIndex
+) -> None:
+    """Refuse a turn that was sampled in two rows, as where copies of an episode are taken for one."""
+    row, turn = episodes.token // turns.shape[1], turns.flatten()[episodes.token]
+    again = episodes.of_token[1:] == episodes.of_token[:-1]
+    again = (again & (turn[1:] == turn[:-1]) & (row[1:] != row[:-1])).nonzero()
+    if len(again):
+        at = int(again[0])
+        one, other = row[at : at + 2].tolist()
+        episode = int(_read(rows, keys, "episode")[one])
+        raise ValueError(
+            f"turn {int(turn[at])} of episode {episode} lies in row {one} "
+            f"and in row {other}: copies of an episode must differ in {keys.episode_index!r}, which "
+            "MergeTurns writes (keep it with the rows), and turns must count on from row to row."
+        )
 
 
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:

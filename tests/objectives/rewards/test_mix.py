@@ -81,10 +81,15 @@ def test_the_recipe_is_the_plain_weighted_sum(rows, seed):
     expected, scores = plain(recipe, batch)
     torch.testing.assert_close(reward.double(), expected, atol=1e-4, rtol=1e-4)
     assert not reward[~batch["masks", "all_assistant_mask"]].any()
-    assert len(metrics) == 3 * len(scores)
+    sums = {}
     for (label, name), values in scores.items():
-        values = torch.tensor(values, dtype=torch.float64)
-        prefix = f"reward/{label}/{name}"
+        weight = next(w for s, w in recipe[label] if getattr(s, "__name__", s) == name)
+        weighted = weight * torch.tensor(values, dtype=torch.float64)
+        sums[label,] = sums.get((label,), 0) + weighted
+    assert len(metrics) == 3 * len(scores) + 3 * len(sums)
+    for path, values in {**scores, **sums}.items():
+        values = torch.as_tensor(values, dtype=torch.float64)
+        prefix = "/".join(["reward", *path])
         assert metrics[f"{prefix}/count"] == len(values)
         assert metrics[f"{prefix}/mean"] == pytest.approx(float(values.mean()), abs=1e-4)
         assert metrics[f"{prefix}/std"] == pytest.approx(float(values.std(correction=0)), abs=1e-4)
@@ -142,6 +147,47 @@ def test_a_source_is_asked_once_for_all_labels_and_named_apart(rows):
     _, metrics = mixed(recipe, batch)
     assert calls == [6]
     assert {"reward/maths/<lambda>/mean", "reward/chat/<lambda>#2/mean"} <= set(metrics)
+
+
+def test_a_source_that_is_listed_twice_has_both_weights(rows):
+    batch = rows(n=7)
+    twice, metrics = mixed([(by_length, 0.5), ("episode", 1.0), (by_length, 2.0)], batch)
+    once, expected = mixed([(by_length, 2.5), ("episode", 1.0)], batch)
+    assert torch.equal(twice, once)
+    assert metrics == expected
+
+
+def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
+    calls = []
+
+    class Judge:
+        def __init__(self, score):
+            self.result = score
+
+        def score(self, rows):
+            calls.append(len(rows))
+            return torch.full((len(rows),), self.result)
+
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    judge, other = Judge(1.0), Judge(3.0)
+    recipe = {
+        "maths": [(judge.score, 1.0), (other.score, 0.5)],
+        "chat": [(judge.score, 2.0)],
+    }
+    _, metrics = mixed(recipe, labelled(rows(n=6)))
+    assert sorted(calls) == [3, 6]
+    means = {name: value for name, value in metrics.items() if name.endswith("/mean")}
+    assert means == {
+        "reward/maths/score/mean": 1.0,
+        "reward/maths/score#2/mean": 3.0,
+        "reward/maths/mean": 2.5,
+        "reward/chat/score/mean": 1.0,
+        "reward/chat/mean": 2.0,
+    }
 
 
 def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
@@ -251,12 +297,22 @@ def test_bad_recipes_and_labels_are_refused(rows):
     ]:
         with pytest.raises(error, match=message):
             RewardMix(recipe)
-    recipe = {"maths": [("episode", 1.0)], "chat": [("episode", 1.0)]}
+    own = [("episode", 1.0)]
+    recipe = {"maths": own, "chat": own}
     with pytest.raises(KeyError, match="rows lack the entry 'label'"):
         mixed(recipe, rows())
     batch = labelled(rows())
-    with pytest.raises(ValueError, match="'label' of row 3 must be one of 'maths', got 'chat'"):
-        mixed({"maths": [("episode", 1.0)]}, batch)
+    for given, n, unknown in [
+        ({"maths": own}, 3, "chat"),
+        ({"default": own, "chat": own}, 0, "maths"),
+    ]:
+        known = ", ".join(map(repr, given))
+        message = (
+            f"'label' of row {n} must be one of {known}, got '{unknown}': no recipe stands in "
+            rf"for another.*reward=\{{'{unknown}': \[\(source, weight\)\], ...\}}"
+        )
+        with pytest.raises(ValueError, match=message):
+            mixed(given, batch)
     batch["label"] = ["maths", "chat"] * 3
     with pytest.raises(ValueError, match="the same on all rows of an episode"):
         mixed(recipe, batch)

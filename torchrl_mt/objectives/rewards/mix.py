@@ -6,8 +6,8 @@ order of the rows changes nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinMethodType, MethodType
 from typing import Any, Literal, cast
 
 import torch
@@ -22,9 +22,12 @@ from torchrl_mt.objectives.functional._checks import check_shape
 from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.sources import RewardSource, ask
+from torchrl_mt.objectives.row_batch import check_real
 
 OWN: Literal["episode"] = "episode"
 DEFAULT = "default"
+
+_METHODS = (MethodType, BuiltinMethodType)
 
 Source = Literal["episode"] | RewardSource | nn.Module
 """The episode's own rewards, a callable (:mod:`~torchrl_mt.objectives.rewards.sources`), or a reward
@@ -53,8 +56,10 @@ class RewardMix(nn.Module):
     A source is given copies of the rows that it has a weight for, and asked once for all labels.
 
     Args:
-        recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Rows without
-            labels have the label ``"default"``, and so have all where there is no other recipe.
+        recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Without a recipe by
+            label no label is read: all rows have the label ``"default"``, also in metrics, whatever
+            their own is. With one, each label must have its recipe, for none stands in for another;
+            ``"default"`` is that of rows without the entry.
         transform: What :meth:`transformed` does with the sum; nothing by default.
         **options: Passed to :class:`~torchrl_mt.objectives.ModelReward`.
 
@@ -107,6 +112,9 @@ class RewardMix(nn.Module):
         for i, known in enumerate(self.sources):
             if known is source or (isinstance(known, ModelReward) and known.model is source):
                 return i
+            # Each look-up of a method makes a new object.
+            if isinstance(source, _METHODS) and isinstance(known, _METHODS) and known == source:
+                return i
         if isinstance(source, nn.Module) and not isinstance(source, ModelReward):
             source = ModelReward(source, **options)
         name = source if isinstance(source, str) else _name(source)
@@ -146,12 +154,13 @@ class RewardMix(nn.Module):
         Returns:
             The reward, ``[N, S]`` float32, zero on masked tokens; and of each label and source the
             unweighted score of the episodes: ``"reward/<label>/<source>/mean"``, ``"std"`` and
-            ``"count"``. An episode's score is the sum over its tokens.
+            ``"count"``; and under ``"reward/<label>/mean"`` and so on that of the weighted sum of the
+            label's sources. An episode's score is the sum over its tokens.
 
         Raises:
             KeyError: If labels or the episodes' own rewards are missing.
             ValueError: If a label has no recipe or differs within an episode, an episode's own reward
-                is not finite, or a source answers what it must not.
+                is not finite, a source answers what it must not, or a sum is not finite.
         """
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
@@ -176,6 +185,7 @@ class RewardMix(nn.Module):
             if source == OWN:
                 own = read_entry(rows, reward_key, _rows.REWARDS)
                 check_like(reward_key, own, mask_key, episodes.mask.shape)
+                check_real(reward_key, own)
                 wants = wants.unsqueeze(-1)
                 check_finite(
                     reward_key,
@@ -202,14 +212,18 @@ class RewardMix(nn.Module):
 
         metrics: dict[str, float] = {}
         episode_label = torch.zeros_like(episodes.last_token).scatter(0, episodes.of_row, of_row)
+        sampled = episodes.last_token >= 0
         for label, weights in self.weights.items():
+            if label not in used:
+                continue
+            here, rows_here = sampled & (episode_label == number[label]), of_row == number[label]
             for i, weight in weights.items():
-                if label in used and i in scored:
-                    mine = of_row == number[label]
-                    total += torch.where(mine.unsqueeze(-1), weight * scored[i], 0.0)
-                    score = episodes.total(scored[i].double())
-                    score = score[(episode_label == number[label]) & (episodes.last_token >= 0)]
+                if i in scored:
+                    total += torch.where(rows_here.unsqueeze(-1), weight * scored[i], 0.0)
+                    score = episodes.total(scored[i].double())[here]
                     metrics |= summary(f"reward/{label}/{self.names[i]}", score)
+            self._check_sum(label, total[rows_here])
+            metrics |= summary(f"reward/{label}", episodes.total(total.double())[here])
         return total, metrics
 
     def transformed(
@@ -231,6 +245,7 @@ class RewardMix(nn.Module):
 
         Raises:
             ValueError: If the transform returns another shape, or what is not finite.
+            TypeError: If it returns no tensor of real numbers.
         """
         if self.transform is None:
             return reward
@@ -241,9 +256,24 @@ class RewardMix(nn.Module):
         # Copies: what it does in place must not reach the rewards that it is not shown.
         out = self.transform(reward.clone(), rewarded.clone())
         check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
+        if out.is_complex():
+            raise TypeError(
+                f"the result of reward_transform(reward, mask) must be real, got {out.dtype}."
+            )
+        out = out.float()
         if not bool(out[rewarded].isfinite().all()):
             raise ValueError("reward_transform(reward, mask) must return finite numbers.")
-        return torch.where(rewarded, out.float(), reward)
+        return torch.where(rewarded, out, reward)
+
+    def _check_sum(self, label: str, total: Tensor) -> None:
+        """Refuse a label's weighted rewards that are not finite, as sums of finite ones may be."""
+        bad = total[~total.isfinite()]
+        if len(bad):
+            names = " and ".join(repr(self.names[i]) for i in self.weights[label])
+            raise ValueError(
+                f"reward: label {label!r}: the weighted rewards of {names} must add up to finite "
+                f"numbers, got {float(bad[0])}; they are too large for float32: scale them down."
+            )
 
     def _labels(
         self, rows: TensorDictBase, episodes: EpisodeIndex, key: NestedKey, valid: Tensor
@@ -268,7 +298,11 @@ class RewardMix(nn.Module):
             if not kept[n]:
                 continue
             if not isinstance(label, str) or label not in self.weights:
-                raise ValueError(f"{key!r} of row {n} must be one of {known}, got {label!r}.")
+                raise ValueError(
+                    f"{key!r} of row {n} must be one of {known}, got {label!r}: no recipe stands in for "
+                    f"another (that of {DEFAULT!r} is for rows without the entry); add one to "
+                    f"reward={{{label!r}: [(source, weight)], ...}}, or give one recipe without labels."
+                )
             if first.setdefault(episode, label) != label:
                 raise ValueError(
                     f"{key!r} must be the same on all rows of an episode, got {label!r} on row {n} and "
@@ -361,10 +395,10 @@ def _pair(label: str, pair: Any) -> tuple[Source, float]:
     if (
         isinstance(weight, bool)
         or not isinstance(weight, (int, float))
-        or not math.isfinite(weight)
+        or not abs(weight) <= torch.finfo(torch.float32).max
     ):
         raise ValueError(
-            f"reward: the weight of {source!r} must be a finite number, got {weight!r}."
+            f"reward: the weight of {source!r} must be a finite number, at most 3.4e38, got {weight!r}."
         )
     return source, float(weight)
 

@@ -113,12 +113,17 @@ def _as_coroutine(awaitables: Iterable[Awaitable[_T]]) -> Coroutine[Any, Any, li
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
     """The answer as ``[n]`` or ``[n, S]`` float32."""
     try:
-        reward = torch.as_tensor(answer).detach().float()
+        reward = torch.as_tensor(answer).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"reward source {name!r} must answer with a tensor or a sequence of numbers, got "
             f"{type(answer).__name__}: {error}"
         ) from error
+    if reward.is_complex():
+        raise TypeError(
+            f"reward source {name!r} must answer with real numbers, got {reward.dtype}."
+        )
+    reward = reward.float()
     n = len(rows)
     if reward.ndim not in (1, 2) or reward.shape[0] != n:
         raise ValueError(
