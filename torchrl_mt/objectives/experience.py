@@ -7,7 +7,7 @@ changes nothing in the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,8 @@ from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.kl_control import (
     KLCoefficient,
     kl_coefficient,
+    kl_state,
+    load_kl_state,
     update_kl_coefficient,
 )
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform, summary
@@ -116,7 +118,10 @@ class ExperienceMaker(TensorDictModuleBase):
             ``rows = rows[rows["weights", "full"].any(-1)]``.
         kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
             0 the KL is only written. A KL controller of TorchRL is told each batch's KL, mean per
-            token, and what it makes of it holds for the next.
+            token, and what it makes of it holds for the next. The coefficient of an
+            ``AdaptiveKLController`` is in ``state_dict()`` and comes back with ``load_state_dict()``,
+            which refuses a state without it unless ``strict=False``; a number or a constant controller
+            stays as it is given.
         kl_kind: The estimator of ``"kl"``, from the old policy to the reference. In a reward its
             value counts, and k1's is unbiased, as is the policy gradient that it adds
             (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
@@ -257,6 +262,14 @@ class ExperienceMaker(TensorDictModuleBase):
             setattr(self.tensor_keys, name, key)
         self._set_in_and_out_keys()
 
+    def get_extra_state(self) -> dict[str, float | None]:
+        """Give the part of :meth:`state_dict` that is no tensor: an adaptive KL coefficient."""
+        return kl_state(self.kl_coef)
+
+    def set_extra_state(self, state: Mapping[str, float | None]) -> None:
+        """Take the KL coefficient again; one that was given fixed stays as it is."""
+        load_kl_state(self.kl_coef, state)
+
     def _set_in_and_out_keys(self) -> None:
         """List the entries that are read and written."""
         sampler = self.old_log_probs == "sampler"
@@ -346,7 +359,7 @@ class ExperienceMaker(TensorDictModuleBase):
             coefficient = kl_coefficient(self.kl_coef)
             metrics |= summary("kl", kl[batch.scored]) | {"kl_coef": coefficient}
             if coefficient:
-                kl_reward = torch.where(batch.scored, -coefficient * kl, 0.0)
+                kl_reward = torch.where(batch.counted, -coefficient * kl, 0.0)
         if self.critic is not None:
             value = self._values(self.critic, batch)
             out["value"] = batch.settled("value", value, batch.counted, _MODEL_FAULT)

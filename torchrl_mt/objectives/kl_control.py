@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torchrl.data import AdaptiveKLController, ConstantKLController
@@ -28,11 +29,15 @@ def kl_coefficient(kl_coef: KLCoefficient) -> float:
         >>> kl_coefficient(ConstantKLController(kl_coef=0.1))
         0.1
     """
-    value = getattr(kl_coef, "coef", kl_coef)
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        raise TypeError(f"kl_coef must be a number or a KL controller of TorchRL, got {kl_coef!r}.")
-    value = float(value)
     adaptive = isinstance(kl_coef, AdaptiveKLController)
+    return _checked(getattr(kl_coef, "coef", kl_coef), kl_coef, adaptive)
+
+
+def _checked(value: Any, given: Any, adaptive: bool) -> float:
+    """The number, if it is one that may be a coefficient."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"kl_coef must be a number or a KL controller of TorchRL, got {given!r}.")
+    value = float(value)
     if not math.isfinite(value) or (adaptive and value == 0):
         expected = "finite and not 0, or it stays 0" if adaptive else "finite"
         raise ValueError(f"kl_coef must be {expected}, got {value}.")
@@ -70,3 +75,43 @@ def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> N
         kl_coef.update([-kl_coefficient(kl_coef) * mean])
         if isinstance(kl_coef.coef, Tensor):
             kl_coef.coef = float(kl_coef.coef)
+
+
+def kl_state(kl_coef: KLCoefficient) -> dict[str, float | None]:
+    """Read what a run must keep to go on: an adaptive coefficient.
+
+    Args:
+        kl_coef: A number or a controller.
+
+    Returns:
+        ``{"kl_coef": coefficient}``, ``None`` where it is fixed, by a number or a constant controller.
+
+    Examples:
+        >>> kl_state(AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)), kl_state(0.1)
+        ({'kl_coef': 0.1}, {'kl_coef': None})
+    """
+    adaptive = isinstance(kl_coef, AdaptiveKLController)
+    return {"kl_coef": kl_coefficient(kl_coef) if adaptive else None}
+
+
+def load_kl_state(kl_coef: KLCoefficient, state: Mapping[str, float | None]) -> None:
+    """Let an adaptive controller go on from where another was.
+
+    A coefficient that is fixed stays what it was given as, and an adaptive one where it is if the state
+    is that of a fixed one.
+
+    Args:
+        kl_coef: A number or a controller.
+        state: What :func:`kl_state` returned.
+
+    Raises:
+        ValueError: If the state is none, or its coefficient not finite or 0.
+        TypeError: If its coefficient is no number.
+    """
+    if not isinstance(state, Mapping) or set(state) != {"kl_coef"}:
+        raise ValueError(f"state must be {{'kl_coef': a number or None}}, got {state!r}.")
+    value = state["kl_coef"]
+    if isinstance(kl_coef, AdaptiveKLController) and value is not None:
+        kl_coef.coef = _checked(value, value, adaptive=True)
+        if kl_coef.model is not None:
+            kl_coef.model.kl_coef = kl_coef.coef
