@@ -1027,3 +1027,28 @@ def test_a_reward_in_a_row_without_sampled_tokens_is_its_episodes(model, rows):
     given["turns", "full"][1] = 0
     given["rewards", "full"][1, 0] = 5.0
     assert maker(given)["rewards", "shaped"].nonzero().tolist() == [[2, first]]
+
+
+def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
+    batch = rejecting(rows(n=9), 2)
+    batch["masks", "all_assistant_mask"][:, 0] = True
+    maker = ExperienceMaker(model, with_entropy=True)
+    out = maker(batch)
+    mask, valid = batch["masks", "all_assistant_mask"], batch["valid"].tolist()
+    per_row = [int(mask[n].sum()) for n in range(9) if valid[n]]
+    per_episode = {}
+    for n, e in enumerate(batch["episode"].tolist()):
+        if valid[n]:
+            per_episode[e] = per_episode.get(e, 0) + int(mask[n].sum())
+    for name, counts in [
+        ("tokens_per_row", torch.tensor(per_row).double()),
+        ("tokens_per_episode", torch.tensor([*per_episode.values()]).double()),
+        ("entropy", out["entropy"][:, 1:][(mask & batch["valid"][:, None])[:, 1:]].double()),
+    ]:
+        assert maker.metrics[f"{name}/count"] == len(counts)
+        assert maker.metrics[f"{name}/mean"] == pytest.approx(float(counts.mean()))
+        assert maker.metrics[f"{name}/std"] == pytest.approx(float(counts.std(correction=0)))
+    assert len(per_episode) < len(per_row) < 9
+    batch["valid"] = torch.zeros(9, dtype=torch.bool)
+    maker(batch)
+    assert maker.metrics["tokens_per_episode/count"] == 0.0

@@ -268,7 +268,8 @@ def test_sources_that_overflow_in_sum_are_named(model, rows, sign):
     maker = ExperienceMaker(model, reward=[(a, 2.0)])
     refused(maker, rows(), ValueError, "label 'default': .*'a' must add up to finite numbers")
     for weight in (1e300, -1e39):
-        with pytest.raises(ValueError, match=r"weight of 'episode' must be a finite number, at most 3.4e38, got .*1e\+"):
+        message = r"weight of 'episode' must be a finite number, at most 3.4e38, got .*1e\+"
+        with pytest.raises(ValueError, match=message):
             ExperienceMaker(model, reward=[("episode", weight)])
 
 

@@ -8,17 +8,16 @@ changes nothing in the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._metrics import sampled_tokens, summary
 from torchrl_mt.objectives._writes import (
-    check_distinct,
     check_writable,
     restored_on_failure,
     unchanged_on_failure,
@@ -35,7 +34,7 @@ from torchrl_mt.objectives.kl_control import (
     load_kl_state,
     update_kl_coefficient,
 )
-from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform, summary
+from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, put, read_batch
 from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
@@ -82,8 +81,15 @@ class ExperienceMaker(TensorDictModuleBase):
     no statistic and have reward and advantage 0; :class:`MultiTurnLoss` leaves them out. What is not
     finite on them is written as 0, as everything is on tokens that were not sampled.
 
+    Entries beyond ``in_keys`` are read where the rows have them, and what they say counts:
+    ``"episode_index"`` and ``"fork"``, which tell copies of an episode apart, ``"valid"``, and with
+    ``"turn"`` ``("rewards", "to_go")``. Keep them where entries are selected:
+    ``rows.select(*maker.in_keys, "episode_index", "fork", "valid", strict=False)``. Copies of an episode
+    that nothing tells apart are refused.
+
     No gradient flows; the models' modes and the random state are left as they were. After a call
-    ``metrics`` has what the rewards, the KL and its coefficient were, as numbers.
+    ``metrics`` has what the rewards, the KL and its coefficient, the entropy and the counts of sampled
+    tokens were, as numbers.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
@@ -249,17 +255,7 @@ class ExperienceMaker(TensorDictModuleBase):
             ValueError: If a name is unknown, or two keys are the same or one lies in the other.
             TypeError: If a key is none.
         """
-        default = ExperienceKeys()
-        names = [field.name for field in fields(default)]
-        keys: dict[str, NestedKey] = {}
-        for name, key in kwargs.items():
-            check_choice("set_keys", name, names)
-            if not (key is None or isinstance(key, (str, tuple))):
-                raise TypeError(f"{name} must be a key (a str or a tuple of str), got {key!r}.")
-            keys[name] = getattr(default, name) if key is None else unravel_key(key)
-        check_distinct({name: keys.get(name, getattr(self.tensor_keys, name)) for name in names})
-        for name, key in keys.items():
-            setattr(self.tensor_keys, name, key)
+        self.tensor_keys.change(kwargs)
         self._set_in_and_out_keys()
 
     def get_extra_state(self) -> dict[str, float | None]:
@@ -317,7 +313,7 @@ class ExperienceMaker(TensorDictModuleBase):
     def _outputs(self, batch: RowBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
         """All that is written, by name, and the metrics."""
         out: dict[str, Tensor] = {}
-        metrics: dict[str, float] = {}
+        metrics = sampled_tokens(batch)
         if self.reads_group:
             batch.group()
         if self.old_log_probs == "sampler":
@@ -328,7 +324,7 @@ class ExperienceMaker(TensorDictModuleBase):
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.credit.kind == "turn" and batch.has("turn_return")):
-            reward, metrics = self.reward(
+            reward, scores = self.reward(
                 batch.rows,
                 batch.episodes,
                 valid=batch.valid,
@@ -337,6 +333,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 label_key=self.tensor_keys.label,
                 mask_key=self.tensor_keys.assistant_mask,
             )
+            metrics |= scores
 
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
@@ -347,6 +344,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 )
             if entropy is not None:
                 out["entropy"] = batch.settled("entropy", entropy, batch.scored, _MODEL_FAULT)
+                metrics |= summary("entropy", out["entropy"][batch.scored])
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             ref = self._score(self.ref, batch)[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from torchrl_mt.objectives import _rows
@@ -17,9 +17,9 @@ from torchrl_mt.objectives._rows import (
     read_episode,
     read_valid,
 )
-from torchrl_mt.objectives._writes import as_path
+from torchrl_mt.objectives._writes import as_path, check_distinct
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
-from torchrl_mt.objectives.functional._checks import check_mask
+from torchrl_mt.objectives.functional._checks import check_choice, check_mask
 from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
@@ -50,6 +50,19 @@ class ExperienceKeys:
     value_target: NestedKey = _rows.RETURNS
     advantage: NestedKey = _rows.ADVANTAGE
     weight: NestedKey = _rows.WEIGHTS
+
+    def change(self, given: Mapping[str, NestedKey | None]) -> None:
+        """Set keys by name, all of them or, where one cannot be, none; ``None`` sets the default."""
+        names = [field.name for field in fields(self)]
+        keys: dict[str, NestedKey] = {name: getattr(self, name) for name in names}
+        for name, key in given.items():
+            check_choice("set_keys", name, names)
+            if not (key is None or isinstance(key, (str, tuple))):
+                raise TypeError(f"{name} must be a key (a str or a tuple of str), got {key!r}.")
+            keys[name] = getattr(ExperienceKeys, name) if key is None else unravel_key(key)
+        check_distinct(keys)
+        for name, key in keys.items():
+            setattr(self, name, key)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
+from torchrl_mt.objectives._metrics import summary
 from torchrl_mt.objectives._rows import check_finite, check_like, read_entry, read_objects
 from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional._checks import check_shape
@@ -309,22 +310,6 @@ class RewardMix(nn.Module):
                     f"{first[episode]!r} on another row of its episode."
                 )
         return labels
-
-
-def summary(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, standard deviation (0 for one) and count of a 1-D tensor, as numbers under a name.
-
-    Args:
-        name: What the keys begin with.
-        values: ``[n]`` floating.
-
-    Examples:
-        >>> summary("x", torch.tensor([1.0, 3.0]))
-        {'x/mean': 2.0, 'x/std': 1.0, 'x/count': 2.0}
-    """
-    count = values.numel()
-    mean, std = torch.stack([values.mean(), values.std(correction=0)]).tolist() if count else (0, 0)
-    return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/count": float(count)}
 
 
 def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) -> Tensor:

@@ -1,0 +1,35 @@
+"""What is reported of a batch, as plain numbers: mean, spread and count, over what counts alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.objectives.row_batch import RowBatch
+
+
+def summary(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, standard deviation (0 for one) and count of a 1-D tensor, as numbers under a name.
+
+    Args:
+        name: What the keys begin with.
+        values: ``[n]`` floating.
+
+    Examples:
+        >>> summary("x", torch.tensor([1.0, 3.0]))
+        {'x/mean': 2.0, 'x/std': 1.0, 'x/count': 2.0}
+    """
+    count = values.numel()
+    mean, std = torch.stack([values.mean(), values.std(correction=0)]).tolist() if count else (0, 0)
+    return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/count": float(count)}
+
+
+def sampled_tokens(batch: RowBatch) -> dict[str, float]:
+    """How many tokens were sampled in each row and each episode that is not rejected."""
+    counted = batch.counted.double()
+    kept = batch.valid.new_zeros(batch.episodes.last_token.shape)
+    kept[batch.episodes.of_row[batch.valid]] = True
+    return {
+        **summary("tokens_per_row", counted.sum(-1)[batch.valid]),
+        **summary("tokens_per_episode", batch.episodes.total(counted)[kept]),
+    }
