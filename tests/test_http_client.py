@@ -168,7 +168,18 @@ def test_what_may_pass_is_tried_again(server, code):
     assert len(server.seen) == 4
 
 
-@pytest.mark.parametrize("header", ["nan", "-3", "soon", "Mon, 99 Foo 2020 00:00:00 GMT", ""])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "nan",
+        "-3",
+        "soon",
+        "Mon, 99 Foo 2020 00:00:00 GMT",
+        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
+        "Mon, 01 Jan 2020 00:00:00 +9999999999999999999",
+        "",
+    ],
+)
 def test_a_retry_after_that_says_nothing_is_none(server, header):
     server.faults = [status(429, Retry_After=header)]
     assert ask(client(server))["model"] == "tiny"
@@ -179,6 +190,34 @@ def test_a_retry_after_that_is_too_long_is_final(server, header):
     server.faults = [status(429, Retry_After=header)]
     with pytest.raises(HttpError, match=r"1 attempt: status 429: .*the server asks to wait"):
         ask(client(server))
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize("code", [200, 400, 503])
+@pytest.mark.parametrize("deep", [DEEP, b'{"error": ' * 50_000, b"[" * 900 + b"]" * 900])
+def test_an_answer_that_is_nested_too_deep_is_a_failure(server, code, deep):
+    def nested(handler):
+        handler.send_response(code)
+        handler.send_header("Content-Length", str(len(deep)))
+        handler.end_headers()
+        handler.wfile.write(deep)
+
+    def parse(answer):
+        raise ValueError(str(answer))
+
+    server.faults = [nested] * 2
+    with pytest.raises(HttpError, match=r"failed after \d attempts?: "):
+        ask(client(server, max_retries=1), parse=parse)
+
+
+def test_reading_an_answer_that_nests_too_deep_is_a_failure(server):
+    def parse(answer):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with pytest.raises(HttpError, match="failed after 1 attempt: maximum recursion depth"):
+        ask(client(server), parse=parse)
 
 
 class MineError(HttpError):
@@ -261,6 +300,33 @@ def test_bad_clients_are_refused(kwargs, message):
         HttpClient("http://localhost", **kwargs)
     with pytest.raises(ValueError, match="url must begin with http"):
         HttpClient("localhost:80")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:99999/score",
+        "http://127.0.0.1:-1",
+        "http://127.0.0.1:port",
+        "http://[::1/",
+        "http:///score",
+        "https://",
+        "http://:80/score",
+        "http://a\nb/",
+    ],
+)
+def test_addresses_that_nothing_can_be_sent_to_are_refused(url):
+    with pytest.raises(
+        ValueError, match=r"url must be an address with a host and.* a port up to 65535"
+    ):
+        HttpClient(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1]:80/", "https://user:word@host.example/a?b=c", "http://h:1"]
+)
+def test_addresses_of_every_kind_are_taken(url):
+    assert HttpClient(url).url == url
 
 
 @pytest.mark.parametrize("body", [{"prompt": {3}}, {"prompt": float("nan")}])

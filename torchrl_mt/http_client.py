@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 __all__ = ["HttpClient", "HttpError", "TryAgainError"]
 
@@ -122,6 +123,7 @@ class HttpClient:
             raise ImportError(
                 "asking a server needs httpx: pip install 'torchrl-mt[server]'"
             ) from None
+        _check_host(url, httpx)
         self.url = url
         self._httpx = httpx
         self._max_retries = max_retries
@@ -269,7 +271,7 @@ class HttpClient:
                         return parse(_payload(response))
                     except TryAgainError as error:
                         cause, reason = error, str(error)
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         raise self._error(self.url, attempt, str(error)) from error
                     except (LookupError, TypeError) as error:
                         unfit = f"the answer lacks what is read: {error!r}"
@@ -292,6 +294,20 @@ class HttpClient:
     def _too_late(self) -> RuntimeError:
         """What requests to a closed client fail with."""
         return RuntimeError(f"the {self._name} is closed: make a new one.")
+
+
+def _check_host(url: str, httpx: Any) -> None:
+    """Refuse an address that nothing can be sent to."""
+    try:
+        # Reading the port is what finds it out of range.
+        host, _ = httpx.URL(url).host, urlsplit(url).port
+        fault = None if host else "it has no host"
+    except (httpx.InvalidURL, ValueError) as error:
+        fault = str(error)
+    if fault is not None:
+        raise ValueError(
+            f"url must be an address with a host and, if any, a port up to 65535, got {url!r}: {fault}."
+        )
 
 
 async def _within(seconds: float, call: Coroutine[Any, Any, _A]) -> _A:
@@ -324,10 +340,10 @@ def _message(response: Any) -> str:
     try:
         said = json.loads(response.content)
         said = said.get("error", said)
-        said = said.get("message", said) if isinstance(said, Mapping) else said
-    except (ValueError, AttributeError):
+        said = str(said.get("message", said) if isinstance(said, Mapping) else said)
+    except (ValueError, AttributeError, RecursionError):
         said = response.text
-    return str(said)[:500] or "(no message)"
+    return said[:500] or "(no message)"
 
 
 def _retry_after(header: str | None) -> float:
@@ -340,7 +356,7 @@ def _retry_after(header: str | None) -> float:
         pass
     try:
         when = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     when = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
     return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())

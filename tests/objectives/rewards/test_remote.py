@@ -156,11 +156,16 @@ def test_the_maker_asks_and_leaves_the_rows_alone_when_it_fails(server, remote, 
     batch = rows()
     maker = ExperienceMaker(model, reward=[(remote(name="judge"), 2.0)], advantage="dr_grpo")
     server.faults = [answer({"rewards": [0.0]})]
-    with pytest.raises(RewardError, match="1 rewards came back"):
+    with pytest.raises(RewardError, match="1 rewards came back") as caught:
         maker(batch)
     assert bool((batch == rows()).all())
     assert set(batch.keys(True)) == set(rows().keys(True))
     assert maker.metrics == {}
+    said = f"reward server 'judge' at {server.url} failed after 1 attempt: 4 queries were sent"
+    assert str(caught.value).startswith(said)
+    assert caught.value.name == "judge"
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied), copied.name) == (RewardError, str(caught.value), "judge")
     out = maker(batch)
     # One query for each of four episodes, those with two rows included.
     assert len(server.seen[-1]["queries"]) == len(set(batch["episode"].tolist())) == 4
@@ -180,6 +185,8 @@ def test_bad_arguments_are_refused_by_name(tokenizer, rows, remote):
             remote(**options)
     with pytest.raises(ValueError, match="url must begin with http"):
         RemoteReward("127.0.0.1:80", tokenizer)
+    with pytest.raises(ValueError, match="url must be an address"):
+        RemoteReward("http://127.0.0.1:99999/", tokenizer)
     batch = rows()
     batch["reference"] = NonTensorStack(*[{n} for n in range(6)])
     with pytest.raises(TypeError, match="'reference' of rows must be fit for JSON"):

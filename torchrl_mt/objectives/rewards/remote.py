@@ -31,15 +31,25 @@ class Decoder(Protocol):
 
 
 class RewardError(HttpError):
-    """A reward server gave no rewards.
+    """A reward server gave no rewards; whoever called may call again, for nothing was written.
 
     Args:
         url: What was asked.
         attempts: How often.
         reason: What came of it the last time.
+        name: The source's own name, if it has one.
     """
 
     asked = "reward server"
+
+    def __init__(self, url: str, attempts: int, reason: str, name: str | None = None) -> None:
+        if name is not None:
+            self.asked = f"reward server {name!r} at"
+        super().__init__(url, attempts, reason)
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.attempts, self.reason, self.name)
 
 
 class RemoteReward:
@@ -51,12 +61,14 @@ class RemoteReward:
     :class:`~torchrl_mt.objectives.ExperienceMaker`'s ``reward``.
 
     Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are tried again, after a wait
-    that doubles each time, or for as many seconds as ``Retry-After`` says, up to ``timeout``.
+    that doubles each time, or for as many seconds as ``Retry-After`` says, up to ``timeout``. What
+    fails for good is a :class:`RewardError`; :class:`~torchrl_mt.objectives.ExperienceMaker` has then
+    changed nothing in the rows, and may be called with them again.
 
     Args:
         url: The address to post to.
         tokenizer: Decodes the rows.
-        name: Its name in metrics; the address by default.
+        name: Its name in metrics and, beside the address, in errors; the address by default.
         batch_size: Rows of one request.
         max_concurrency: Requests under way at once.
         timeout: Seconds that one attempt may take in all.
@@ -69,7 +81,7 @@ class RemoteReward:
 
     Raises:
         ImportError: If httpx is not installed.
-        ValueError: If a number is out of range.
+        ValueError: If the address is none, or a number out of range.
     """
 
     per_episode = True
@@ -109,7 +121,11 @@ class RemoteReward:
 
     def _connect(self, url: str) -> HttpClient:
         """Make a client; it opens no connection yet."""
-        return HttpClient(url, name="reward source", error=RewardError, **self._options)
+        return HttpClient(url, name="reward source", error=self._failure, **self._options)
+
+    def _failure(self, url: str, attempts: int, reason: str) -> RewardError:
+        """The error of a request that failed for good."""
+        return RewardError(url, attempts, reason, None if self.name == url else self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the client, whose connections are this process's own."""
