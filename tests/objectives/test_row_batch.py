@@ -422,3 +422,51 @@ def test_scores_add_up_in_double_precision(model, rows):
 
     ExperienceMaker(model, filters=one)(batch)
     assert seen[0].tolist() == [1.0, 1.0]
+
+
+def test_a_kl_with_a_reference_that_gives_no_number_is_none(model, other_model, rows):
+    """On a rejected row: not the difference to the 0 that is written for the reference."""
+    batch = rejecting(rows())
+    batch["tokens", "full"][batch["tokens", "full"] == 5] = 6
+    batch["tokens", "full"][2, 0] = 5
+    out = ExperienceMaker(model, ref=Spoiled(other_model))(batch)
+    assert out["log_probs", "old"][2].any()
+    assert not out["log_probs", "ref"][2].any()
+    assert not out["kl"][2].any()
+    assert out["kl"][0].any()
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_an_advantage_that_float32_does_not_hold_is_named(model, rows, whiten):
+    def advantage(rows):
+        return torch.full(rows["returns"].shape, 1e300, dtype=torch.float64)
+
+    maker = ExperienceMaker(model, advantage=advantage, whiten=whiten)
+    refused(maker, rows(), ValueError, "'advantage' must be finite where it counts, got inf")
+
+
+@pytest.mark.parametrize("huge", [1e30, 3e38])
+def test_whitened_advantages_are_finite_or_refused(model, rows, huge):
+    def advantage(rows):
+        return huge * (1.0 - 2.0 * (torch.arange(12) % 2)).expand(rows["returns"].shape)
+
+    try:
+        out = ExperienceMaker(model, advantage=advantage, whiten=True)(rows())
+        assert out["advantage"].isfinite().all()
+    except ValueError as error:
+        assert "'advantage' must be finite where it counts" in str(error)
+
+
+def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
+    batch = rows(n=2, suffix_padding=False)
+    batch["episode"], batch["group"] = torch.tensor([3, 7]), torch.tensor([0, 0])
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    turns[1] = turns[1] - turns[1][mask[1]].min() + torch.arange(12)
+    batch["rewards", "full"] = torch.where(mask, 0.5, 0.0)
+    batch["rewards", "full"][1] = torch.where(mask[1], HUGE, 0.0)
+    assert int(mask[1].sum()) > 1
+    ExperienceMaker(model, gamma=0.01)(batch.clone())
+    maker = ExperienceMaker(model, gamma=0.01, filters="dynamic_sampling")
+    refused(
+        maker, batch, ValueError, "rewards of an episode must add up to a finite score.*episode 7"
+    )

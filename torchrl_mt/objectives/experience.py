@@ -35,7 +35,7 @@ from torchrl_mt.objectives.kl_control import (
     update_kl_coefficient,
 )
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
-from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, put, read_batch
+from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
 from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
@@ -370,7 +370,7 @@ class ExperienceMaker(TensorDictModuleBase):
         out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
             completed = batch.with_usual_keys(out)
-            put(completed, _rows.EPISODE_SCORE, batch.scores(reward))
+            completed.set(_rows.EPISODE_SCORE, batch.scores(reward))
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)

@@ -162,9 +162,9 @@ class RowBatch:
         for field in fields(self.keys):
             key, usual = getattr(self.keys, field.name), getattr(ExperienceKeys, field.name)
             if key != usual and self.has(field.name):
-                put(out, usual, self.rows.get(key))
+                _put(out, usual, self.rows.get(key))
         for name, value in (made or {}).items():
-            put(out, getattr(ExperienceKeys, name), value)
+            _put(out, getattr(ExperienceKeys, name), value)
         return out
 
     def scores(self, reward: Tensor | None) -> Tensor:
@@ -172,8 +172,15 @@ class RowBatch:
         index = self.episodes
         if reward is not None:
             # Equal scores must come out equal in whatever order they were earned.
-            total = index.total(reward.to(accumulation_dtype(reward.device)))
-            return total.float()[index.of_row]
+            total = index.total(reward.to(accumulation_dtype(reward.device))).float()[index.of_row]
+            bad = (~total.isfinite()).nonzero()
+            if len(bad):
+                episode = int(_read(self.rows, self.keys, "episode")[bad[0, 0]])
+                raise ValueError(
+                    f"the rewards of an episode must add up to a finite score for filters, got "
+                    f"{float(total[bad[0, 0]])} in episode {episode}; scale the rewards down."
+                )
+            return total
         begins = index.ends().roll(1)
         first = self.read("turn_return").float().flatten()[index.token[begins]]
         return first.new_zeros(len(index.last_token)).index_copy(0, index.of_token[begins], first)[
@@ -237,7 +244,7 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
     return RowBatch(rows, keys, tokens, attention_mask, mask, turns, episode, episodes, valid)
 
 
-def put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
+def _put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     """Set an entry; a tensor that lies where a nested one must begin goes."""
     path = as_path(key)
     for depth in range(1, len(path)):
