@@ -1,5 +1,6 @@
 """What experience is made from: read wherever it lies, shown under its usual keys, or refused."""
 
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 
 import pytest
@@ -448,13 +449,14 @@ def test_an_advantage_that_float32_does_not_hold_is_named(model, rows, whiten):
 @pytest.mark.parametrize("huge", [1e30, 3e38])
 def test_whitened_advantages_are_finite_or_refused(model, rows, huge):
     def advantage(rows):
-        return huge * (1.0 - 2.0 * (torch.arange(12) % 2)).expand(rows["returns"].shape)
+        # One token far below all others.
+        out = torch.full(rows["returns"].shape, huge)
+        out[2, first_sampled(rows, 2)] = -huge
+        return out
 
-    try:
-        out = ExperienceMaker(model, advantage=advantage, whiten=True)(rows())
-        assert out["advantage"].isfinite().all()
-    except ValueError as error:
-        assert "'advantage' must be finite where it counts" in str(error)
+    maker = ExperienceMaker(model, advantage=advantage, whiten=True)
+    with suppress(ValueError) if huge > 1e35 else nullcontext():
+        assert maker(rows())["advantage"].isfinite().all()
 
 
 def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
