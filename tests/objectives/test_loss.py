@@ -116,6 +116,8 @@ def test_host_protocol(model):
         ("log_probs", "old"),
         "advantage",
         ("log_probs", "ref"),
+    ]
+    assert loss.optional_in_keys == [
         ("weights", "full"),
         "valid",
         ("sampling", "temperature"),

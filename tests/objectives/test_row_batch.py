@@ -379,9 +379,20 @@ def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
     with pytest.raises(ValueError, match=message):
         maker(two.select(*maker.in_keys))
     expected = maker(two.clone())["advantage"]
-    assert torch.equal(
-        maker(two.select(*maker.in_keys, "episode_index", "fork"))["advantage"], expected
+    chosen = two.select(*maker.in_keys, *maker.optional_in_keys, strict=False)
+    assert torch.equal(maker(chosen)["advantage"], expected)
+
+
+def test_rows_that_were_sampled_at_another_temperature_are_refused(model, rows):
+    batch = rows()
+    batch["sampling", "temperature"] = torch.full((len(batch),), 0.5)
+    refused(
+        ExperienceMaker(model), batch, ValueError, r"'temperature'\) 0.5, but temperature is 1.0"
     )
+    batch["sampling", "temperature"][1] = torch.nan
+    refused(ExperienceMaker(model, temperature=0.5), batch, ValueError, "temperatures that differ")
+    batch["valid"] = batch["episode"] != batch["episode"][1]
+    assert ExperienceMaker(model, temperature=0.5)(batch)["advantage"].isfinite().all()
 
 
 def test_scores_of_given_returns_are_those_of_first_turns(model, rows):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
 from torchrl_mt.objectives._metrics import sampled_tokens, summary
+from torchrl_mt.objectives._rows import check_temperature
 from torchrl_mt.objectives._writes import (
     check_writable,
     restored_on_failure,
@@ -81,11 +82,8 @@ class ExperienceMaker(TensorDictModuleBase):
     no statistic and have reward and advantage 0; :class:`MultiTurnLoss` leaves them out. What is not
     finite on them is written as 0, as everything is on tokens that were not sampled.
 
-    Entries beyond ``in_keys`` are read where the rows have them, and what they say counts:
-    ``"episode_index"`` and ``"fork"``, which tell copies of an episode apart, ``"valid"``, and with
-    ``"turn"`` ``("rewards", "to_go")``. Keep them where entries are selected:
-    ``rows.select(*maker.in_keys, "episode_index", "fork", "valid", strict=False)``. Copies of an episode
-    that nothing tells apart are refused.
+    The ``optional_in_keys`` are read where the rows have them, and count then. Copies of an episode
+    that nothing tells apart, and rows that were sampled at another temperature, are refused.
 
     No gradient flows; the models' modes and the random state are left as they were. After a call
     ``metrics`` has what the rewards, the KL and its coefficient, the entropy and the counts of sampled
@@ -134,7 +132,8 @@ class ExperienceMaker(TensorDictModuleBase):
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")`` as sampled; ``"actor"``
             scores the rows again under the actor as it is now.
         with_entropy: Whether to write the actor's entropy at each sampled token as ``"entropy"``.
-        temperature: The temperature that the tokens were sampled at, if not 1.
+        temperature: The temperature that the tokens were sampled at, if not 1. Rows that have
+            ``("sampling", "temperature")`` ``[N]`` and say another one are refused.
         packed: Give the models several rows in one sequence instead of padding each to the longest
             (:func:`~torchrl_mt.objectives.row_log_probs`); reward models get them padded.
         micro_batch_size: Most sequences (rows, or packs of rows) of one forward pass.
@@ -277,6 +276,9 @@ class ExperienceMaker(TensorDictModuleBase):
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
         write += ["weight"] * bool(self.filters)
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
+        may = ["episode_index", "fork", "valid", "sampling_temperature"]
+        may += ["turn_return"] * (self.own_reward and self.credit.kind == "turn")
+        self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
     @torch.no_grad()
@@ -299,6 +301,9 @@ class ExperienceMaker(TensorDictModuleBase):
                 is safe.
         """
         batch = read_batch(tensordict, self.tensor_keys)
+        check_temperature(
+            tensordict, batch.keys.sampling_temperature, self.temperature, batch.valid
+        )
         check_writable(tensordict, self.out_keys)
         with unchanged_on_failure(self.reward.transform):
             out, metrics = self._outputs(batch)

@@ -254,6 +254,7 @@ class MultiTurnLoss(LossModule):
         self.clip_value = clip_value
         self.passes: dict[str, Any] = {"packed": packed, "dtype": dtype}
         self._compared = False
+        self._set_in_keys()
         self.out_keys = [
             "loss_objective",
             *([] if kl_coef is None else ["loss_kl", "kl_to_ref"]),
@@ -281,15 +282,15 @@ class MultiTurnLoss(LossModule):
         always = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
         return always + [name for name, is_needed in needed.items() if is_needed]
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that are read: first those that must be there, then those that may be.
+    def _set_in_keys(self) -> None:
+        """List the entries that are read; the base class calls this after ``set_keys``."""
+        self.in_keys = [getattr(self.tensor_keys, name) for name in self._names()]
 
-        ``rows.select(*loss.in_keys, strict=False)`` keeps all that the loss reads.
-        """
-        names = [*self._names(), "weight", "valid", "sampling_temperature"]
-        keys = [getattr(self.tensor_keys, name) for name in names]
-        return [*keys, *(key for key in self._loss_mask_keys() if key not in keys)]
+    @property
+    def optional_in_keys(self) -> list[NestedKey]:
+        """The entries that are read where they are there, and count then."""
+        keys = self.tensor_keys
+        return [keys.weight, keys.valid, keys.sampling_temperature, *self._loss_mask_keys()]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.

@@ -41,6 +41,7 @@ class ExperienceKeys:
     group: NestedKey = _rows.GROUP
     label: NestedKey = _rows.LABEL
     valid: NestedKey = _rows.VALID
+    sampling_temperature: NestedKey = _rows.SAMPLING_TEMPERATURE
     sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
     ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
     kl: NestedKey = _rows.KL
