@@ -2,10 +2,10 @@
 
 Estimators run on 512 rows of 4,096 tokens, sampled in stretches of 64 to 128 with as long ones of the
 environment's between. *Floor* is to read what is read and to write what is written once, at the speed of
-a copy. Forward and backward passes are of a small Qwen2. Contenders take turns, medians count. On a
-busy machine, several threads wait for each other: measure on one.
+a copy; *compiled* is by ``torch.compile``. Forward and backward passes are of a small Qwen2. Contenders
+take turns, medians count. On a busy machine, several threads wait for each other: measure on one.
 
-    OMP_NUM_THREADS=1 python benchmarks/experience.py
+    OMP_NUM_THREADS=1 python benchmarks/experience.py --compiled
     python benchmarks/experience.py --device cuda --dtype bfloat16 --width 896 --layers 24
 """
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from tables import Part, Row, medians, show
@@ -27,6 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_mt.objectives import functional as F
 from torchrl_mt.objectives import row_log_probs
+from torchrl_mt.objectives.functional.kl import KLKind
 
 ROWS, TOKENS, TURN = 512, 4096, 64
 GAMMA, LMBDA = 0.99, 0.95
@@ -114,82 +115,92 @@ def copying(*tensors: Tensor) -> Callable[[], object]:
     return lambda: [a.copy_(b) for a, b in zip(targets, halves, strict=True)]
 
 
-@torch.no_grad()
-def estimators(args: argparse.Namespace) -> Iterator[Row]:
-    """Every estimator, and its floor."""
-    device = args.device
+class Estimator(NamedTuple):
+    """A function, what it is given, and what has to be read and written at least."""
+
+    function: Callable[..., object]
+    inputs: tuple[Any, ...]
+    moved: tuple[Tensor, ...]
+    pointwise: bool = True
+    """Whether a compiler can make one pass of it."""
+
+
+def all_estimators(device: str) -> Iterator[tuple[str, Estimator]]:
+    """Every estimator by name."""
     mask, turns = turns_of_tokens(device)
     log_prob, old, value, reward = -torch.rand(4, ROWS, TOKENS, device=device)
     returns, advantage = torch.randn(2, ROWS, TOKENS, device=device)
     episode = torch.arange(ROWS, device=device)
     group = episode // GROUP
     outcome = torch.randn(ROWS, device=device)
-    lengths = mask.sum(-1)
-    work: list[tuple[str, Callable[[], object], tuple[Tensor, ...]]] = [
-        (f"group_advantage, {kind}", partial(_group, outcome, group, kind, lengths), (outcome,) * 3)
-        for kind in F.GROUP_ESTIMATORS
-    ]
-    work += [
-        (
-            "outcome_advantage, grpo",
-            lambda: F.outcome_advantage(returns, mask, turns, episode, group),
+    for kind in F.GROUP_ESTIMATORS:
+        function = partial(
+            F.group_advantage,
+            kind=cast(Any, kind),
+            lengths=mask.sum(-1) if kind == "opo" else None,
+        )
+        yield (
+            f"group_advantage, {kind}, of 512 episodes",
+            Estimator(function, (outcome, group), (outcome, group, outcome), False),
+        )
+    yield (
+        "outcome_advantage, grpo",
+        Estimator(
+            F.outcome_advantage,
+            (returns, mask, turns, episode, group),
             (returns, mask, turns, returns),
+            False,
         ),
-        (
-            "masked_returns",
-            lambda: F.masked_returns(reward, mask, GAMMA),
-            (reward, mask, reward),
-        ),
-        (
-            "masked_gae",
-            lambda: F.masked_gae(reward, value, mask, GAMMA, LMBDA),
-            (reward, value, mask, reward, value),
-        ),
-        (
-            "masked_whiten",
-            lambda: F.masked_whiten(advantage, mask),
-            (advantage, mask, advantage),
-        ),
-    ]
-    work += [
-        (f"kl_estimate, {kind}", partial(F.kl_estimate, log_prob, old, kind), (log_prob, old, old))
-        for kind in ("k1", "k2", "k3", "k3+")
-    ]
-    work += [
-        (
-            f"objective {name}",
-            partial(_objective, name, log_prob, old, advantage, mask),
-            (log_prob, old, advantage, mask, log_prob, mask),
-        )
-        for name in F.OBJECTIVES
-    ]
-    work += [
-        (
-            f"correction {name}",
-            partial(F.CORRECTIONS[name], log_prob, old, mask),
-            (log_prob, old, mask, log_prob),
-        )
-        for name in F.CORRECTIONS
-    ]
-    work += [
-        ("aggregate, token_mean", lambda: F.aggregate(log_prob, mask), (log_prob, mask)),
-    ]
-    for name, ours, moved in work:
-        mine, least = medians(device, args.repeats, ours, copying(*moved))
-        yield name, f"{1e3 * mine:,.2f}", f"{1e3 * least:,.2f}", f"{mine / least:.1f}×"
-
-
-def _group(outcome: Tensor, group: Tensor, kind: str, lengths: Tensor) -> Tensor:
-    """One group estimator."""
-    return F.group_advantage(
-        outcome, group, cast(Any, kind), lengths=lengths if kind == "opo" else None
     )
+    yield (
+        "masked_returns",
+        Estimator(F.masked_returns, (reward, mask, GAMMA), (reward, mask, reward), False),
+    )
+    yield (
+        "masked_gae",
+        Estimator(
+            F.masked_gae,
+            (reward, value, mask, GAMMA, LMBDA),
+            (reward, value, mask, reward, value),
+            False,
+        ),
+    )
+    yield (
+        "masked_whiten",
+        Estimator(F.masked_whiten, (advantage, mask), (advantage, mask, advantage)),
+    )
+    for kind in get_args(KLKind):
+        yield (
+            f"kl_estimate, {kind}",
+            Estimator(F.kl_estimate, (log_prob, old, kind), (log_prob, old, old)),
+        )
+    for name, objective in F.OBJECTIVES.items():
+        inputs = log_prob, old, advantage, mask
+        extra = {"sampler_log_prob": old} if name == "decoupled_ppo" else {}
+        yield (
+            f"objective {name}",
+            Estimator(partial(objective, **extra), inputs, (*inputs, log_prob, mask)),
+        )
+    for name, correction in F.CORRECTIONS.items():
+        entries = log_prob, old, mask
+        yield f"correction {name}", Estimator(correction, entries, (*entries, log_prob))
+    yield "aggregate, token_mean", Estimator(F.aggregate, (log_prob, mask), (log_prob, mask))
 
 
-def _objective(name: str, log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> object:
-    """One policy objective."""
-    more = {"sampler_log_prob": old} if name == "decoupled_ppo" else {}
-    return cast(Any, F.OBJECTIVES[name])(log_prob, old, advantage, mask, **more)
+@torch.no_grad()
+def estimators(args: argparse.Namespace) -> Iterator[Row]:
+    """Every estimator, its floor, and with ``--compiled`` what ``torch.compile`` makes of it."""
+    for name, one in all_estimators(args.device):
+        runs: list[Callable[[], object]] = [
+            copying(*one.moved),
+            partial(one.function, *one.inputs),
+        ]
+        if args.compiled and one.pointwise:
+            torch.compiler.reset()  # it gives up on a function that is compiled in many ways
+            runs.append(partial(torch.compile(one.function), *one.inputs))
+        least, *times = medians(args.device, args.repeats, *runs)
+        cells = [cell for t in times for cell in (f"{1e3 * t:,.2f}", f"{t / least:.1f}×")]
+        yield name, f"{1e3 * least:,.2f}", *cells, *["–"] * (4 - len(cells))
 
 
 # Forward passes
@@ -361,7 +372,9 @@ PARTS = {
         ("masked_gae beside", "ours, ms", "ms", "ratio"), (55, 15, 15, 15), recursions
     ),
     "estimators": Part(
-        ("512 rows of 4,096 tokens", "ms", "floor, ms", "ratio"), (55, 15, 15, 15), estimators
+        ("512 rows of 4,096 tokens", "floor, ms", "ms", "ratio", "compiled, ms", "ratio"),
+        (40, 12, 12, 12, 12, 12),
+        estimators,
     ),
     "passes": Part(
         ("forward and backward", "tokens", "fewer", "s", "faster"), (44, 14, 14, 14, 14), passes
@@ -375,6 +388,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts")
     parser.add_argument("--repeats", type=int, default=15, help="turns; the median counts")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile, too: needs a C++ compiler"
+    )
     parser.add_argument("--dtype", help="of the forward passes, as autocast takes it")
     parser.add_argument("--width", type=int, default=64, help="of the model")
     parser.add_argument("--layers", type=int, default=2, help="of the model")

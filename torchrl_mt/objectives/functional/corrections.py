@@ -7,6 +7,7 @@ rows. Its weights multiply the loss; what is divided by stays the count of all s
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,18 +44,18 @@ def weighs(correction: Correction) -> bool:
     """Say whether a correction multiplies by the ratio of the old policy to the sampler.
 
     Args:
-        correction: A function, bound with ``functools.partial`` or not.
+        correction: A function, bound with ``functools.partial`` or not, compiled or not.
 
     Returns:
         Whether it is one of those here that do.
 
     Examples:
-        >>> weighs(token_tis), weighs(geometric)
-        (True, False)
+        >>> weighs(token_tis), weighs(torch.compile(token_tis)), weighs(geometric)
+        (True, True, False)
     """
     while isinstance(correction, functools.partial):
         correction = correction.func
-    return correction in WEIGHING
+    return inspect.unwrap(correction) in map(inspect.unwrap, WEIGHING)
 
 
 def find_corrections(

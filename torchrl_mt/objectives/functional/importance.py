@@ -173,22 +173,20 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
     return weight.sum().square() / (count * weight.square().sum()).clamp(min=1e-30)
 
 
-def clip_side(ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """Say on which side of the bounds each sampled token's ratio lies.
+def clip_side(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Say on which side of the bounds each token's ratio lies.
 
     Args:
-        ratio: ``[N, S]`` floating.
-        mask: ``[N, S]`` bool, true on sampled tokens.
+        ratio: ``[N, S]`` floating; within the bounds on masked tokens, as what
+            :func:`log_ratio` gives is.
         low: Lower bound of the ratio.
         high: Upper bound.
 
     Returns:
-        ``[N, S]`` int8: -1 below the bounds, 1 above them, 0 between or masked.
+        ``[N, S]`` int8: -1 below the bounds, 1 above them, 0 between.
 
     Examples:
-        >>> ratio, mask = torch.tensor([[0.5, 1.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool)
-        >>> clip_side(ratio, mask, 0.8, 1.2)
+        >>> clip_side(torch.tensor([[0.5, 1.0, 2.0]]), 0.8, 1.2)
         tensor([[-1,  0,  1]], dtype=torch.int8)
     """
-    side = (ratio - ratio.clamp(low, high)).sign_().to(torch.int8)
-    return side.mul_(mask)
+    return (ratio - ratio.clamp(low, high)).sign_().to(torch.int8)

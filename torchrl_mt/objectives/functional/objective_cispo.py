@@ -55,4 +55,4 @@ def cispo(
     ratio = ratio_of(log_ratio(log_prob, old_log_prob, mask)).detach()
     weight = ratio.clamp(low, high) * torch.where(mask, advantage.float(), 0.0)
     loss = -weight * torch.where(mask, log_prob.float(), 0.0)
-    return loss, clip_side(ratio, mask, low, high)
+    return loss, clip_side(ratio, low, high)

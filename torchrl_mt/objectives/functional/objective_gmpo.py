@@ -63,4 +63,4 @@ def gmpo(
     advantage = torch.where(mask, advantage.float(), 0.0)
     bounded = torch.where(advantage > 0, difference.clamp(max=high), difference.clamp(min=-low))
     loss = -advantage * ratio_of(sequence_mean(bounded, mask, turns))
-    return loss, clip_side(difference.detach(), mask, -low, high)
+    return loss, clip_side(difference.detach(), -low, high)

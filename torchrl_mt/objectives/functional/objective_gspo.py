@@ -54,7 +54,7 @@ def gspo(
     check_shape("advantage", advantage, log_prob.shape)
     ratio = ratio_of(sequence_mean(log_ratio(log_prob, old_log_prob, mask), mask, turns))
     advantage = torch.where(mask, advantage.float(), 0.0)
-    return pessimistic(ratio, advantage, mask, clip_epsilon)
+    return pessimistic(ratio, advantage, clip_epsilon)
 
 
 def gspo_token(
@@ -103,4 +103,4 @@ def gspo_token(
     ratio = ratio_of(sequence_mean(log_ratio(log_prob, old_log_prob, mask), mask, turns)).detach()
     own = torch.where(mask, log_prob.float(), 0.0)
     advantage = torch.where(mask, advantage.float(), 0.0)
-    return pessimistic(ratio * (own - own.detach()).exp(), advantage, mask, clip_epsilon)
+    return pessimistic(ratio * (own - own.detach()).exp(), advantage, clip_epsilon)

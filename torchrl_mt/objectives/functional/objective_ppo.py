@@ -58,7 +58,7 @@ def ppo(
         raise ValueError(f"dual_clip must be above 1 or None, got {dual_clip}.")
     ratio = ratio_of(log_ratio(log_prob, old_log_prob, mask))
     advantage = torch.where(mask, advantage.float(), 0.0)
-    loss, clipped = pessimistic(ratio, advantage, mask, clip_epsilon)
+    loss, clipped = pessimistic(ratio, advantage, clip_epsilon)
     if dual_clip is not None:
         bound = torch.where(advantage < 0, -dual_clip * advantage, torch.inf)
         loss = torch.minimum(loss, bound)
@@ -66,14 +66,13 @@ def ppo(
 
 
 def pessimistic(
-    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_epsilon: float | tuple[float, float]
+    ratio: Tensor, advantage: Tensor, clip_epsilon: float | tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """Take the worse one of the plain and the clipped objective.
 
     Args:
-        ratio: ``[N, S]`` float32.
+        ratio: ``[N, S]`` float32, 1 on masked tokens.
         advantage: ``[N, S]`` float32, zero on masked tokens.
-        mask: ``[N, S]`` bool, true on sampled tokens.
         clip_epsilon: ``(low, high)``, or a number for both.
 
     Returns:
@@ -82,4 +81,4 @@ def pessimistic(
     low, high = check_clip_epsilon(clip_epsilon)
     low, high = 1.0 - low, 1.0 + high
     loss = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).neg_()
-    return loss, clip_side(ratio.detach(), mask, low, high)
+    return loss, clip_side(ratio.detach(), low, high)
