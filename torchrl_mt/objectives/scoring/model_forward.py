@@ -119,14 +119,14 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
 def hooked(
     module: nn.Module,
     before: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None,
-    after: Callable[[Any], None] | None = None,
+    after: Callable[[Any], Any] | None = None,
 ) -> Iterator[None]:
     """Watch a submodule's calls from this thread; calls from other threads go on as ever.
 
     Args:
         module: The submodule.
         before: Called with the positional arguments; returns what to call with instead, or ``None``.
-        after: Called with the output.
+        after: Called with the output; returns what to give instead, or ``None``.
     """
     owner = get_ident()
     hooks = []

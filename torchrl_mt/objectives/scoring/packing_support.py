@@ -1,12 +1,14 @@
 """Whether a model can be given packed rows: found out by giving it a few, not by its name.
 
-A model passes if a packed row's states are those of the row alone, whatever lies beside it.
+A model passes if no other row's embedding has a gradient in a packed row's states, which tells a leak
+however weak the weights are, and if those states are those of the row alone.
 """
 
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,9 +22,18 @@ from torchrl_mt.objectives.scoring.model_forward import (
     scoring_mode,
     unwrapped,
 )
-from torchrl_mt.objectives.scoring.packing import forward_passes
+from torchrl_mt.objectives.scoring.packing import ForwardPass, forward_passes
 
-_FAULTS: WeakKeyDictionary[nn.Module, dict[str | None, str | None]] = WeakKeyDictionary()
+LENGTHS = (12, 4, 4, 4)
+"""Tokens of the rows that are tried: the first is a sequence, the others share one."""
+LOOKED_AT = 2
+"""The row whose states are looked at: one lies before it, one after it."""
+ROUNDING = 1e-3
+"""Share of a row's states that rounding in other orders may change."""
+LOW_ROUNDING = 0.05
+"""The same of sums in half precision."""
+
+_FAULTS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
 def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -35,7 +46,8 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
             :func:`~torchrl_mt.objectives.scoring.model_forward.run_model`.
 
     Raises:
-        ValueError: If packed rows are not what they are alone, or NaN or infinite.
+        ValueError: If packed rows are not what they are alone, or nothing can be told: see
+            :func:`packing_fault`.
         TypeError: If the model returns no tensor.
     """
     fault = packing_fault(model, tokens, dtype)
@@ -47,7 +59,15 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 
 
 def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """Find out, once per model and attention implementation, why it cannot be given packed rows.
+    """Find out why a model cannot be given packed rows.
+
+    It is found out once per model, attention implementation, type that is computed in and kind of
+    device. What is excluded: influence of a row on another, earlier or later one of its sequence or of
+    its batch, that has a gradient (it must be zero, not small) or that is above rounding; and states
+    other than the row's alone by more than rounding. What is not: what sets in only with longer rows or
+    more of them than are tried; what goes through a weight that is exactly zero now; influence without
+    a gradient, or use of a position, that is below rounding. Where no gradient can be had (compiled
+    code, kernels without one, inference mode) other rows must not change a single bit.
 
     Args:
         model: A causal language model or a critic.
@@ -58,11 +78,12 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
         The reason, to follow the model's name, or ``None`` if it can.
 
     Raises:
-        ValueError: If the model's states are not finite, which tells nothing and is not remembered.
+        ValueError: If the model's states are not finite or do not depend on its tokens, which tells
+            nothing and is not remembered.
         TypeError: If it returns no tensor.
     """
     known = _FAULTS.setdefault(model, {})
-    kind = _attention_kind(model)
+    kind = (_attention_kind(model), *_types(model, dtype))
     if kind not in known:
         known[kind] = _signature_fault(model) or _leak(model, tokens, dtype)
     return known[kind]
@@ -89,67 +110,165 @@ def _attention_kind(model: nn.Module) -> str | None:
     return None
 
 
+def _types(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, str]:
+    """Type of the model's weights, type that their products are computed in, and kind of device."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    device = weight.device.type
+    if dtype is None and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return weight.dtype, dtype or weight.dtype, device
+
+
 def _signature_fault(model: nn.Module) -> str | None:
-    """Why the model cannot be called with packed rows."""
+    """Why the model cannot be called with packed rows, or not with long ones."""
     if not accepts(model, "position_ids"):
         return "does not take position_ids"
     mask = inspect.signature(unwrapped(model).forward).parameters.get("attention_mask")
     if mask is not None and mask.default is mask.empty:
         return "cannot do without an attention_mask"
+    config = getattr(unwrapped(model), "config", None)
+    find = getattr(config, "get_text_config", None)
+    config = find() if callable(find) else config
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or [""]):
+        return f"attends within chunks of {chunk} tokens that do not begin where a row does"
     return None
 
 
-@torch.no_grad()
+@dataclass
+class _Probe:
+    """What the row that is looked at gets in one forward pass."""
+
+    states: Tensor
+    """``[K, H]``."""
+    heard: bool | None
+    """Whether another row's embeddings have a gradient; ``None`` if that cannot be told."""
+
+
 def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | None:
     """Why packed rows are not what they are alone."""
     some = torch.cat([tokens.new_tensor([0, 1]), tokens.reshape(-1)]).unique().cpu()
-    # The second and the third row come to lie in one sequence; the third is looked at.
-    attended = torch.arange(8) < torch.tensor([8, 4, 4])[:, None]
-    mask = attended & (torch.arange(3) == 2)[:, None]
-    choice = torch.randint(0, len(some), (3, 8), generator=torch.Generator().manual_seed(0))
-    other = choice.clone()
-    other[1] = (other[1] + 1) % len(some)
+    longest = max(LENGTHS)
+    attended = torch.arange(longest) < torch.tensor(LENGTHS)[:, None]
+    itself = (torch.arange(len(LENGTHS)) == LOOKED_AT)[:, None]
+    generator = torch.Generator().manual_seed(0)
+    choice = torch.randint(0, len(some), attended.shape, generator=generator)
+    changed = (choice + 1) % len(some)
     with_lengths = takes_lengths(model)
-    states = []
+
+    def probe(index: Tensor, packed: bool, gradient: bool = False) -> _Probe:
+        (step,) = forward_passes(
+            some[index], attended, attended & itself, packed=packed, with_lengths=with_lengths
+        )
+        if gradient:
+            return _with_gradient(model, step, dtype)
+        return _Probe(_row_states(model, step, dtype), None)
+
     with scoring_mode(model):
-        for index, packed in ((choice, False), (choice, True), (other, True)):
-            (step,) = forward_passes(
-                some[index], attended, mask, packed=packed, with_lengths=with_lengths
-            )
-            try:
-                inner = _inner_states(model, step.inputs, dtype)
-            except TypeError as error:
-                if not packed:
-                    raise
-                return f"cannot be called with position_ids and without attention_mask ({error})"
-            _check_tensor(model, inner)
-            shape = step.inputs["input_ids"].shape
-            if inner.shape[:2] != shape:
-                return f"gives states {tuple(inner.shape)} for input_ids {tuple(shape)}"
-            states.append(inner.flatten(0, 1)[step.state.to(inner.device)])
-    if not all(bool(x.isfinite().all()) for x in states):
+        try:
+            alone = probe(choice, packed=False)
+        except _MisfitError as misfit:
+            return str(misfit)
+        try:
+            together = probe(choice, packed=True)
+        except _MisfitError as misfit:
+            return str(misfit)
+        except TypeError as error:
+            return f"cannot be called with position_ids and without attention_mask ({error})"
+        beside_others = probe(torch.where(itself, choice, changed), packed=True)
+        other = probe(torch.where(itself, changed, choice), packed=True)
+        heard = probe(choice, packed=True, gradient=True).heard
+    given = alone.states, together.states, beside_others.states, other.states
+    if not all(bool(x.isfinite().all()) for x in given):
         raise ValueError(
             f"packed=True is tried with a few tokens first, but {type(model).__name__} computes NaN or "
             "infinity of them; look at its weights and at dtype."
         )
-    alone, together, beside_another = (x.double() for x in states)
-    # Rounding in other orders is far below this, another row's influence far above.
-    low = dtype is not None or states[0].dtype.itemsize == 2
-    tolerance = (0.05 if low else 0.01) * float(alone.norm()) + 1e-30
-    if not float((beside_another - together).norm()) <= tolerance:
-        return "lets a packed row see the rows before it"
-    if not float((alone - together).norm()) <= tolerance:
+    if torch.equal(given[1], given[3]):
+        raise ValueError(
+            f"packed=True is tried with a few tokens first, but {type(model).__name__} computes the "
+            "same of any, which does not tell whether it keeps rows apart; give it weights other than "
+            "zero, or pass packed=False until it is trained."
+        )
+    low = _types(model, dtype)[1].itemsize <= 2
+    tolerance = (LOW_ROUNDING if low else ROUNDING) * float(given[0].double().norm())
+    # Without a gradient, a weak leak looks as rounding does.
+    most = 0.0 if heard is None else tolerance
+    if heard or not _distance(given[2], given[1]) <= most:
+        return "lets packed rows see each other"
+    if not _distance(given[0], given[1]) <= tolerance:
         return "computes a packed row otherwise than the row alone"
     return None
 
 
-def _check_tensor(model: nn.Module, states: object) -> None:
-    """Refuse what a model gives instead of states, logits or values."""
-    if not isinstance(states, Tensor):
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Norm of a difference."""
+    return float((a.double() - b.double()).norm())
+
+
+def _with_gradient(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -> _Probe:
+    """Look as well for a gradient of the row's states in the embeddings of other rows."""
+    ids = step.inputs["input_ids"]
+    embedded: list[Tensor] = []
+    calls: list[bool] = []
+
+    def before(args: tuple[Any, ...]) -> None:
+        calls.append(bool(args) and torch.equal(args[0].to(ids.device), ids))
+
+    def after(output: Any) -> Tensor | None:
+        if not calls.pop() or not isinstance(output, Tensor):
+            return None
+        embedded.append(output.detach().requires_grad_())
+        # What is done to it in place must not be done to the leaf.
+        return embedded[-1].clone()
+
+    find = getattr(unwrapped(model), "get_input_embeddings", None)
+    first = find() if callable(find) else None
+    with ExitStack() as stack:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            stack.enter_context(
+                model.no_sync()
+            )  # The backward pass that it would wait for never comes.
+        for module in model.modules():
+            if module is first or isinstance(module, nn.Embedding):
+                stack.enter_context(hooked(module, before=before, after=after))
+        stack.enter_context(torch.enable_grad())
+        states = _row_states(model, step, dtype)
+        if not embedded or not states.requires_grad:
+            return _Probe(states.detach(), None)
+        generator = torch.Generator().manual_seed(1)
+        # Norms and means hide what is the same in all directions.
+        weight = torch.randn(states.shape, generator=generator).to(states)
+        gradients = torch.autograd.grad(states, embedded, weight, allow_unused=True)
+    own = torch.zeros(ids.numel(), dtype=torch.bool)
+    own[int(step.state.min()) : int(step.state.max()) + 2] = True
+    inside, outside = [], []
+    for gradient in gradients:
+        if gradient is not None:
+            flat = gradient.flatten(0, 1).cpu()
+            inside.append(flat[own].flatten())
+            outside.append(flat[~own].flatten())
+    told = bool(inside) and bool(torch.cat(inside + outside).isfinite().all())
+    told = told and bool(torch.cat(inside).any())
+    return _Probe(states.detach(), bool(torch.cat(outside).any()) if told else None)
+
+
+def _row_states(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -> Tensor:
+    """States of the row that is looked at."""
+    inner = _inner_states(model, step.inputs, dtype)
+    if not isinstance(inner, Tensor):
         raise TypeError(
             f"{type(model).__name__} must return a tensor or an object that has one as `logits`, got "
-            f"{type(states).__name__}."
+            f"{type(inner).__name__}."
         )
+    shape = step.inputs["input_ids"].shape
+    if inner.shape[:2] != shape:
+        raise _MisfitError(f"gives states {tuple(inner.shape)} for input_ids {tuple(shape)}")
+    return inner.flatten(0, 1)[step.state.to(inner.device)]
+
+
+class _MisfitError(Exception):
+    """States that do not fit the tokens; why, to follow the model's name."""
 
 
 def _inner_states(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> Any:
