@@ -1,6 +1,6 @@
 """Running a model on training rows: without a cache, in half precision where asked, and unchanged.
 
-What a model was before (modes, hooks, random state) it is again afterwards.
+What a model was before (modes, hooks, frequencies, random state) it is again afterwards.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchrl_mt.objectives.scoring.rope_lengths import lengths_apart
 
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 """What ``dtype`` may be: ``None`` computes in the types that the model has."""
@@ -102,6 +104,10 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
 
     Returns:
         The model's output.
+
+    Raises:
+        ValueError: If the model's rotary frequencies depend on the longest row of a pass, and rows of
+            this one would have others alone (:mod:`~torchrl_mt.objectives.scoring.rope_lengths`).
     """
     parameter = next(model.parameters(), None)
     device = inputs["input_ids"].device if parameter is None else parameter.device
@@ -111,7 +117,8 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     named = "use_cache" in inspect.signature(inner.forward).parameters
     if accepts(model, "use_cache") and (named or getattr(inner, "config", None) is not None):
         inputs["use_cache"] = False
-    with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+    precision = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    with lengths_apart(model, inputs), precision:
         return model(**inputs)
 
 

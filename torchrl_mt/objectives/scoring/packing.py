@@ -252,8 +252,8 @@ def _forward_pass(
     inputs: dict[str, Any] = {"input_ids": input_ids}
     along = torch.arange(width, device=device)
     if packed:
-        # What fills a line up is a row of its own.
-        position = (along - fill[:, None]).reshape(-1).index_copy(0, slot, rank)
+        # What fills a line up is rows of one token, which no row's length depends on.
+        position = (along - fill[:, None]).clamp(max=0).reshape(-1).index_copy(0, slot, rank)
         inputs["position_ids"] = position.view(count, width)
     else:
         inputs["attention_mask"] = (along < fill[:, None].clamp(min=1)).long()
