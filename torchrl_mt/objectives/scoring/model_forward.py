@@ -1,15 +1,17 @@
 """Running a model on training rows: without a cache, in half precision where asked, and unchanged.
 
-What a model was before (modes, hooks, frequencies, random state) it is again afterwards.
+What a model was before (modes, hooks, frequencies that depend on lengths) it is again afterwards, and
+threads that share a model take turns.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from threading import get_ident
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Lock, RLock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +22,44 @@ AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 """What ``dtype`` may be: ``None`` computes in the types that the model has."""
 
 
+_LOCKS: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
+_LOCKS_CHANGE = Lock()
+
+
 @contextmanager
 def scoring_mode(*models: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients; give back every submodule's mode and the random state as they were.
+    """Evaluate without gradients; give back every submodule's mode as it was.
+
+    Another thread that enters it with one of the models, or that runs one through :func:`run_model`,
+    waits until this one has left. Calls of the model itself do not wait.
+
+    The random state is not touched: torch's generators belong to all threads, and turned back they would
+    deal another thread the same numbers twice. Only a model that draws although it is in evaluation mode
+    moves it on.
 
     Args:
         *models: The models that are used inside.
     """
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    devices = {p.device.index for m in models for p in m.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
-        for model in models:
-            model.eval()
+    with ExitStack() as stack:
+        # In one order, lest two threads hold what the other waits for.
+        for lock in sorted({id(lock): lock for lock in map(_lock, models)}.values(), key=id):
+            stack.enter_context(lock)
+        modes = [(module, module.training) for model in models for module in model.modules()]
+        stack.enter_context(torch.no_grad())
         try:
+            for model in models:
+                model.eval()
             yield
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def _lock(model: nn.Module) -> AbstractContextManager[Any]:
+    """Lock of a model and of all that have its first layer: wrappers, a critic on its backbone."""
+    layers = (module for module in model.modules() if next(module.children(), None) is None)
+    with _LOCKS_CHANGE:
+        return _LOCKS.setdefault(next(layers), RLock())
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -95,7 +118,7 @@ def _levels(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
-    """Call a model on its own device.
+    """Call a model on its own device, while no other thread scores with it.
 
     Args:
         model: The model.
@@ -118,7 +141,7 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     if accepts(model, "use_cache") and (named or getattr(inner, "config", None) is not None):
         inputs["use_cache"] = False
     precision = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-    with lengths_apart(model, inputs), precision:
+    with _lock(model), lengths_apart(model, inputs), precision:
         return model(**inputs)
 
 
