@@ -105,12 +105,13 @@ def micro_batches(
     return batches
 
 
-def packs(lengths: Tensor, capacity: int) -> list[list[int]]:
+def packs(lengths: Tensor, capacity: int, max_rows: int | None = None) -> list[list[int]]:
     """Put rows together so that few packs hold them: best-fit decreasing.
 
     Args:
         lengths: ``[N]`` int64 tokens of each row; rows without tokens are left out.
         capacity: Most tokens of a pack. A longer row is a pack of its own.
+        max_rows: Most rows of a pack; no limit by default.
 
     Returns:
         Row indices of each pack.
@@ -133,7 +134,7 @@ def packs(lengths: Tensor, capacity: int) -> list[list[int]]:
         else:
             free, pack = capacity, len(out)
             out.append([row])
-        if free > sizes[row]:
+        if free > sizes[row] and len(out[pack]) != max_rows:
             insort(room, (free - sizes[row], pack))
     return out
 
@@ -153,7 +154,8 @@ def forward_passes(
     Packed, several rows lie in one sequence without padding, each with positions from 0 on. Attention
     that masks what is not of the row costs the square of the sequence: sequences are as long as the
     longest row, or ``micro_batch_tokens`` if that is less, and several make a batch. Attention that is
-    told the lengths costs no more for many rows: all of a pass are one sequence.
+    told the lengths costs no more for many rows: all of a pass are one sequence, and
+    ``micro_batch_size`` counts its rows.
 
     Args:
         tokens: ``[N, S]`` int64.
@@ -162,7 +164,8 @@ def forward_passes(
         packed: Whether to pack.
         with_lengths: Pack for attention over variable lengths, and name the lengths as transformers
             does for it.
-        micro_batch_size: Most sequences (rows, or packs of rows) of one pass.
+        micro_batch_size: Most sequences (rows, or packs of rows) of one pass; most rows of it
+            ``with_lengths``.
         micro_batch_tokens: Most tokens of one pass, padding included. A longer row is a pass of its
             own.
 
@@ -193,7 +196,8 @@ def forward_passes(
         total = max(1, int(lengths.sum()))
         longest = total if with_lengths else max(1, int(lengths.max()))
         # Rows without a token have no state that one could want.
-        lines = packs(lengths, min(longest, micro_batch_tokens or total)) or [[0]]
+        most = micro_batch_size if with_lengths else None
+        lines = packs(lengths, min(longest, micro_batch_tokens or total), most) or [[0]]
         fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
     size = 1 if packed and with_lengths else micro_batch_size
     for part in micro_batches(fill, size, micro_batch_tokens):
