@@ -118,7 +118,7 @@ def test_what_holds_in_one_type_is_not_taken_for_another(weights, dtype):
 
 
 class Table(nn.Module):
-    """Embeddings, and what the rows beside add to them."""
+    """Embeddings, changed in place as some models do, and what the rows beside add to them."""
 
     def __init__(self, leak):
         super().__init__()
@@ -127,7 +127,7 @@ class Table(nn.Module):
         self.leak = leak
 
     def forward(self, input_ids, attention_mask=None, position_ids=None):
-        out = self.table(input_ids)
+        out = self.table(input_ids).mul_(2.0)
         if position_ids is None:
             return out
         row = (position_ids == 0).cumsum(-1)
@@ -179,6 +179,40 @@ class NoGradient(Table):
             return super().forward(*args, **kwargs)
 
 
+class Backless(torch.autograd.Function):
+    """A kernel that has no backward pass."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("not implemented")
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [Backless.apply, torch.round, torch.Tensor.detach, lambda x: x + (0 * x).sqrt()],
+    ids=["none", "zero", "cut", "NaN"],
+)
+def test_where_the_gradient_is_none_not_a_bit_may_change(kernel):
+    def model(leak):
+        out = Table(lambda out, row: leak(kernel(out), row))
+        out.register_forward_hook(lambda *args: kernel(1e8 * args[-1]))
+        return out
+
+    assert packing_fault(model(of_rows(lambda a, b: a == b)), TOKENS) is None
+    assert packing_fault(model(of_rows(lambda a, b: a < b)), TOKENS) is not None
+
+
+def test_a_leak_far_below_rounding_is_a_leak():
+    def less(out, row):
+        return 1e-6 * of_rows(lambda a, b: a < b)(out, row)
+
+    assert "see each other" in packing_fault(Table(less), TOKENS)
+
+
 def test_without_a_gradient_not_a_bit_may_change():
     apart = of_rows(lambda a, b: a == b)
     assert packing_fault(NoGradient(apart), TOKENS) is None
@@ -222,16 +256,19 @@ def test_chunks_of_a_sequence_are_not_those_of_its_rows(chunked):
     assert ("within chunks of 10 tokens" in fault) if chunked else fault is None
 
 
-def test_distributed_training_goes_on_after_the_trial():
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_distributed_training_goes_on_after_the_trial(options):
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = fresh("Llama")
-        parallel = nn.parallel.DistributedDataParallel(model)
+        model, expected = fresh("Llama"), fresh("Llama")
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
         ones = torch.ones(3, 4, dtype=torch.bool)
         for _ in range(2):
-            out = row_log_probs(parallel, TOKENS[:12].view(3, 4), ones, ones, packed=True)[0]
-            out.sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+            for each in (parallel, expected):
+                out = row_log_probs(each, TOKENS[:12].view(3, 4), ones, ones, packed=True)[0]
+                out.sum().backward()
+        for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
     finally:
         distributed.destroy_process_group()

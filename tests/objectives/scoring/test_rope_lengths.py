@@ -156,6 +156,14 @@ def test_long_rows_share_passes_if_each_has_the_same_frequencies(build, kind):
             row_log_probs(build(), *rows)
 
 
+@pytest.mark.parametrize("last", [SHORT, LONGER])
+def test_frequencies_are_left_as_they_were(build, last):
+    model = build()
+    before = state(model)
+    row_log_probs(model, *rows_of(last))
+    assert_same_state(model, before)
+
+
 def test_what_a_model_computed_before_counts_neither_way(build):
     model = build()
     with torch.no_grad():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -85,7 +84,10 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
     known = _FAULTS.setdefault(model, {})
     kind = (_attention_kind(model), *_types(model, dtype))
     if kind not in known:
-        known[kind] = _signature_fault(model) or _leak(model, tokens, dtype)
+        try:
+            known[kind] = _signature_fault(model) or _leak(model, tokens, dtype)
+        except _MisfitError as misfit:
+            known[kind] = str(misfit)
     return known[kind]
 
 
@@ -135,16 +137,6 @@ def _signature_fault(model: nn.Module) -> str | None:
     return None
 
 
-@dataclass
-class _Probe:
-    """What the row that is looked at gets in one forward pass."""
-
-    states: Tensor
-    """``[K, H]``."""
-    heard: bool | None
-    """Whether another row's embeddings have a gradient; ``None`` if that cannot be told."""
-
-
 def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | None:
     """Why packed rows are not what they are alone."""
     some = torch.cat([tokens.new_tensor([0, 1]), tokens.reshape(-1)]).unique().cpu()
@@ -156,47 +148,39 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
     changed = (choice + 1) % len(some)
     with_lengths = takes_lengths(model)
 
-    def probe(index: Tensor, packed: bool, gradient: bool = False) -> _Probe:
-        (step,) = forward_passes(
+    def step(index: Tensor, packed: bool = True) -> ForwardPass:
+        (only,) = forward_passes(
             some[index], attended, attended & itself, packed=packed, with_lengths=with_lengths
         )
-        if gradient:
-            return _with_gradient(model, step, dtype)
-        return _Probe(_row_states(model, step, dtype), None)
+        return only
 
     with scoring_mode(model):
+        alone = _row_states(model, step(choice, packed=False), dtype)
         try:
-            alone = probe(choice, packed=False)
-        except _MisfitError as misfit:
-            return str(misfit)
-        try:
-            together = probe(choice, packed=True)
-        except _MisfitError as misfit:
-            return str(misfit)
+            together = _row_states(model, step(choice), dtype)
         except TypeError as error:
             return f"cannot be called with position_ids and without attention_mask ({error})"
-        beside_others = probe(torch.where(itself, choice, changed), packed=True)
-        other = probe(torch.where(itself, changed, choice), packed=True)
-        heard = probe(choice, packed=True, gradient=True).heard
-    given = alone.states, together.states, beside_others.states, other.states
-    if not all(bool(x.isfinite().all()) for x in given):
+        beside_others = _row_states(model, step(torch.where(itself, choice, changed)), dtype)
+        other = _row_states(model, step(torch.where(itself, changed, choice)), dtype)
+        heard = _has_gradient_of_others(model, step(choice), dtype)
+    if not all(bool(x.isfinite().all()) for x in (alone, together, beside_others, other)):
         raise ValueError(
             f"packed=True is tried with a few tokens first, but {type(model).__name__} computes NaN or "
             "infinity of them; look at its weights and at dtype."
         )
-    if torch.equal(given[1], given[3]):
+    if torch.equal(together, other):
         raise ValueError(
             f"packed=True is tried with a few tokens first, but {type(model).__name__} computes the "
             "same of any, which does not tell whether it keeps rows apart; give it weights other than "
             "zero, or pass packed=False until it is trained."
         )
     low = _types(model, dtype)[1].itemsize <= 2
-    tolerance = (LOW_ROUNDING if low else ROUNDING) * float(given[0].double().norm())
+    tolerance = (LOW_ROUNDING if low else ROUNDING) * float(alone.double().norm())
     # Without a gradient, a weak leak looks as rounding does.
     most = 0.0 if heard is None else tolerance
-    if heard or not _distance(given[2], given[1]) <= most:
+    if heard or not _distance(beside_others, together) <= most:
         return "lets packed rows see each other"
-    if not _distance(given[0], given[1]) <= tolerance:
+    if not _distance(alone, together) <= tolerance:
         return "computes a packed row otherwise than the row alone"
     return None
 
@@ -206,14 +190,36 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm())
 
 
-def _with_gradient(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -> _Probe:
-    """Look as well for a gradient of the row's states in the embeddings of other rows."""
+def _has_gradient_of_others(
+    model: nn.Module, step: ForwardPass, dtype: torch.dtype | None
+) -> bool | None:
+    """Whether other rows' embeddings have a gradient in the row's states; ``None`` if none has one."""
+    ids = step.inputs["input_ids"]
+    own = torch.zeros(ids.numel(), dtype=torch.bool)
+    own[int(step.state.min()) : int(step.state.max()) + 2] = True
+    inside, outside = [], []
+    try:
+        for gradient in _gradients(model, step, dtype):
+            flat = gradient.flatten(0, 1).cpu()
+            inside.append(flat[own].flatten())
+            outside.append(flat[~own].flatten())
+    except RuntimeError:
+        return None  # Of kernels without a backward pass.
+    told = bool(inside) and bool(torch.cat(inside + outside).isfinite().all())
+    # States that depend on the row by steps alone have no gradient in it, nor in others.
+    told = told and bool(torch.cat(inside).any())
+    return bool(torch.cat(outside).any()) if told else None
+
+
+def _gradients(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -> list[Tensor]:
+    """Gradients of the row's states in the embeddings ``[B, L, H]`` of all tokens."""
     ids = step.inputs["input_ids"]
     embedded: list[Tensor] = []
     calls: list[bool] = []
 
     def before(args: tuple[Any, ...]) -> None:
-        calls.append(bool(args) and torch.equal(args[0].to(ids.device), ids))
+        given = args[0] if args else None
+        calls.append(isinstance(given, Tensor) and torch.equal(given.to(ids.device), ids))
 
     def after(output: Any) -> Tensor | None:
         if not calls.pop() or not isinstance(output, Tensor):
@@ -225,32 +231,18 @@ def _with_gradient(model: nn.Module, step: ForwardPass, dtype: torch.dtype | Non
     find = getattr(unwrapped(model), "get_input_embeddings", None)
     first = find() if callable(find) else None
     with ExitStack() as stack:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            stack.enter_context(
-                model.no_sync()
-            )  # The backward pass that it would wait for never comes.
         for module in model.modules():
             if module is first or isinstance(module, nn.Embedding):
                 stack.enter_context(hooked(module, before=before, after=after))
         stack.enter_context(torch.enable_grad())
         states = _row_states(model, step, dtype)
         if not embedded or not states.requires_grad:
-            return _Probe(states.detach(), None)
+            return []
         generator = torch.Generator().manual_seed(1)
         # Norms and means hide what is the same in all directions.
         weight = torch.randn(states.shape, generator=generator).to(states)
-        gradients = torch.autograd.grad(states, embedded, weight, allow_unused=True)
-    own = torch.zeros(ids.numel(), dtype=torch.bool)
-    own[int(step.state.min()) : int(step.state.max()) + 2] = True
-    inside, outside = [], []
-    for gradient in gradients:
-        if gradient is not None:
-            flat = gradient.flatten(0, 1).cpu()
-            inside.append(flat[own].flatten())
-            outside.append(flat[~own].flatten())
-    told = bool(inside) and bool(torch.cat(inside + outside).isfinite().all())
-    told = told and bool(torch.cat(inside).any())
-    return _Probe(states.detach(), bool(torch.cat(outside).any()) if told else None)
+        found = torch.autograd.grad(states, embedded, weight, allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _row_states(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -> Tensor:
