@@ -85,9 +85,9 @@ class ExperienceMaker(TensorDictModuleBase):
     The ``optional_in_keys`` are read where the rows have them, and count then. Copies of an episode
     that nothing tells apart, and rows that were sampled at another temperature, are refused.
 
-    No gradient flows; the models' modes and the random state are left as they were. After a call
-    ``metrics`` has what the rewards, the KL and its coefficient, the entropy and the counts of sampled
-    tokens were, as numbers.
+    No gradient flows; the models' modes are left as they were, and so is the random state unless other
+    threads run, which might be drawing from it. After a call ``metrics`` has what the rewards, the KL
+    and its coefficient, the entropy and the counts of sampled tokens were, as numbers.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.

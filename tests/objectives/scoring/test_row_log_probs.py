@@ -254,7 +254,9 @@ def test_bad_input_is_refused_by_name(model, rows):
         row_log_probs(nn.Linear(2, 2), tokens, attention, mask, packed=True)
 
 
-def test_scoring_leaves_modes_and_random_state_alone(model):
+def test_scoring_leaves_modes_and_random_state_alone(model, monkeypatch):
+    # Whatever threads other tests have left.
+    monkeypatch.setattr("torchrl_mt.objectives.scoring.model_forward.active_count", lambda: 1)
     model.train()
     model.lm_head.eval()
     modes = [module.training for module in model.modules()]
@@ -264,6 +266,7 @@ def test_scoring_leaves_modes_and_random_state_alone(model):
         with scoring_mode(model):
             assert not any(module.training for module in model.modules())
             assert not torch.is_grad_enabled()
+            torch.rand(3)
             raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):

@@ -1,7 +1,7 @@
 """Running a model on training rows: without a cache, in half precision where asked, and unchanged.
 
-What a model was before (modes, hooks, frequencies that depend on lengths) it is again afterwards, and
-threads that share a model take turns.
+What a model was before (modes, hooks, frequencies that depend on lengths) it is again afterwards, and so
+is the random state where one thread runs; threads that share a model take turns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from threading import Lock, RLock, get_ident
+from threading import Lock, RLock, active_count, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,9 +33,9 @@ def scoring_mode(*models: nn.Module) -> Iterator[None]:
     Another thread that enters it with one of the models, or that runs one through :func:`run_model`,
     waits until this one has left. Calls of the model itself do not wait.
 
-    The random state is not touched: torch's generators belong to all threads, and turned back they would
-    deal another thread the same numbers twice. Only a model that draws although it is in evaluation mode
-    moves it on.
+    The random state is given back, too, but only while no other thread runs: torch's generators belong
+    to all threads, and turned back they would deal another one (that samples, say) the same numbers
+    twice. Then a model that draws although it is in evaluation mode moves it on.
 
     Args:
         *models: The models that are used inside.
@@ -46,6 +46,10 @@ def scoring_mode(*models: nn.Module) -> Iterator[None]:
             stack.enter_context(lock)
         modes = [(module, module.training) for model in models for module in model.modules()]
         stack.enter_context(torch.no_grad())
+        if active_count() == 1:
+            parameters = (p for model in models for p in model.parameters())
+            devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+            stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
         try:
             for model in models:
                 model.eval()
