@@ -571,6 +571,19 @@ def test_what_is_not_finite_on_sampled_tokens_is_refused_by_key(
         MultiTurnLoss(model, correction="token_tis", kl_coef=0.1)(batch)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives_and_corrections_may_be_compiled(model, experience, name):
+    batch = experience()
+    correction = "geometric" if name == "decoupled_ppo" else "token_tis"
+    expected = MultiTurnLoss(model, objective=name, correction=correction)(batch)
+    compiled = MultiTurnLoss(
+        model,
+        objective=torch.compile(OBJECTIVES[name], backend="eager"),
+        correction=torch.compile(CORRECTIONS[correction], backend="eager"),
+    )(batch)
+    torch.testing.assert_close(compiled.to_dict(), expected.to_dict())
+
+
 def test_hyperparameters_are_bound_by_partial(model, experience):
     batch = experience()
     batch["advantage"] = torch.where(batch["advantage"] != 0, -1.0, 0.0)
