@@ -1,7 +1,9 @@
 """Workers with parts of one batch, one of them without a row, make the gradient of the whole batch."""
 
 import datetime
-import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_mt.objectives import MultiTurnLoss
 from torchrl_mt.objectives.functional import merge_totals
-
-# Its server imports once, which is most of the time that a process takes, and has no threads.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torchrl_mt.objectives"])
 
 
 def objective_of(out):
@@ -26,11 +24,13 @@ def gradient(model, loss):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def work(rank, store, out, model, mine):
+def work(rank, folder):
     torch.set_num_threads(1)
+    model, parts = torch.load(folder / "given.pt", weights_only=False)
+    mine = parts[rank]
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
         timeout=datetime.timedelta(seconds=60),
@@ -42,7 +42,7 @@ def work(rank, store, out, model, mine):
         distributed.all_gather_object(totals, loss.total(mine))
         rows = loss(mine, total=merge_totals(*totals))
         found.append(gradient(model, 2 * objective_of(rows)))
-    torch.save(found, out / f"{rank}.pt")
+    torch.save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -52,19 +52,22 @@ def test_a_worker_without_rows_takes_part(model, rows, tmp_path):
     mask = batch["masks", "all_assistant_mask"]
     batch["log_probs", "old"] = batch["log_probs", "full"]
     batch["advantage"] = torch.where(mask, 1.0, 0.0)[..., None]
-    parts = [batch, batch[:0]]
+    torch.save((model, [batch, batch[:0]]), tmp_path / "given.pt")
     workers = [
-        CONTEXT.Process(target=work, args=(rank, tmp_path / "store", tmp_path, model, parts[rank]))
-        for rank in range(2)
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)
     ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-        worker.kill()
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    try:
+        assert [worker.wait(120) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
     expected = gradient(model, objective_of(MultiTurnLoss(model, entropy_coef=0.1)(batch)))
     assert expected.any()
     for rank in range(2):
         for found in torch.load(tmp_path / f"{rank}.pt"):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]))
