@@ -580,6 +580,31 @@ def test_ctrl_c_settles_every_episode_and_the_run_may_go_on(engine, staleness):
         assert counts(collector)["running"] == 0
 
 
+@pytest.mark.parametrize("staleness", [None, 0, 1])
+def test_ctrl_c_as_a_batch_arrives_loses_none_of_it(engine, staleness, monkeypatch):
+    with MultiTurnCollector(
+        Chat, engine, items(8), episodes_per_batch=2, max_staleness=staleness, cycle=False
+    ) as collector:
+        found = played(next(collector.iterator()))
+        collector.update_policy_weights_()
+        run = collector._thread.run
+
+        def interrupted(coroutine):
+            run(coroutine)
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(collector._thread, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(collector.iterator())
+        with limited(20):
+            for batch in collector.iterator():
+                found += played(batch)
+                collector.update_policy_weights_()
+        assert sorted(found) == list(range(8))
+        assert counts(collector)["running"] == 0
+
+
 def test_ctrl_c_in_an_evaluation_leaves_the_training_alone(engine):
     with MultiTurnCollector(
         Chat, engine, items(4, sleep=0.01), episodes_per_batch=2, replay_buffer=buffer()

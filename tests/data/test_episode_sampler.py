@@ -193,6 +193,20 @@ def test_the_epoch_of_whole_groups_goes_on_from_its_state(make, tmp_path):
     assert sorted([*first, *(i for batch in rest for i in batch)]) == list(range(16))
 
 
+@pytest.mark.parametrize("size", [None, 3])
+def test_an_epoch_of_groups_of_another_size_is_begun_anew(make, size):
+    def fresh(size):
+        rb = buffer(replacement=False, group_key="group", group_size=size, batch_size=1)
+        rb.extend(groups_of(make, [0, 0, 1, 2, 2]))
+        return rb
+
+    old, new = fresh(size), fresh(2)
+    if size is None:
+        old.sample()
+    new.sampler.load_state_dict(old.sampler.state_dict())
+    assert all(len(ids(make, new.sample())) == 2 for _ in range(4))
+
+
 @pytest.mark.parametrize("replacement", [True, False])
 def test_a_refused_draw_of_groups_changes_nothing(make, replacement):
     rb = buffer(replacement=replacement, group_key="group", group_size=3)

@@ -99,3 +99,31 @@ def test_an_episode_is_rejected_whole(model, rows):
     with pytest.raises(ValueError, match=r"'valid' of rows must have shape \(6,\) .*got \(6, 1\)"):
         ExperienceMaker(model)(batch)
     assert "advantage" not in batch
+
+
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, rows):
+        return self.weight * rows["masks", "all_assistant_mask"]
+
+
+def test_a_module_that_gives_advantages_is_a_part_of_the_maker(model, rows):
+    maker = ExperienceMaker(model, advantage=Learned())
+    assert "advantage.weight" in maker.state_dict()
+    batch = rows()
+    maker(batch)
+    mask = batch["masks", "all_assistant_mask"]
+    assert torch.equal(batch["advantage"].squeeze(-1), 2.0 * mask)
+
+
+def test_discounts_may_change_between_calls(model, rows):
+    maker = make(model, "dr_grpo", gamma=0.0)
+    maker.gamma, maker.whiten = 1.0, True
+    expected = make(model, "dr_grpo", gamma=1.0, whiten=True)(rows(n=12))["advantage"]
+    torch.testing.assert_close(maker(rows(n=12))["advantage"], expected)
+    maker.gamma = 2.0
+    with pytest.raises(ValueError, match="gamma must lie in"):
+        maker(rows(n=12))

@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import AdaptiveKLController
 
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives._rows import EPISODE_SCORE
@@ -483,3 +484,30 @@ def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
     refused(
         maker, batch, ValueError, "rewards of an episode must add up to a finite score.*episode 7"
     )
+
+
+def test_what_is_known_of_the_temperature_is_as_exact_as_its_type(model, rows):
+    batch = rows()
+    batch["sampling", "temperature"] = torch.full((len(batch),), 0.7, dtype=torch.bfloat16)
+    assert "advantage" in ExperienceMaker(model, temperature=0.7)(batch)
+    batch["masks", "all_assistant_mask"][0] = False
+    batch["sampling", "temperature"][0] = torch.nan
+    assert "advantage" in ExperienceMaker(model, temperature=0.7)(batch)
+    for wrong in (torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="temperature must be finite"):
+            ExperienceMaker(model, temperature=wrong)
+
+
+def test_a_controller_that_fails_leaves_the_rows_alone(model, rows):
+    class Broken(AdaptiveKLController):
+        def update(self, kl_values):
+            raise RuntimeError("broken")
+
+    controller = Broken(init_kl_coef=0.1, target=1.0, horizon=10)
+    maker = ExperienceMaker(model, ref=model, kl_coef=controller)
+    batch = rows()
+    before = batch.clone()
+    with pytest.raises(RuntimeError, match="broken"):
+        maker(batch)
+    assert set(batch.keys(True)) == set(before.keys(True))
+    assert (batch == before).all()

@@ -466,7 +466,7 @@ def test_episodes_that_do_not_end_are_refused():
             MergeTurns()(data[torch.tensor(cut)])
 
 
-@pytest.mark.parametrize("flags", [("done",), ("truncated",), ("terminated", "truncated")])
+@pytest.mark.parametrize("flags", [("done",), ("done", "truncated"), ("terminated", "truncated")])
 def test_every_set_of_flags_that_says_where_episodes_end_is_asked(flags):
     data = to_ted([TWO_TURNS, TWO_TURNS], "nested")
     ends = data["next", "done"]
@@ -478,10 +478,11 @@ def test_every_set_of_flags_that_says_where_episodes_end_is_asked(flags):
         MergeTurns()(data[:3])
 
 
-def test_a_terminated_flag_alone_does_not_say_where_truncated_episodes_end():
+@pytest.mark.parametrize("flag", ["terminated", "truncated"])
+def test_one_of_two_flags_does_not_say_where_episodes_end_by_the_other(flag):
     data = to_ted([TWO_TURNS, TWO_TURNS], "nested", ids=[7, 3])
-    data.rename_key_(("next", "done"), ("next", "terminated"))
-    data["next", "terminated"][:] = False
+    data.rename_key_(("next", "done"), ("next", flag))
+    data["next", flag][:] = False
     assert MergeTurns()(data)["episode"].tolist() == [7, 3]
 
 

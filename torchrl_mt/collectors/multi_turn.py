@@ -250,6 +250,8 @@ class MultiTurnCollector(BaseCollector):
 
     async def _next_groups(self, size: int) -> list[Group]:
         """The groups of the next batch."""
+        # An interrupt may come when a batch was given out and before anybody had it.
+        self._scheduler.take_back()
         if self._lead is None:
             return await self._scheduler.gather(size, self._running.is_set)
         self._lead.ask()
@@ -265,6 +267,7 @@ class MultiTurnCollector(BaseCollector):
         """End the episodes that run; their items are played again."""
         if self._admitting is not None:
             await cancel_all([self._admitting])
+        self._scheduler.take_back()
         await self._scheduler.cancel()
 
     def _room(self) -> int:
@@ -278,7 +281,8 @@ class MultiTurnCollector(BaseCollector):
                 "the collector waits for new weights: with max_staleness=%d and %d updates since it "
                 "began, %d episodes of %d a batch may be begun before the next update, and all were "
                 "(%d delivered, %d in the batch that is waited for). Call update_policy_weights_() "
-                "after each batch, or give a higher max_staleness, or none.",
+                "after each batch, or give a higher max_staleness, or none; if training only takes its "
+                "time, all is well.",
                 self.max_staleness,
                 self._lead.updates(self.engine.version),
                 allowed,
@@ -299,7 +303,7 @@ class MultiTurnCollector(BaseCollector):
             if self.postproc is not None:
                 batch = self.postproc(batch)
         except BaseException:
-            self._take_back(groups)
+            self._take_back()
             raise
         with self._delivering:
             # An update that follows the write as soon as it is seen must count as coming after it.
@@ -308,13 +312,14 @@ class MultiTurnCollector(BaseCollector):
                 if self.replay_buffer is not None:
                     self.replay_buffer.extend(batch)
             except BaseException:
-                self._take_back(groups)
+                self._take_back()
                 raise
+            self._scheduler.settle()
             self._tally.accept(episodes, version=self.policy_version)
             for group in groups:
                 self._items.done(group.ticket)
-        if self._lead is not None:
-            self._lead.deliver(self._scheduler.given_out, version)
+            if self._lead is not None:
+                self._lead.deliver(self._scheduler.given_out, version)
         self._record(episodes)
         if self._progress is not None:
             self._progress.show(
@@ -326,16 +331,16 @@ class MultiTurnCollector(BaseCollector):
             )
         return batch if self.replay_buffer is None else None
 
-    def _take_back(self, groups: list[Group]) -> None:
-        """Groups could not be delivered: their items are played again."""
+    def _take_back(self) -> None:
+        """The batch could not be delivered: its items are played again."""
 
         async def take_back() -> None:
-            self._scheduler.take_back(groups)
+            self._scheduler.take_back()
 
         try:
             self._thread.run(take_back())
         except LoopClosedError:
-            self._scheduler.take_back(groups)
+            self._scheduler.take_back()
 
     def _record(self, episodes: list[Episode], *, is_eval: bool = False) -> None:
         """Dump the episodes; training does not depend on it."""
@@ -388,6 +393,8 @@ class MultiTurnCollector(BaseCollector):
             )
         if self._background is not None:
             raise RuntimeError("the collector was started already.")
+        # Here it waits whenever training takes longer than playing.
+        self._stall = Stall(_BACKGROUND_STALL_SECONDS)
         self._background = Background(self.iterator(), lambda: self._thread.closed)
 
     @property
@@ -679,7 +686,7 @@ _ALL = 2**62
 _FAILURES = 32
 """How many episodes in a row may fail at least, if nobody says."""
 
-_STALL_SECONDS = 3.0
+_STALL_SECONDS, _BACKGROUND_STALL_SECONDS = 3.0, 60.0
 """How long waiting for new weights is nothing to speak of."""
 
 _SHUT_DOWN = "the collector was shut down: make a new one."

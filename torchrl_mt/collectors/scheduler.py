@@ -122,6 +122,8 @@ class Scheduler:
         self._items_left = True
         self.given_out = self._last_given_out = 0
         """Episodes, in all and in the last batch; none beyond the size that was asked for."""
+        self._unsettled: list[Group] = []
+        """The last batch, until it is known to be delivered."""
         self.ready = 0
         """Episodes that wait to be given out."""
         self._wanted = 0
@@ -148,11 +150,16 @@ class Scheduler:
         """Whether somebody waits for episodes, and none runs."""
         return self.ready < self._wanted and not self._groups
 
-    def take_back(self, groups: list[Group]) -> None:
-        """Groups that were given out last could not be delivered: their items are played again."""
+    def settle(self) -> None:
+        """The groups that were given out last were delivered."""
+        self._unsettled, self._last_given_out = [], 0
+
+    def take_back(self) -> None:
+        """Play the items of groups that were given out, and not delivered, again."""
         self.given_out -= self._last_given_out
-        for group in groups:
+        for group in self._unsettled:
             self._put_back(group)
+        self.settle()
 
     async def gather(self, size: int, may_begin: Callable[[], bool] = lambda: True) -> list[Group]:
         """Groups of ``size`` episodes or a few more; fewer when the items end.
@@ -273,7 +280,7 @@ class Scheduler:
             taken.append(self._ready.popleft())
             number += len(taken[-1].episodes)
         # A batch of a few more must not leave less than a batch for the next, or that would never come.
-        self._last_given_out = min(number, size)
+        self._unsettled, self._last_given_out = taken, min(number, size)
         self.given_out += self._last_given_out
         self.ready -= number
         return taken

@@ -208,7 +208,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         """The groups that the epoch has yet to give out, in random order."""
         given = torch.tensor(sorted(self._epoch.given), dtype=torch.int64, device="cpu")
         left = groups.left(given - oldest)
-        self._order_of = (oldest, len(groups.of), len(groups))
+        self._order_of = (oldest, len(groups.of), len(groups), self.group_size or 0)
         return left[draw_order(len(left), self._rng)]
 
     def _check_size(self, groups: Groups) -> None:
@@ -228,7 +228,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             assert self.group_key is not None
             values = storage.first_values(self.group_key)
             groups = Groups.of_values(values, self.group_key, self.group_size)
-            same = (storage.table.oldest, storage.num_episodes, len(groups)) == self._order_of
+            now = (storage.table.oldest, storage.num_episodes, len(groups), self.group_size or 0)
+            same = now == self._order_of
             if known is not None or not same:
                 self._order = None
             self._known_groups = known = (storage, storage.revision, groups)

@@ -167,9 +167,10 @@ def check_temperature(
     if sampled is None:
         return
     check_like(key, sampled, "batch_size", valid.shape)
+    rounding = max(1e-6, torch.finfo(sampled.dtype).eps) if sampled.is_floating_point() else 0.0
     sampled = sampled.to(valid.device).double()
     # Negated: NaN is close to nothing.
-    other = valid & ~((sampled - temperature).abs() <= 1e-6 * abs(temperature))
+    other = valid & ~((sampled - temperature).abs() <= rounding * abs(temperature))
     if not bool(other.any()):
         return
     row = int(other.nonzero()[0])

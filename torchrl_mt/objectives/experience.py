@@ -26,7 +26,7 @@ from torchrl_mt.objectives._writes import (
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import Filter, filter_weight, find_filters, reads_group
 from torchrl_mt.objectives.functional import kl_estimate
-from torchrl_mt.objectives.functional._checks import check_choice, check_positive
+from torchrl_mt.objectives.functional._checks import check_choice, check_finite, check_positive
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.kl_control import (
     KLCoefficient,
@@ -123,9 +123,9 @@ class ExperienceMaker(TensorDictModuleBase):
         kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
             0 the KL is only written. A KL controller of TorchRL is told each batch's KL, mean per
             token, and what it makes of it holds for the next. The coefficient of an
-            ``AdaptiveKLController`` is in ``state_dict()`` and comes back with ``load_state_dict()``,
-            which refuses a state without it unless ``strict=False``; a number or a constant controller
-            stays as it is given.
+            ``AdaptiveKLController`` is in ``state_dict()`` and comes back with ``load_state_dict()``; a
+            number or a constant controller stays as it is given, and their state leaves an adaptive one
+            as it is.
         kl_kind: The estimator of ``"kl"``, from the old policy to the reference. In a reward its
             value counts, and k1's is unbiased, as is the policy gradient that it adds
             (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
@@ -209,9 +209,16 @@ class ExperienceMaker(TensorDictModuleBase):
             causal_lm(ref)
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
-        credit = Credit(advantage, gamma, lmbda, turn_gamma, turn_lmbda, lone_value, whiten)
-        if credit.needs_critic and critic is None:
+        self.advantage = advantage
+        self.gamma = gamma
+        self.lmbda = lmbda
+        self.turn_gamma = turn_gamma
+        self.turn_lmbda = turn_lmbda
+        self.lone_value = lone_value
+        self.whiten = whiten
+        if self.credit.needs_critic and critic is None:
             raise ValueError(f"advantage={advantage!r} needs a critic, got critic=None.")
+        check_finite("temperature", temperature)
         check_positive("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
@@ -230,9 +237,8 @@ class ExperienceMaker(TensorDictModuleBase):
         self.reward = RewardMix(
             OWN if reward is None else reward, transform=reward_transform, **self.passes
         )
-        self.credit = credit
         self.filters = find_filters(filters)
-        self.reads_group = credit.reads_group or any(map(reads_group, self.filters))
+        self.reads_group = self.credit.reads_group or any(map(reads_group, self.filters))
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -241,6 +247,19 @@ class ExperienceMaker(TensorDictModuleBase):
         self.metrics: dict[str, float] = {}
         self.tensor_keys = ExperienceKeys()
         self._set_in_and_out_keys()
+
+    @property
+    def credit(self) -> Credit:
+        """How credit is given, by the attributes as they are now."""
+        return Credit(
+            self.advantage,
+            self.gamma,
+            self.lmbda,
+            self.turn_gamma,
+            self.turn_lmbda,
+            self.lone_value,
+            self.whiten,
+        )
 
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
@@ -301,17 +320,16 @@ class ExperienceMaker(TensorDictModuleBase):
                 is safe.
         """
         batch = read_batch(tensordict, self.tensor_keys)
-        check_temperature(
-            tensordict, batch.keys.sampling_temperature, self.temperature, batch.valid
-        )
+        said = batch.keys.sampling_temperature
+        check_temperature(tensordict, said, self.temperature, batch.counted.any(-1))
         check_writable(tensordict, self.out_keys)
         with unchanged_on_failure(self.reward.transform):
             out, metrics = self._outputs(batch)
             with restored_on_failure(tensordict, self.out_keys):
                 for name, value in out.items():
                     tensordict.set(getattr(self.tensor_keys, name), value)
-        if "kl" in out:
-            update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
+                if "kl" in out:
+                    update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
         self.metrics = metrics
         return tensordict
 

@@ -324,7 +324,7 @@ def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: NestedKey) -> Tensor:
     """The place in the batch of each turn's episode, ``[ΣT]``; every episode must end."""
-    names = ["done"] if ("next", "done") in tensordict.keys(True) else ["terminated", "truncated"]
+    names = ["done", "terminated", "truncated"]
     found = {name: _column(tensordict, ("next", name)) for name in names}
     flags = {name: flag.bool() for name, flag in found.items() if flag is not None}
     if ids is None and not flags:
@@ -337,8 +337,9 @@ def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: Nes
         last.append(torch.cat([ids[1:] != ids[:-1], ids.new_ones(1).bool()]))
     ends = torch.stack(last).any(0)
     ends[-1] = True
-    # A terminated flag by itself does not tell where an episode was truncated.
-    done = torch.stack([*flags.values()]).any(0) if flags.keys() - {"terminated"} else ends
+    # One of two flags by itself does not tell where episodes ended by the other.
+    tells = "done" in flags or len(flags) == 2
+    done = torch.stack([*flags.values()]).any(0) if tells else ends
     cut = (ends & ~done).nonzero()
     if len(cut):
         raise ValueError(

@@ -222,6 +222,15 @@ def test_without_a_gradient_not_a_bit_may_change():
         assert packing_fault(Table(of_rows(lambda a, b: a < b)), TOKENS.clone()) is not None
 
 
+def test_a_model_is_tried_the_same_way_in_inference_mode():
+    def noisy(out, row):
+        return of_rows(lambda a, b: a == b)(out, row) + 1e-5 * torch.rand(1)
+
+    # Not to the bit the same twice: a gradient tells nevertheless.
+    with torch.inference_mode():
+        assert packing_fault(Table(noisy), TOKENS.clone()) is None
+
+
 def test_what_does_not_depend_on_tokens_tells_nothing_and_is_not_remembered():
     class New(nn.Module):
         """A critic whose output layer is zero as yet, over states that leak."""

@@ -185,3 +185,11 @@ def test_gradients_are_those_of_the_row_alone(build):
         row_log_probs(model, *rows)[0].sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+def test_frequencies_that_inference_mode_has_made_are_no_obstacle(build):
+    rows, model = rows_of(LONGER), build()
+    with torch.inference_mode():
+        model(input_ids=rows[0])
+    got = row_log_probs(model, *rows, full_logits=True)[0]
+    torch.testing.assert_close(got, alone(build, rows), atol=1e-5, rtol=1e-4)

@@ -55,7 +55,7 @@ def weighs(correction: Correction) -> bool:
     """
     while isinstance(correction, functools.partial):
         correction = correction.func
-    return inspect.unwrap(correction) in map(inspect.unwrap, WEIGHING)
+    return inspect.unwrap(correction) in [inspect.unwrap(known) for known in WEIGHING]
 
 
 def find_corrections(

@@ -66,7 +66,7 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
     other than the row's alone by more than rounding. What is not: what sets in only with longer rows or
     more of them than are tried; what goes through a weight that is exactly zero now; influence without
     a gradient, or use of a position, that is below rounding. Where no gradient can be had (compiled
-    code, kernels without one, inference mode) other rows must not change a single bit.
+    code, kernels or weights without one) other rows must not change a single bit.
 
     Args:
         model: A causal language model or a critic.
@@ -154,7 +154,7 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
         )
         return only
 
-    with scoring_mode(model):
+    with scoring_mode(model), torch.inference_mode(False):
         alone = _row_states(model, step(choice, packed=False), dtype)
         try:
             together = _row_states(model, step(choice), dtype)
@@ -203,6 +203,8 @@ def _has_gradient_of_others(
             flat = gradient.flatten(0, 1).cpu()
             inside.append(flat[own].flatten())
             outside.append(flat[~own].flatten())
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return None  # Of kernels without a backward pass.
     told = bool(inside) and bool(torch.cat(inside + outside).isfinite().all())

@@ -102,7 +102,8 @@ def _check_lengths(model: nn.Module, rope: _Rope, lengths: Tensor) -> None:
         raise ValueError(
             f"{type(model).__name__} gives all rows of a pass the rotary frequencies of the longest, "
             f"here of {int(lengths.max())} tokens with one of {int(lengths.min())} beside it; rows of "
-            f"{apart} need passes of their own: pass packed=False and micro_batch_size=1."
+            f"{apart} need passes of their own: pass packed=False and micro_batch_size=1, and give a "
+            "loss one row at a time, with the total of all."
         )
 
 
@@ -132,7 +133,9 @@ def _restore(rope: _Rope, state: tuple[Tensor, Tensor, Any]) -> None:
     name, cached = _names(rope)
     frequencies, values, length = state
     # LongRoPE writes into the buffer, dynamic NTK puts another in its place.
-    frequencies.copy_(values)
+    if not rope.dynamic:
+        with torch.inference_mode(frequencies.is_inference()):
+            frequencies.copy_(values)
     setattr(rope.module, name, frequencies)
     if length is None:
         rope.module.__dict__.pop(cached, None)
