@@ -252,15 +252,19 @@ def wait_until(condition, seconds=20.0):
         time.sleep(0.005)
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
+    for name in ("_STALL_SECONDS", "_BACKGROUND_STALL_SECONDS"):
+        monkeypatch.setattr(f"torchrl_mt.collectors.multi_turn.{name}", 0.2)
+
+
 def in_the_background(engine, data=({"turns": 1},), env=Chat, **kwargs):
-    collector = MultiTurnCollector(
+    return MultiTurnCollector(
         *(env, engine, data),
         episodes_per_batch=4,
         replay_buffer=ReplayBuffer(storage=LazyStackStorage(10_000)),
         **{"max_staleness": 1, **kwargs},
     )
-    collector._stall.patience = 0.2
-    return collector
 
 
 def test_each_stall_is_told_of_once(engine, caplog):
