@@ -81,6 +81,8 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
             nothing and is not remembered.
         TypeError: If it returns no tensor.
     """
+    # Not the wrapper: workers would wait for each other, and for a backward pass that never comes.
+    model = unwrapped(model)
     known = _FAULTS.setdefault(model, {})
     kind = (_attention_kind(model), *_types(model, dtype))
     if kind not in known:
@@ -154,7 +156,8 @@ def _leak(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | 
         )
         return only
 
-    with scoring_mode(model), torch.inference_mode(False):
+    # In this order: to leave inference mode is to record gradients.
+    with torch.inference_mode(False), scoring_mode(model):
         alone = _row_states(model, step(choice, packed=False), dtype)
         try:
             together = _row_states(model, step(choice), dtype)
