@@ -281,3 +281,19 @@ def test_distributed_training_goes_on_after_the_trial(options):
             torch.testing.assert_close(a.grad, b.grad)
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_wrapper_must_take_what_packed_rows_need():
+    class Wrapper(nn.Module):
+        """Hands on no position_ids."""
+
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, input_ids, attention_mask=None):
+            return self.module(input_ids, attention_mask)
+
+    inner = Table(of_rows(lambda a, b: a == b))
+    assert packing_fault(inner, TOKENS) is None
+    assert packing_fault(Wrapper(inner), TOKENS) == "does not take position_ids"

@@ -81,13 +81,12 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
             nothing and is not remembered.
         TypeError: If it returns no tensor.
     """
-    # Not the wrapper: workers would wait for each other, and for a backward pass that never comes.
-    model = unwrapped(model)
     known = _FAULTS.setdefault(model, {})
     kind = (_attention_kind(model), *_types(model, dtype))
     if kind not in known:
         try:
-            known[kind] = _signature_fault(model) or _leak(model, tokens, dtype)
+            # What is run is not the wrapper, by which workers would wait for each other.
+            known[kind] = _signature_fault(model) or _leak(unwrapped(model), tokens, dtype)
         except _MisfitError as misfit:
             known[kind] = str(misfit)
     return known[kind]
@@ -233,7 +232,7 @@ def _gradients(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -
         # What is done to it in place must not be done to the leaf.
         return embedded[-1].clone()
 
-    find = getattr(unwrapped(model), "get_input_embeddings", None)
+    find = getattr(model, "get_input_embeddings", None)
     first = find() if callable(find) else None
     with ExitStack() as stack:
         for module in model.modules():
@@ -271,7 +270,7 @@ class _MisfitError(Exception):
 def _inner_states(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> Any:
     """States below the output layer where the model tells which: a new layer may say nothing."""
     seen: list[Any] = []
-    base = getattr(unwrapped(model), "base_model", None)
+    base = getattr(model, "base_model", None)
     with hooked(base, after=seen.append) if isinstance(base, nn.Module) else nullcontext():
         output = run_model(model, inputs, dtype)
     output = seen[-1] if seen else output
