@@ -238,7 +238,6 @@ class ExperienceMaker(TensorDictModuleBase):
             OWN if reward is None else reward, transform=reward_transform, **self.passes
         )
         self.filters = find_filters(filters)
-        self.reads_group = self.credit.reads_group or any(map(reads_group, self.filters))
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -260,6 +259,11 @@ class ExperienceMaker(TensorDictModuleBase):
             self.lone_value,
             self.whiten,
         )
+
+    @property
+    def reads_group(self) -> bool:
+        """Whether the rows' groups are needed."""
+        return self.credit.reads_group or any(map(reads_group, self.filters))
 
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
