@@ -11,9 +11,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from hypothesis import settings
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
+
+# The same examples in every run: a commit that passed passes again. How long one takes says more
+# about the machine than about the code. To look for new ones: pytest --hypothesis-profile=explore
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("repeatable")
 
 # Some tests press Ctrl-C, which a shell that starts them in the background has had ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
@@ -26,22 +26,28 @@ def episode(sizes, identity=0, key="x"):
     max_tokens=st.integers(24, 40),
     max_episodes=st.none() | st.integers(1, 5),
 )
+# Sizes that differ only from one that has left, and sizes that never differ: what does not vary is
+# no column of tokens.
+@example(episodes=[[0], [1]], max_steps=4, max_tokens=24, max_episodes=1)
+@example(episodes=[[6] * 4] * 2, max_steps=12, max_tokens=24, max_episodes=None)
+@example(episodes=[[6] * 4] * 2 + [[1]], max_steps=12, max_tokens=24, max_episodes=None)
 def test_the_oldest_leave_until_all_budgets_hold_and_no_more(
     episodes, max_steps, max_tokens, max_episodes
 ):
     storage = EpisodeStorage(max_steps, max_tokens=max_tokens, max_episodes=max_episodes)
-    model, varied = [], False
+    model, seen = [], set()
     for i, sizes in enumerate(episodes):
         storage.append(episode(sizes, i))
         model.append((i, sizes))
+        seen.update(sizes)
+        varies = len(seen) > 1
         while (
             sum(len(s) for _, s in model) > max_steps
-            or sum(sum(s) for _, s in model) > max_tokens
+            or varies * sum(sum(s) for _, s in model) > max_tokens
             or len(model) > (max_episodes or 99)
         ):
             del model[0]
-        varied = varied or len({size for _, s in model for size in s}) > 1
-        assert storage.num_tokens == varied * sum(sum(s) for _, s in model)
+        assert storage.num_tokens == varies * sum(sum(s) for _, s in model)
         assert len(storage) == sum(len(s) for _, s in model)
         assert [e[0]["episode"].item() for e in storage.episodes()] == [i for i, _ in model]
 

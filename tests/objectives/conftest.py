@@ -4,17 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
 from tensordict import TensorDict
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-# How long an example takes says more about the machine than about the code.
-settings.register_profile("untimed", deadline=None, max_examples=30)
-settings.load_profile("untimed")
 
 VOCABULARY = 24
 
