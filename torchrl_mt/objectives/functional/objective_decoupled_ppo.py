@@ -24,7 +24,7 @@ def decoupled_ppo(
 
     With the proximal policy ``old_log_prob``, that of the actor just before its updates on these
     rows (Hilton et al., 2021, https://arxiv.org/abs/2110.00641; AReaL,
-    https://arxiv.org/abs/2505.24298, eq. 5)::
+    https://arxiv.org/abs/2505.24298)::
 
         u = exp(log_prob - old_log_prob)
         v = exp(old_log_prob - sampler_log_prob)    a constant

@@ -25,7 +25,7 @@ def gmpo(
     *,
     turns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Geometric-mean policy optimisation (https://arxiv.org/abs/2507.20673, eq. 4, algorithm 1).
+    """Geometric-mean policy optimisation (https://arxiv.org/abs/2507.20673).
 
     With ``d = log_prob - old_log_prob``, cut off on the side on which it would help::
 

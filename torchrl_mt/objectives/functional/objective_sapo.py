@@ -19,7 +19,7 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, Tensor]:
-    """Soft adaptive policy optimisation (https://arxiv.org/abs/2511.20347, eq. 5 and 6).
+    """Soft adaptive policy optimisation (https://arxiv.org/abs/2511.20347).
 
     With ``w = exp(log_prob - old_log_prob)``, and ``tau`` being ``tau_pos`` where the advantage is
     positive and ``tau_neg`` elsewhere::
