@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from tests.engines.completions_server import CompletionsServer
+from tests.faulty_server import dripping, nothing, running, silent, status
 from torchrl_mt.http_client import HttpClient, HttpError, TryAgainError
-
-from .engines.completions_server import dripping, nothing, running, silent, status
 
 pytest.importorskip("httpx")
 
@@ -25,7 +25,7 @@ def no_proxy(monkeypatch):
 
 @pytest.fixture
 def server():
-    with running() as server:
+    with running(CompletionsServer()) as server:
         yield server
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from tests.engines.completions_server import CompletionsServer, sampled
+from tests.faulty_server import half, nothing, running, silent, status, success
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError, Engine
 from torchrl_mt.engines.completions_api import MalformedAnswerError, completions_url, parse_answer
 from torchrl_mt.envs import GuessNumber
-
-from .completions_server import half, nothing, raw, running, sampled, silent, status
 
 httpx = pytest.importorskip("httpx")
 
@@ -35,7 +35,7 @@ def no_proxy(monkeypatch):
 
 @pytest.fixture
 def server():
-    with running() as server:
+    with running(CompletionsServer()) as server:
         yield server
 
 
@@ -316,7 +316,7 @@ def test_in_the_end_it_fails_and_says_why(make, server, fault, kwargs, message, 
 
 
 def test_a_server_that_is_not_there_is_named(make):
-    with running() as gone:
+    with running(CompletionsServer()) as gone:
         url = gone.url
     engine = make(url, max_retries=1)
     with pytest.raises(CompletionsError, match="failed after 2 attempts: ConnectError") as caught:
@@ -335,7 +335,7 @@ def test_a_refusal_is_not_tried_again(engine, server, code):
 
 @pytest.mark.parametrize("data", [b"<html>", b"", b'{"choices": [', b"\xff\xfe"])
 def test_garbage_is_no_answer(engine, server, data):
-    server.faults = [raw(data)]
+    server.faults = [success(data)]
     with pytest.raises(CompletionsError, match="the answer is no JSON"):
         ask(engine)
 
@@ -769,7 +769,7 @@ def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, s
 
 def test_a_dead_server_rejects_episodes_and_the_run_goes_on_when_it_is_back(make, tokenizer):
     """Killed in the middle of a run, and later back at the same address."""
-    with running() as first:
+    with running(CompletionsServer()) as first:
         port = first.server_port
         engine = make(f"http://127.0.0.1:{port}", max_retries=1, backoff=0.05)
         collector = MultiTurnCollector(
@@ -786,7 +786,7 @@ def test_a_dead_server_rejects_episodes_and_the_run_goes_on_when_it_is_back(make
 
     def restart():
         wait_until(lambda: collector.stats()["rejected"] >= 10)
-        again = running(port)
+        again = running(CompletionsServer(port))
         back.append((again, again.__enter__()))
 
     thread = threading.Thread(target=restart)

@@ -10,7 +10,8 @@ from torchrl.data import ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 
-from tests.objectives.rewards.reward_server import running
+from tests.faulty_server import running
+from tests.objectives.rewards.reward_server import RewardServer
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -232,7 +233,7 @@ def test_labels_and_references_come_from_the_items_of_data(chat):
     rows = buffer.sample()
     of_episode = dict(zip(rows["episode"].tolist(), rows["label"], strict=True))
     assert sorted(of_episode.values()) == ["easy", "easy", "hard", "hard"]
-    with running() as server:
+    with running(RewardServer()) as server:
         judge = RemoteReward(server.url, tokenizer, name="judge")
         maker = ExperienceMaker(
             model,

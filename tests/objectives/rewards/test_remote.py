@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from tests.objectives.rewards import reward_server
-from tests.objectives.rewards.reward_server import answer, half, nothing, running, status
+from tests.faulty_server import dripping, half, nothing, running, silent, status, success
+from tests.objectives.rewards.reward_server import RewardServer
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 
@@ -18,7 +18,7 @@ pytest.importorskip("httpx")
 
 @pytest.fixture
 def server():
-    with running() as server:
+    with running(RewardServer()) as server:
         yield server
 
 
@@ -79,7 +79,7 @@ def test_no_references_are_sent_where_there_are_none(server, remote, rows):
 def test_requests_are_under_way_together_up_to_the_limit(server, remote, rows):
     server.delay = 0.05
     ask(remote(batch_size=1, max_concurrency=3), rows(n=9))
-    assert server.most == 3
+    assert server.most_open == 3
 
 
 @pytest.mark.parametrize(
@@ -103,21 +103,21 @@ def test_what_may_pass_is_tried_again(server, remote, rows, fault):
     [
         (status(404), "1 attempt: status 404.*not now"),
         (status(503, Retry_After="1000"), "1 attempt: status 503"),
-        (answer(b"<html>"), "the answer is no JSON.*<html>"),
-        (answer(b""), "the answer is no JSON"),
-        (answer({"scores": [1.0]}), r"must be {'rewards': \[...\]}.*scores"),
-        (answer([1.0] * 6), r"must be {'rewards': \[...\]}"),
-        (answer({"rewards": 1.0}), r"must be {'rewards': \[...\]}"),
-        (answer({"rewards": [1.0] * 5}), "6 queries were sent and 5 rewards came back"),
-        (answer({"rewards": [1.0] * 7}), "6 queries were sent and 7 rewards came back"),
-        (answer({"rewards": []}), "6 queries were sent and 0 rewards"),
-        (answer({"rewards": [1.0] * 5 + [None]}), "reward 5 must be a number, got None"),
-        (answer({"rewards": ["1"] * 6}), "reward 0 must be a number, got '1'"),
-        (answer({"rewards": [True] * 6}), "reward 0 must be a number, got True"),
-        (answer({"rewards": [float("nan")] * 6}), "reward 0 must be a finite number, got nan"),
-        (answer({"rewards": [float("-inf")] * 6}), "must be a finite number, got -inf"),
-        (answer({"rewards": [1e39] * 6}), "must be a finite number, got 1e"),
-        (answer({"rewards": [10**400] * 6}), "must be a finite number"),
+        (success(b"<html>"), "the answer is no JSON.*<html>"),
+        (success(b""), "the answer is no JSON"),
+        (success({"scores": [1.0]}), r"must be {'rewards': \[...\]}.*scores"),
+        (success([1.0] * 6), r"must be {'rewards': \[...\]}"),
+        (success({"rewards": 1.0}), r"must be {'rewards': \[...\]}"),
+        (success({"rewards": [1.0] * 5}), "6 queries were sent and 5 rewards came back"),
+        (success({"rewards": [1.0] * 7}), "6 queries were sent and 7 rewards came back"),
+        (success({"rewards": []}), "6 queries were sent and 0 rewards"),
+        (success({"rewards": [1.0] * 5 + [None]}), "reward 5 must be a number, got None"),
+        (success({"rewards": ["1"] * 6}), "reward 0 must be a number, got '1'"),
+        (success({"rewards": [True] * 6}), "reward 0 must be a number, got True"),
+        (success({"rewards": [float("nan")] * 6}), "reward 0 must be a finite number, got nan"),
+        (success({"rewards": [float("-inf")] * 6}), "must be a finite number, got -inf"),
+        (success({"rewards": [1e39] * 6}), "must be a finite number, got 1e"),
+        (success({"rewards": [10**400] * 6}), "must be a finite number"),
     ],
 )
 def test_wrong_answers_are_refused_at_once(server, remote, rows, fault, message):
@@ -128,7 +128,7 @@ def test_wrong_answers_are_refused_at_once(server, remote, rows, fault, message)
     assert len(server.seen) == 1
 
 
-@pytest.mark.parametrize("fault", [reward_server.silent, reward_server.drip])
+@pytest.mark.parametrize("fault", [silent, dripping])
 def test_an_attempt_has_a_time_limit(server, remote, rows, fault):
     server.faults = [fault, fault]
     with pytest.raises(RewardError, match=r"after 2 attempts: no answer within 0\.1 seconds"):
@@ -138,7 +138,7 @@ def test_an_attempt_has_a_time_limit(server, remote, rows, fault):
 
 
 def test_nobody_there(tokenizer, rows):
-    with running() as server:
+    with running(RewardServer()) as server:
         url = server.url
     source = RemoteReward(url, tokenizer, max_retries=1, backoff=0.0)
     with pytest.raises(RewardError, match="after 2 attempts: ConnectError") as caught:
@@ -155,7 +155,7 @@ def test_one_failing_batch_fails_all(server, remote, rows):
 def test_the_maker_asks_and_leaves_the_rows_alone_when_it_fails(server, remote, rows, model):
     batch = rows()
     maker = ExperienceMaker(model, reward=[(remote(name="judge"), 2.0)], advantage="dr_grpo")
-    server.faults = [answer({"rewards": [0.0]})]
+    server.faults = [success({"rewards": [0.0]})]
     with pytest.raises(RewardError, match="1 rewards came back") as caught:
         maker(batch)
     assert bool((batch == rows()).all())
