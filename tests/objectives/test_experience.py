@@ -1052,3 +1052,46 @@ def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
     batch["valid"] = torch.zeros(9, dtype=torch.bool)
     maker(batch)
     assert maker.metrics["tokens_per_episode/count"] == 0.0
+
+
+def test_metrics_show_how_whole_the_groups_are(model, rows):
+    batch = rows(n=12)
+    batch["group"] = torch.tensor([10**6, 7, -3])[batch["episode"] % 3]
+    maker = ExperienceMaker(model)
+    batch["valid"] = torch.arange(12) != 11
+    maker(batch)
+    of = {}
+    for episode, group, valid in zip(
+        *(batch[key].tolist() for key in ("episode", "group", "valid")), strict=True
+    ):
+        of.setdefault(group, set()).update({episode} if valid else ())
+    counts = torch.tensor([float(len(episodes)) for episodes in of.values() if episodes])
+    got = {k: v for k, v in maker.metrics.items() if k.startswith("episodes_per_group/")}
+    assert got == {
+        "episodes_per_group/mean": pytest.approx(float(counts.mean())),
+        "episodes_per_group/std": pytest.approx(float(counts.std(correction=0))),
+        "episodes_per_group/count": len(counts),
+    }
+    assert got["episodes_per_group/std"] > 0
+    turns = ExperienceMaker(model, advantage="turn")
+    turns(rows())
+    assert "episodes_per_group/mean" not in turns.metrics
+
+
+def test_the_actor_as_its_own_reference_is_warned_of(model, other_model, caplog):
+    ExperienceMaker(model, ref=other_model)
+    ExperienceMaker(model, ref=copy.deepcopy(model))
+    assert not caplog.records
+    ExperienceMaker(model, ref=model)
+    assert "ref is the actor itself" in caplog.text
+
+
+def test_a_reference_with_another_vocabulary_is_refused_by_name(model, make_model, rows):
+    batch, small = rows(), make_model(vocab_size=6)
+    before = batch.clone()
+    with pytest.raises(
+        ValueError, match=r"tokens must be in \[0, 6\), .*Qwen2ForCausalLM.* got [0-9]+;"
+    ):
+        ExperienceMaker(model, ref=small)(batch)
+    assert set(batch.keys(True)) == set(before.keys(True))
+    assert (batch == before).all()

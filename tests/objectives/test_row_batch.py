@@ -498,13 +498,13 @@ def test_what_is_known_of_the_temperature_is_as_exact_as_its_type(model, rows):
             ExperienceMaker(model, temperature=wrong)
 
 
-def test_a_controller_that_fails_leaves_the_rows_alone(model, rows):
+def test_a_controller_that_fails_leaves_the_rows_alone(model, other_model, rows):
     class Broken(AdaptiveKLController):
         def update(self, kl_values):
             raise RuntimeError("broken")
 
     controller = Broken(init_kl_coef=0.1, target=1.0, horizon=10)
-    maker = ExperienceMaker(model, ref=model, kl_coef=controller)
+    maker = ExperienceMaker(model, ref=other_model, kl_coef=controller)
     batch = rows()
     before = batch.clone()
     with pytest.raises(RuntimeError, match="broken"):

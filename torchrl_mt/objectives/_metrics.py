@@ -33,3 +33,11 @@ def sampled_tokens(batch: RowBatch) -> dict[str, float]:
         **summary("tokens_per_row", counted.sum(-1)[batch.valid]),
         **summary("tokens_per_episode", batch.episodes.total(counted)[kept]),
     }
+
+
+def episodes_per_group(batch: RowBatch) -> dict[str, float]:
+    """How many episodes that are not rejected each group has: a spread tells of torn groups."""
+    group = batch.group()[batch.valid]
+    episode = batch.episodes.of_row[batch.valid]
+    of_group = torch.stack([group, episode], dim=1).unique(dim=0)[:, 0]
+    return summary("episodes_per_group", of_group.unique(return_counts=True)[1].double())

@@ -7,6 +7,7 @@ changes nothing in the rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._metrics import sampled_tokens, summary
+from torchrl_mt.objectives._metrics import episodes_per_group, sampled_tokens, summary
 from torchrl_mt.objectives._rows import check_temperature
 from torchrl_mt.objectives._writes import (
     check_writable,
@@ -41,6 +42,8 @@ from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mod
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.objectives.scoring.row_values import row_values
+
+_logger = logging.getLogger("torchrl_mt")
 
 OldLogProbs = Literal["sampler", "actor"]
 """Whose log-probabilities the importance ratio is taken against."""
@@ -87,7 +90,7 @@ class ExperienceMaker(TensorDictModuleBase):
 
     No gradient flows; the models' modes are left as they were, and so is the random state unless other
     threads run, which might be drawing from it. After a call ``metrics`` has what the rewards, the KL
-    and its coefficient, the entropy and the counts of sampled tokens were, as numbers.
+    and its coefficient, the entropy, the groups and the counts of sampled tokens were, as numbers.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
@@ -203,10 +206,14 @@ class ExperienceMaker(TensorDictModuleBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        causal_lm(actor)
+        model = causal_lm(actor)
         coefficient = kl_coefficient(kl_coef)
         if ref is not None:
-            causal_lm(ref)
+            if causal_lm(ref) is model:
+                _logger.warning(
+                    "ref is the actor itself, which never is far from itself: the KL stays near 0, "
+                    "however much it learns. Give a copy, copy.deepcopy(actor)."
+                )
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
         self.advantage = advantage
@@ -342,7 +349,7 @@ class ExperienceMaker(TensorDictModuleBase):
         out: dict[str, Tensor] = {}
         metrics = sampled_tokens(batch)
         if self.reads_group:
-            batch.group()
+            metrics |= episodes_per_group(batch)
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
             out["sample_log_prob"] = batch.settled(

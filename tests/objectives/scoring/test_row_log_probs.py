@@ -6,6 +6,8 @@ from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_mt.objectives.scoring.row_log_probs import row_log_probs, scored_tokens, scoring_mode
+from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.objectives.scoring.value_model import ValueModel
 
 DEVICES = [
     "cpu",
@@ -274,3 +276,19 @@ def test_scoring_leaves_modes_and_random_state_alone(model, monkeypatch):
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("token", [-1, 24, 10**9])
+def test_tokens_that_the_model_does_not_know_are_refused(model, rows, packed, token):
+    batch = rows()
+    tokens, attention, mask = entries(batch)
+    critic = ValueModel.from_model(model)
+    tokens[~attention] = token  # Padding may be any number.
+    row_log_probs(model, tokens, attention, mask, packed=packed)
+    row_values(critic, tokens, attention, mask)
+    tokens[2, attention[2].nonzero()[0]] = token
+    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* Qwen2ForCausalLM .* got {token};"):
+        row_log_probs(nn.DataParallel(model), tokens, attention, mask, packed=packed)
+    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* ValueModel .* got {token};"):
+        row_values(critic, tokens, attention, mask)

@@ -183,8 +183,8 @@ def _checked_total(total: float | Tensor, own: Tensor) -> Tensor:
     total = torch.as_tensor(total, device=own.device)
     if total.ndim:
         raise ValueError(
-            f"total must be one number, got shape {tuple(total.shape)}; take it from aggregation_total "
-            "of the same kind."
+            f"total must be one number, got shape {tuple(total.shape)}; take it from the same loss's "
+            "total(rows), or from aggregation_total of the same kind."
         )
     wrong = ~(total >= own) | (total == torch.inf)
     if own.device.type == "cpu" and there == "cpu":
@@ -210,7 +210,8 @@ def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
         shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise ValueError(
             f"total must be a table [K, 2] of (group id, sampled tokens) for 'prompt_mean', got "
-            f"{shape}; take it from aggregation_total(..., 'prompt_mean', group=group)."
+            f"{shape}; take it from the same loss's total(rows), or from "
+            "aggregation_total(..., 'prompt_mean', group=group)."
         )
     sampled = mask.any(-1)
     total = total.to(group.device)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from torchrl_mt.objectives.scoring.rope_lengths import lengths_apart
 
@@ -133,9 +134,11 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
         The model's output.
 
     Raises:
-        ValueError: If the model's rotary frequencies depend on the longest row of a pass, and rows of
-            this one would have others alone (:mod:`~torchrl_mt.objectives.scoring.rope_lengths`).
+        ValueError: If the model has no embedding of a token, or its rotary frequencies depend on the
+            longest row of a pass, and rows of this one would have others alone
+            (:mod:`~torchrl_mt.objectives.scoring.rope_lengths`).
     """
+    _check_vocabulary(model, inputs["input_ids"])
     parameter = next(model.parameters(), None)
     device = inputs["input_ids"].device if parameter is None else parameter.device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
@@ -147,6 +150,25 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     precision = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     with _lock(model), lengths_apart(model, inputs), precision:
         return model(**inputs)
+
+
+def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
+    """Refuse tokens that the model cannot embed: on a GPU they would end the process's use of it."""
+    inner = unwrapped(model)
+    count = None
+    for module in (inner, getattr(inner, "base_model", None)):
+        if isinstance(module, PreTrainedModel):
+            count = getattr(module.get_input_embeddings(), "num_embeddings", None)
+            break
+    if count is None:
+        return
+    least, most = torch.stack(token_ids.aminmax()).tolist()
+    if least < 0 or most >= count:
+        raise ValueError(
+            f"tokens must be in [0, {count}), the vocabulary of the {type(inner).__name__} that they "
+            f"are given to, got {least if least < 0 else most}; were they made with another tokenizer "
+            "than this model's?"
+        )
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def row_log_probs(
     check_positive("temperature", temperature)
     check_dtype(dtype)
     if packed:
-        check_packing(model, tokens, dtype)
+        check_packing(model, tokens[attention_mask], dtype)
     places, scores = [], []
     for step in forward_passes(
         tokens,

@@ -81,7 +81,7 @@ def row_values(
     check_rows(tokens, attention_mask, mask)
     check_dtype(dtype)
     if packed:
-        check_packing(critic, tokens, dtype)
+        check_packing(critic, tokens[attention_mask], dtype)
     places, values = [], []
     for step in forward_passes(
         tokens,
