@@ -296,6 +296,9 @@ def test_a_client_serves_several_loops_at_once(server):
     ],
 )
 def test_bad_clients_are_refused(kwargs, message):
+    (name,) = kwargs
+    with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
+        HttpClient("http://localhost", **{name: None})
     with pytest.raises(ValueError, match=message):
         HttpClient("http://localhost", **kwargs)
     with pytest.raises(ValueError, match="url must begin with http"):

@@ -90,6 +90,7 @@ class HttpClient:
     Raises:
         ImportError: if httpx is not installed.
         ValueError: if ``url`` is no HTTP address, or a number is out of range.
+        TypeError: if a number is none.
 
     Examples:
         >>> client = HttpClient("http://localhost:8000/score")  # doctest: +SKIP
@@ -109,12 +110,15 @@ class HttpClient:
         name: str = "client",
         error: Callable[[str, int, str], Exception] = HttpError,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {url!r}.")
-        for what, number in {"timeout": timeout, "max_connections": max_connections}.items():
-            if not number > 0:
+        above_zero = {"timeout": timeout, "max_connections": max_connections}
+        not_below = {"max_retries": max_retries, "backoff": backoff}
+        for what, number in {**above_zero, **not_below}.items():
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise TypeError(f"{what} must be a number, got {number!r}.")
+            if what in above_zero and not number > 0:
                 raise ValueError(f"{what} must be positive, got {number}.")
-        for what, number in {"max_retries": max_retries, "backoff": backoff}.items():
             if not number >= 0:
                 raise ValueError(f"{what} must not be negative, got {number}.")
         try:

@@ -8,7 +8,7 @@ from torchrl.data import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
 from transformers import Qwen2ForSequenceClassification
 
-from torchrl_mt.objectives import ExperienceMaker, row_log_probs
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
 from torchrl_mt.objectives.kl_control import update_kl_coefficient
@@ -1095,3 +1095,53 @@ def test_a_reference_with_another_vocabulary_is_refused_by_name(model, make_mode
         ExperienceMaker(model, ref=small)(batch)
     assert set(batch.keys(True)) == set(before.keys(True))
     assert (batch == before).all()
+
+
+def test_functions_of_rows_find_the_usual_keys_wherever_entries_lie(model, other_model, rows):
+    def advantage(rows):
+        return rows["returns"] + rows["kl"] + rows["episode"].unsqueeze(-1)
+
+    expected = ExperienceMaker(model, ref=other_model, advantage=advantage)(rows())["advantage"]
+    maker = ExperienceMaker(model, ref=other_model, advantage=advantage)
+    maker.set_keys(value_target=("v", "target"), kl="divergence", episode="trajectory")
+    out = maker(rows().rename_key_("episode", "trajectory"))
+    torch.testing.assert_close(out["advantage"], expected)
+    assert not {"returns", "kl", "episode"} & set(out.keys())
+
+
+def test_labels_are_read_by_recipes_that_have_labels(model):
+    own = [("episode", 1.0)]
+    for recipe, needed, read in [
+        (own, False, False),
+        ({"maths": own}, True, False),
+        ({"maths": own, "chat": own}, True, False),
+        ({"default": own, "maths": own}, False, True),
+        ({"default": own}, False, True),
+    ]:
+        maker = ExperienceMaker(model, reward=recipe)
+        assert ("label" in maker.in_keys) == needed
+        assert ("label" in maker.optional_in_keys) == read
+
+
+def test_log_probs_of_the_wrong_sign_are_refused(model, rows):
+    batch = rows()
+    batch["log_probs", "full"][0, 0] = 1e-3  # What rounding may do, or lies on no sampled token.
+    batch["log_probs", "full"] = batch["log_probs", "full"].clamp(min=-1e-3).neg()
+    ExperienceMaker(model)(batch)
+    wrong = rows()
+    wrong["log_probs", "full"].neg_()
+    before = wrong.clone()
+    with pytest.raises(ValueError, match=r"'full'.* must be log-probabilities, .* other sign"):
+        ExperienceMaker(model)(wrong)
+    assert (wrong == before).all()
+    wrong["valid"] = torch.zeros(6, dtype=torch.bool)
+    ExperienceMaker(model)(wrong)
+    ExperienceMaker(model, old_log_probs="actor")(rows().exclude(("log_probs", "full")))
+
+
+def test_what_is_no_critic_and_no_rows_is_refused(model):
+    with pytest.raises(TypeError, match=r"critic must be a torch.nn.Module, got str"):
+        ExperienceMaker(model, critic="x", advantage="gae")
+    for module in (ExperienceMaker(model), MultiTurnLoss(model)):
+        with pytest.raises(TypeError, match="rows must be a TensorDict, got dict"):
+            module({})

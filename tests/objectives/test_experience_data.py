@@ -78,6 +78,27 @@ def test_to_moves_every_field(completed):
     assert experience.to("meta").info["label"] == completed["label"]
 
 
+@pytest.mark.parametrize(
+    "how", [(torch.bfloat16,), ("meta", torch.bfloat16), (torch.ones(1, dtype=torch.bfloat16),)]
+)
+def test_a_dtype_is_for_floating_fields_alone(completed, how):
+    completed["group"] = torch.arange(6) + 151_001
+    experience = Experience.from_rows(completed)
+    cast = experience.to(*how, non_blocking=False)
+    assert isinstance(cast, Experience)
+    assert cast.info["label"] == completed["label"]
+    for (name, value), (_, before) in zip(leaves(cast), leaves(experience), strict=True):
+        assert value.device.type == ("meta" if how[0] == "meta" else "cpu")
+        if before.is_floating_point():
+            assert value.dtype is torch.bfloat16, name
+        elif value.device.type == "cpu":
+            assert torch.equal(value, before), name
+        assert before.dtype in (torch.float32, torch.int64, torch.bool)
+    assert dict(leaves(experience.to(dtype=torch.float64)))["kl"].dtype is torch.float64
+    with pytest.raises(TypeError, match=r"dtype must be a floating one, got torch.int32"):
+        experience.to(torch.int32)
+
+
 def test_pin_memory_pins_every_field(completed, monkeypatch):
     experience = Experience.from_rows(completed)
     if torch.cuda.is_available():

@@ -138,7 +138,13 @@ def test_several_multiply_and_keys_may_be_set(model, rows):
     [
         ("top_p", ValueError, "filters must be one of 'clip_filter', 'dynamic_sampling'"),
         ([3], TypeError, "filters must be names or functions of rows, got 3"),
-        ("top_entropy", KeyError, "'entropy'; ExperienceMaker writes it when it has with_entropy"),
+        ("top_entropy", ValueError, "filters='top_entropy' needs with_entropy=True"),
+        (partial(top_entropy, rho=0.1), ValueError, "needs with_entropy=True"),
+        (
+            lambda rows: top_entropy(rows),
+            KeyError,
+            "'entropy'; ExperienceMaker writes it when it has",
+        ),
         (lambda rows: torch.ones(2), ValueError, r"of shape \(6,\) or \(6, 12\), got \(2,\)"),
         (lambda rows: torch.full((6,), torch.nan), ValueError, "finite weights of 0 or more"),
         (lambda rows: -torch.ones(6), ValueError, "finite weights of 0 or more"),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDictBase,
+    is_tensor_collection,
+)
 from torch import Tensor
 
 from torchrl_mt.objectives.functional._checks import check_mask
@@ -65,6 +71,8 @@ def read_entry(
     """
     value = rows.get(key, None)
     if value is None:
+        if not is_tensor_collection(rows):
+            raise TypeError(f"rows must be a TensorDict, got {type(rows).__name__}.")
         writer = WRITERS.get(key if usual is None else usual)
         hint = hint if writer is None else f"; {writer}{hint}"
         found = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))

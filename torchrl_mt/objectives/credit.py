@@ -165,12 +165,9 @@ class Credit:
 def _called(
     advantage: Callable[[TensorDictBase], Tensor], batch: RowBatch, made: Mapping[str, Tensor]
 ) -> Tensor:
-    """Ask a function of rows, which have their own keys, for the advantage."""
-    completed = batch.rows.copy()
-    for name, value in made.items():
-        completed.set(getattr(batch.keys, name), value)
+    """Ask a function of completed rows for the advantage."""
     # Its own copy: what it does in place is no business of the rows.
-    result = advantage(completed.clone())
+    result = advantage(batch.with_usual_keys(made).clone())
     check_shape("the result of advantage(rows)", result, batch.mask.shape)
     if result.is_complex():
         raise TypeError(f"the result of advantage(rows) must be real, got {result.dtype}.")

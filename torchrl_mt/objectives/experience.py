@@ -25,7 +25,13 @@ from torchrl_mt.objectives._writes import (
     unchanged_on_failure,
 )
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
-from torchrl_mt.objectives.filters import Filter, filter_weight, find_filters, reads_group
+from torchrl_mt.objectives.filters import (
+    Filter,
+    filter_weight,
+    find_filters,
+    reads_entropy,
+    reads_group,
+)
 from torchrl_mt.objectives.functional import kl_estimate
 from torchrl_mt.objectives.functional._checks import check_choice, check_finite, check_positive
 from torchrl_mt.objectives.functional.kl import KLKind
@@ -36,12 +42,12 @@ from torchrl_mt.objectives.kl_control import (
     load_kl_state,
     update_kl_coefficient,
 )
-from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
+from torchrl_mt.objectives.rewards.mix import DEFAULT, OWN, Recipe, RewardMix, RewardTransform
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
 from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
-from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.objectives.scoring.row_values import check_critic, row_values
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -87,6 +93,9 @@ class ExperienceMaker(TensorDictModuleBase):
 
     The ``optional_in_keys`` are read where the rows have them, and count then. Copies of an episode
     that nothing tells apart, and rows that were sampled at another temperature, are refused.
+
+    What an earlier call wrote and this one does not (another maker's weights, say) stays in the rows,
+    and counts in the loss: complete rows once, or drop such entries before.
 
     No gradient flows; the models' modes are left as they were, and so is the random state unless other
     threads run, which might be drawing from it. After a call ``metrics`` has what the rewards, the KL
@@ -216,6 +225,8 @@ class ExperienceMaker(TensorDictModuleBase):
                 )
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
+        if critic is not None:
+            check_critic(critic)
         self.advantage = advantage
         self.gamma = gamma
         self.lmbda = lmbda
@@ -245,6 +256,10 @@ class ExperienceMaker(TensorDictModuleBase):
             OWN if reward is None else reward, transform=reward_transform, **self.passes
         )
         self.filters = find_filters(filters)
+        if any(map(reads_entropy, self.filters)) and not with_entropy:
+            raise ValueError(
+                "filters='top_entropy' needs with_entropy=True, got with_entropy=False."
+            )
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -275,7 +290,8 @@ class ExperienceMaker(TensorDictModuleBase):
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
 
-        Reward sources and filters find them under their usual keys nevertheless.
+        Functions of rows (reward sources, filters, an advantage) find them under their usual keys
+        nevertheless.
 
         Args:
             **kwargs: Names of ``tensor_keys`` with their keys; ``None`` sets the default again.
@@ -300,13 +316,17 @@ class ExperienceMaker(TensorDictModuleBase):
         sampler = self.old_log_probs == "sampler"
         read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
         read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
-        read += ["group"] * self.reads_group + ["label"] * (len(self.reward.weights) > 1)
+        read += ["group"] * self.reads_group
+        # A recipe "default" is for rows without a label.
+        needs_label = self.reward.by_label and DEFAULT not in self.reward.weights
+        read += ["label"] * needs_label
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
         write += ["entropy"] * self.with_entropy + ["value"] * (self.critic is not None)
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
         write += ["weight"] * bool(self.filters)
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
         may = ["episode_index", "fork", "valid", "sampling_temperature"]
+        may += ["label"] * (self.reward.by_label and not needs_label)
         may += ["turn_return"] * (self.own_reward and self.credit.kind == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
@@ -355,6 +375,7 @@ class ExperienceMaker(TensorDictModuleBase):
             out["sample_log_prob"] = batch.settled(
                 "sampler_log_prob", old, batch.counted, _SAMPLER_FAULT
             )
+            batch.check_log_probs("sampler_log_prob", out["sample_log_prob"])
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
         if not (self.own_reward and self.credit.kind == "turn" and batch.has("turn_return")):

@@ -1,11 +1,14 @@
 """Completed rows as a record with the field's usual names; nothing of the rows is lost in it.
 
 Like every tensorclass, :meth:`to`, :meth:`pin_memory`, indexing and stacking act on every field,
-``info`` and what is nested in it included.
+``info`` and what is nested in it included; but :meth:`to` a dtype leaves ids and masks what they are.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -57,6 +60,34 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
     """float32: the actor's entropy where each token was sampled."""
     info: TensorDict | None = None
     """All other entries of the rows, ``[N]``."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Experience:
+        """Move every field; a dtype is for those that hold floating numbers, as in a module.
+
+        Args:
+            *args: A device, a floating dtype, a tensor that has both, or a device and a dtype.
+            **kwargs: ``device``, ``dtype``, ``non_blocking`` and what else a TensorDict's ``to`` takes.
+
+        Returns:
+            The experience there; tokens, masks and ids keep their type, and so their values.
+
+        Raises:
+            TypeError: If the dtype is no floating one.
+        """
+        dtype, where = kwargs.pop("dtype", None), []
+        for arg in args:
+            if isinstance(arg, (torch.dtype, Tensor)):
+                dtype = arg if isinstance(arg, torch.dtype) else arg.dtype
+            if not isinstance(arg, torch.dtype):
+                where.append(arg.device if isinstance(arg, Tensor) else arg)
+        if not (dtype is None or dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating one, got {dtype}.")
+        fields: TensorDict = self._tensordict
+        if where or kwargs:
+            fields = fields.to(*where, **kwargs)
+        if dtype is not None:
+            fields = fields.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+        return type(self)._from_tensordict(fields, dict(self._non_tensordict))
 
     @classmethod
     def from_rows(cls, rows: TensorDictBase, keys: ExperienceKeys | None = None) -> Experience:

@@ -117,6 +117,11 @@ def reads_group(one: Filter) -> bool:
     return _name(one) in (dynamic_sampling, clip_filter)
 
 
+def reads_entropy(one: Filter) -> bool:
+    """Whether a filter of this module compares tokens by their entropy."""
+    return _name(one) is top_entropy
+
+
 def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor) -> Tensor:
     """Multiply the weights of several filters.
 

@@ -23,6 +23,9 @@ from torchrl_mt.objectives.functional._checks import check_choice, check_mask
 from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
+_ROUNDING = 0.5
+"""How far above 0 half precision may put the log-probability of a certain token."""
+
 
 @dataclass
 class ExperienceKeys:
@@ -115,6 +118,17 @@ class RowBatch:
         value = value.float()
         self.check_finite(name, value, where, hint)
         return torch.where(self.mask & value.isfinite(), value, 0.0)
+
+    def check_log_probs(self, name: str, value: Tensor) -> None:
+        """Refuse log-probabilities ``[N, S]`` that are above 0 by more than rounding."""
+        bad = (self.counted & (value > _ROUNDING)).nonzero()
+        if len(bad):
+            n, t = bad[0].tolist()
+            raise ValueError(
+                f"{getattr(self.keys, name)!r} must be log-probabilities, 0 or less, got "
+                f"{float(value[n, t]):.6g} (row {n}, token {t}) and {len(bad) - 1} more; were they "
+                "stored with the other sign?"
+            )
 
     def read(self, name: str) -> Tensor:
         """Read another entry of real numbers that has the tokens' shape, by the name of its key."""

@@ -267,7 +267,12 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
     ("answer", "error", "message"),
     [
         (lambda n, s: [1.0] * (n - 1), ValueError, r"one number for each of the 6 rows, \[6\]"),
-        (lambda n, s: torch.zeros(n, s + 1), ValueError, "one number for each of the 12 tokens"),
+        (lambda n, s: torch.zeros(n, s + 1), ValueError, r"of their tokens, \[6, 12\], got shape"),
+        (
+            lambda n, s: torch.zeros(n, 1),
+            ValueError,
+            r"each of the 6 rows, \[6\], .* got shape \(6, 1\)",
+        ),
         (lambda n, s: torch.zeros(n, s, 1), ValueError, r"got shape \(6, 12, 1\)"),
         (
             lambda n, s: [1.0] * (n - 1) + [float("nan")],
@@ -304,6 +309,7 @@ def test_bad_recipes_and_labels_are_refused(rows):
     batch = labelled(rows())
     for given, n, unknown in [
         ({"maths": own}, 3, "chat"),
+        ({"default": own}, 0, "maths"),
         ({"default": own, "chat": own}, 0, "maths"),
     ]:
         known = ", ".join(map(repr, given))

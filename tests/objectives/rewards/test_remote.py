@@ -185,6 +185,10 @@ def test_bad_arguments_are_refused_by_name(tokenizer, rows, remote):
             remote(**options)
     with pytest.raises(ValueError, match="url must begin with http"):
         RemoteReward("127.0.0.1:80", tokenizer)
+    with pytest.raises(ValueError, match=r"url must begin with http:// .* got None"):
+        RemoteReward(None, tokenizer)
+    with pytest.raises(TypeError, match="tokenizer must have a method decode, got None"):
+        RemoteReward("http://localhost", None)
     with pytest.raises(ValueError, match="url must be an address"):
         RemoteReward("http://127.0.0.1:99999/", tokenizer)
     batch = rows()

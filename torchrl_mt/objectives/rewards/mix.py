@@ -92,6 +92,8 @@ class RewardMix(nn.Module):
     ) -> None:
         super().__init__()
         self.transform = transform
+        self.by_label = isinstance(recipe, Mapping)
+        """Whether labels are read."""
         self.sources: list[Source] = []
         self.names: list[str] = []
         self.weights: dict[str, dict[int, float]] = {}
@@ -281,7 +283,7 @@ class RewardMix(nn.Module):
     ) -> list[str | None]:
         """The label of every row, of which each has a recipe; ``None`` on rejected rows."""
         kept = valid.tolist()
-        if list(self.weights) == [DEFAULT]:
+        if not self.by_label:
             return [DEFAULT if keep else None for keep in kept]
         labels = read_objects(rows, key)
         known = ", ".join(map(repr, self.weights))
@@ -342,8 +344,9 @@ def _place(
     if answer.ndim == 2:
         if answer.shape[1] != out.shape[1]:
             raise ValueError(
-                f"reward source {name!r} must answer with one number for each of the {out.shape[1]} "
-                f"tokens of a row, got shape {tuple(answer.shape)}."
+                f"reward source {name!r} must answer with one number for each of the {len(answer)} "
+                f"rows, [{len(answer)}], or one for each of their tokens, "
+                f"{[len(answer), out.shape[1]]}, got shape {tuple(answer.shape)}."
             )
         out[place] = answer
         return _on_sampled(out, episodes, rows)

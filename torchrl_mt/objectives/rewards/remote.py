@@ -82,6 +82,7 @@ class RemoteReward:
     Raises:
         ImportError: If httpx is not installed.
         ValueError: If the address is none, or a number out of range.
+        TypeError: If ``tokenizer`` cannot decode, or a number is none.
     """
 
     per_episode = True
@@ -101,6 +102,8 @@ class RemoteReward:
         reference_key: NestedKey | None = None,
         skip_special_tokens: bool = False,
     ) -> None:
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"tokenizer must have a method decode, got {tokenizer!r}.")
         for what, value in (("batch_size", batch_size), ("max_concurrency", max_concurrency)):
             if value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}.")
