@@ -11,10 +11,12 @@ import torch
 from tensordict import TensorDict
 from torchrl.objectives.llm.grpo import CISPOLoss
 
+from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.filters import FILTERS
 from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, cispo, ppo
 from torchrl_mt.objectives.functional.aggregation import Aggregation
+from torchrl_mt.objectives.functional.objectives import clip_bounds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learning.rst").read_text()
 RATIOS = torch.tensor([[0.5, 1.0, 1.5, 4.0]])
@@ -25,6 +27,33 @@ RATIOS = torch.tensor([[0.5, 1.0, 1.5, 4.0]])
 )
 def test_every_name_is_on_the_page(name):
     assert f'``"{name}"``' in PAGE
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_bounds_are_the_objectives(name):
+    table = PAGE.split("- ``clip_epsilon``")[1]
+    shown = re.search(rf'\* - [^*]*``"{name}"``.*\n     - .*\n     -(.*)\n', table).group(1)
+    bounds = tuple(map(float, re.findall(r"\d+\.\d+", shown)))
+    assert bounds == (clip_bounds(OBJECTIVES[name]) or ())
+
+
+def test_every_metric_is_on_the_page(model, other_model, rows):
+    maker = ExperienceMaker(
+        model,
+        ref=other_model,
+        with_entropy=True,
+        reward={"maths": [("episode", 1.0)]},
+        filters="top_entropy",
+    )
+    batch = rows()
+    batch["label"] = ["maths"] * len(batch)
+    maker(batch)
+    shown = re.findall(r"``([^`]+)``", PAGE.split("- metric")[1].split("Advantages\n")[0])
+    made = set()
+    for name in maker.metrics:
+        name = name.replace("/maths", "/<label>").replace("/episode", "/<source>")
+        made.add(re.sub("/(mean|std|count)$", "/*", name))
+    assert made <= set(shown)
 
 
 def slopes(loss_of):
