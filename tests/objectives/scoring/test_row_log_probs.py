@@ -292,3 +292,14 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, rows, packed, to
         row_log_probs(nn.DataParallel(model), tokens, attention, mask, packed=packed)
     with pytest.raises(ValueError, match=rf"in \[0, 24\), .* ValueModel .* got {token};"):
         row_values(critic, tokens, attention, mask)
+
+
+def test_a_model_that_does_not_show_its_embedding_is_not_asked(model, rows, monkeypatch):
+    batch = rows()
+    expected = row_log_probs(model, *entries(batch))[0]
+
+    def hidden(self):
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model), "get_input_embeddings", hidden)
+    assert torch.equal(row_log_probs(model, *entries(batch))[0], expected)

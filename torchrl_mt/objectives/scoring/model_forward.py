@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import Lock, RLock, active_count, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -155,11 +155,12 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
 def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
     """Refuse tokens that the model cannot embed: on a GPU they would end the process's use of it."""
     inner = unwrapped(model)
+    known = inner if isinstance(inner, PreTrainedModel) else getattr(inner, "base_model", None)
     count = None
-    for module in (inner, getattr(inner, "base_model", None)):
-        if isinstance(module, PreTrainedModel):
-            count = getattr(module.get_input_embeddings(), "num_embeddings", None)
-            break
+    if isinstance(known, PreTrainedModel):
+        # Models of more than text may have no one embedding.
+        with suppress(NotImplementedError):
+            count = getattr(known.get_input_embeddings(), "num_embeddings", None)
     if count is None:
         return
     least, most = torch.stack(token_ids.aminmax()).tolist()
