@@ -1,4 +1,7 @@
+import copy
+import logging
 import pickle
+import threading
 
 import pytest
 import torch
@@ -216,11 +219,11 @@ def test_the_budget_of_episodes_comes_through_saving_and_a_refused_write(tmp_pat
         rb.extend(bad)
     assert storage.lengths.tolist() == [1, 2]
     rb.dumps(tmp_path)
-    copy = EpisodeStorage(100, max_episodes=2)
-    other = ReplayBuffer(storage=copy, writer=EpisodeWriter())
+    same = EpisodeStorage(100, max_episodes=2)
+    other = ReplayBuffer(storage=same, writer=EpisodeWriter())
     other.loads(tmp_path)
     pickled = pickle.loads(pickle.dumps(storage))
-    for loaded in (copy, pickled):
+    for loaded in (same, pickled):
         assert loaded.lengths.tolist() == [1, 2]
         loaded.append(dense([4], first_id=3))
         assert loaded.lengths.tolist() == [2, 4]
@@ -229,3 +232,84 @@ def test_the_budget_of_episodes_comes_through_saving_and_a_refused_write(tmp_pat
     with pytest.raises(ValueError, match=r"2 episodes, more than max_episodes=1"):
         small.load_state_dict(storage.state_dict())
     assert small.lengths.tolist() == [5]
+
+
+@pytest.fixture
+def said(caplog):
+    """What the library has warned of so far."""
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "kept", "raised"),
+    [
+        ({"max_steps": 9}, 3, "raise max_steps from 9 to 14"),
+        ({"max_steps": 14}, 5, None),
+        ({"max_steps": 99, "max_episodes": 2}, 2, "raise max_episodes from 2 to 5"),
+        (
+            {"max_steps": 13, "max_episodes": 3},
+            3,
+            "raise max_steps from 13 to 14 and max_episodes from 3 to 5",
+        ),
+    ],
+)
+def test_a_write_larger_than_a_budget_is_warned_of_once(said, budgets, kept, raised):
+    storage = EpisodeStorage(**budgets)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    for k in range(3):
+        rb.extend(dense([2, 3, 4, 1, 4], first_id=5 * k))
+        assert storage.lengths.tolist() == [2, 3, 4, 1, 4][5 - kept :]
+    if raised is None:
+        assert not said()
+    else:
+        (message,) = said()
+        assert f"only the last {kept} of the 5 episodes of one write are kept" in message
+        assert f"{raised}," in message
+
+
+def test_a_write_of_too_many_tokens_is_warned_of(said):
+    rb = ReplayBuffer(storage=EpisodeStorage(99, max_tokens=10), writer=EpisodeWriter())
+    turns = [episode([n, 1], k) for k, n in enumerate([3, 7, 5])]
+    steps = lazy_stack([step for each in turns for step in each.unbind(0)])
+    steps["next", "done"] = torch.tensor([False, True] * 3)[:, None]
+    rb.extend(steps)
+    (message,) = said()
+    assert "only the last 1 of the 3 episodes" in message
+    assert "raise max_tokens from 10 to 18," in message
+
+
+def test_what_leaves_for_later_writes_is_not_warned_of(said):
+    rb = ReplayBuffer(storage=EpisodeStorage(10, max_episodes=3), writer=EpisodeWriter())
+    for k in range(9):
+        rb.extend(dense([2, 3][: 1 + k % 2], first_id=2 * k))
+        rb.storage.append(dense([10 - k], first_id=100 + k))
+    assert not said()
+
+
+def test_a_refused_write_warns_of_nothing_and_each_storage_warns_for_itself(said):
+    rb = ReplayBuffer(storage=EpisodeStorage(4), writer=EpisodeWriter())
+    with pytest.raises(ValueError, match="5 steps does not fit"):
+        rb.extend(dense([3, 5], first_id=0))
+    assert not said()
+    for each in (rb, copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))):
+        before = len(said())
+        for k in range(2):
+            each.extend(dense([3, 3], first_id=2 * k))
+        assert len(said()) == before + 1
+
+
+def test_threads_that_write_too_much_are_warned_of_once(said):
+    storage = EpisodeStorage(4)
+
+    def write(first):
+        rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+        for k in range(20):
+            rb.extend(dense([3, 3], first_id=first + 2 * k))
+
+    threads = [threading.Thread(target=write, args=(100 * k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said()) == 1

@@ -6,6 +6,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,17 +32,20 @@ from torchrl_mt.data.schema import PROMPT, Entry, Schema
 from torchrl_mt.data.selection import Selection, plan_runs, state_of
 from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import Column, Path, Steps, pack, path_of, unpack
-from torchrl_mt.data.store import EpisodeStore
+from torchrl_mt.data.store import Admission, EpisodeStore
 from torchrl_mt.data.table import EpisodeTable
 
 __all__ = ["EpisodeStorage"]
+
+_logger = logging.getLogger("torchrl_mt")
 
 
 class EpisodeStorage(LazyStackStorage):
     """A storage of whole episodes, at most ``max_steps`` steps of them.
 
     ``len(storage)`` counts steps, and index ``i`` is the ``i``-th oldest stored step. When a new
-    episode does not fit, the oldest whole episodes leave until it does, and no more than needed.
+    episode does not fit, the oldest whole episodes leave until it does, and no more than needed. A
+    write in which some leave for later ones of the same write is warned of, once for each storage.
     The first episode fixes the keys, per-step shapes and dtypes.
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
@@ -130,6 +134,7 @@ class EpisodeStorage(LazyStackStorage):
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0
+        self._has_warned = False
         self._selections = WeakTensorKeyDictionary()
         self._written = WeakTensorKeyDictionary()
 
@@ -430,7 +435,11 @@ class EpisodeStorage(LazyStackStorage):
             first = self.table.next
             self._store.append(admitted)
             left = self.table.oldest > first  # Not all of them are stored still.
-            return self._changed(len(self) if left else steps.length)
+            index = self._changed(len(self) if left else steps.length)
+            if left and not self._has_warned:
+                self._has_warned = True
+                self._warn_of_too_much(admitted)
+            return index
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -443,6 +452,27 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             length = torch.tensor([episode.length], device="cpu")
             self._store.admit(episode.on(self.device), length)
+
+    def _warn_of_too_much(self, written: Admission) -> None:
+        """Say of which budgets a write took more than there is."""
+        count = written.lengths.shape[0]
+        took = {
+            "max_steps": written.steps.length,
+            "max_tokens": int(written.tokens.sum()),
+            "max_episodes": count,
+        }
+        _logger.warning(
+            "only the last %d of the %d episodes of one write are kept, the others have left again "
+            "for them and were never sampled: raise %s, so that such a write fits, or write less at "
+            "a time and sample in between. This is said once for each storage.",
+            self.num_episodes,
+            count,
+            " and ".join(
+                f"{budget} from {getattr(self._store, budget)} to {took[budget]}"
+                for budget, lost in self._store.not_kept(written).items()
+                if lost
+            ),
+        )
 
     def _changed(self, new: int) -> Tensor:
         """Note that the stored steps are others now; give the indices of the ``new`` last ones."""

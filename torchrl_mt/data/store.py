@@ -234,7 +234,7 @@ class EpisodeStore:
     def _plan(self, admitted: Admission) -> Callable[[], None]:
         """What stores the episodes; whatever can fail has failed before it is returned."""
         schema, table = admitted.schema, self.table
-        skipped = self._not_kept(admitted)
+        skipped = max(self.not_kept(admitted).values()) if len(admitted.lengths) > 1 else 0
         lengths, tokens = admitted.lengths[skipped:], admitted.tokens[skipped:]
         steps = admitted.steps[admitted.steps.length - int(lengths.sum()) :]
         rows = replace(self._rows) if self.schema is not None else self._new_rows(schema, lengths)
@@ -295,19 +295,17 @@ class EpisodeStore:
         surplus = int(held[-1]) + tokens - self.max_tokens
         return max(leaving, int(torch.searchsorted(held, surplus)) + 1 if surplus > 0 else 0)
 
-    def _not_kept(self, admitted: Admission) -> int:
-        """How many of the episodes leave again as the later ones of them come."""
-        if admitted.lengths.shape[0] == 1:
-            return 0
+    def not_kept(self, admitted: Admission) -> dict[str, int]:
+        """How many of the episodes leave again as the later ones of them come, for each budget."""
 
         def beyond(sizes: Tensor, budget: int) -> int:
             return int((sizes.flip(0).cumsum(0) > budget).sum())
 
-        skipped = beyond(admitted.lengths, self.max_steps)
+        skipped = {"max_steps": beyond(admitted.lengths, self.max_steps)}
         if self.max_tokens is not None:
-            skipped = max(skipped, beyond(admitted.tokens, self.max_tokens))
+            skipped["max_tokens"] = beyond(admitted.tokens, self.max_tokens)
         if self.max_episodes is not None:
-            skipped = max(skipped, admitted.lengths.shape[0] - self.max_episodes)
+            skipped["max_episodes"] = max(admitted.lengths.shape[0] - self.max_episodes, 0)
         return skipped
 
     def _oldest(self, episodes: int) -> Blocks:
