@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import PendulumEnv, TransformedEnv
 
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn
 from torchrl_mt.transforms.returns import discounted_returns
 
@@ -152,6 +152,39 @@ def test_in_a_buffer_of_whole_episodes(cls):
     sample = rb.sample()
     slow = slow_returns(sample["next", "reward"], sample["next", "done"], 0.9)
     torch.testing.assert_close(sample["next", "return"].double(), slow, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_returns_of_strided_clips_hold_the_rewards_of_all_their_steps(stride):
+    data, gamma = episodes(7, 4, 9), 0.9
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(20),
+        writer=EpisodeWriter(transform=DiscountedReturn(gamma, out_key="return")),
+        sampler=ClipSampler(slice_len=2, stride=stride, layout="clips"),
+        batch_size=200,
+    )
+    rb.extend(data)
+    clips, info = rb.sample(return_info=True)
+    reward, end = (data["next", key].squeeze(-1) for key in ("reward", "done"))
+    expected = slow_returns(reward, end, gamma)
+    torch.testing.assert_close(clips["return"].squeeze(-1).double(), expected[info["index"]])
+    # A step's return is what its own rewards and the next step's return make.
+    steps = info["index"][:, :1] + torch.arange(stride)
+    own = (reward[steps] * gamma ** torch.arange(stride)).sum(-1)
+    first, second = clips["return"].squeeze(-1).unbind(1)
+    torch.testing.assert_close(first, own + gamma**stride * second)
+
+
+def test_returns_under_next_are_those_of_the_last_of_a_strides_steps():
+    rb = ReplayBuffer(
+        storage=EpisodeStorage(20),
+        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
+        sampler=ClipSampler(slice_len=2, stride=3),
+        batch_size=20,
+    )
+    rb.extend(episodes(7, 9))
+    clips, info = rb.sample(return_info=True)
+    assert torch.equal(clips["next", "return"], rb[:]["next", "return"][info["index"] + 2])
 
 
 @pytest.mark.parametrize("ids", [True, False])

@@ -45,7 +45,9 @@ class ClipSampler(Sampler):
             ``slice_len * K`` stored ones. Entries are those of the first of the ``K`` steps and,
             under ``"next"``, of the last; ``action`` is all ``K``, one after the other (``[K * A]``
             for ``[A]``), ``("next", "reward")`` their sum, and a done flag is set if one of the
-            ``K`` is. The sample's ``index`` is that of the first step.
+            ``K`` is. The sample's ``index`` is that of the first step. A ``("next", "return")``,
+            too, is the last step's: to learn from returns, store them outside ``"next"``, with
+            ``DiscountedReturn(gamma, out_key="return")``.
         strict_length: if False, an episode shorter than a clip's span is sampled whole, and the
             sample may be shorter than ``batch_size``. Of such an episode a stride takes as many
             times ``K`` steps as there are; one of fewer than ``K`` is never sampled.

@@ -41,7 +41,10 @@ class DiscountedReturn(Transform):
         gamma: discount per step, in [0, 1].
         outcome_only: keep only the last step of each episode, with its own reward as its return.
         in_key: the reward.
-        out_key: where the return goes.
+        out_key: where the return goes. For a ``ClipSampler(stride=K)`` give ``"return"``: a sampled
+            step takes entries outside ``"next"`` from the first of its ``K`` stored steps, whose
+            return holds the rewards of all ``K``, with one discount per stored step;
+            ``("next", "return")`` would be that of the last, without the rewards before it.
 
     Raises:
         ValueError: if ``gamma`` is outside [0, 1].
