@@ -45,10 +45,9 @@ def test_entries_of_turns_come_before_items_and_may_be_tensors():
     batch["data"] = column({"label": "no", "level": 1}, {"label": "no"}, {"label": "no"})
     batch["label"] = column("yes", "yes", "too")
     batch["level"] = torch.tensor([[1.0], [1.0], [2.0]])
-    rows = MergeTurns(carry=("label", "level", "absent"))(batch)
+    rows = MergeTurns(carry=("label", "level"))(batch)
     assert rows["label"] == ["yes", "yes", "too"]
     assert torch.equal(rows["level"], torch.tensor([[1.0], [1.0], [2.0]]))
-    assert "absent" not in rows
 
 
 def test_one_object_for_all_turns_and_items_that_are_no_mappings():
@@ -57,6 +56,34 @@ def test_one_object_for_all_turns_and_items_that_are_no_mappings():
     assert "label" not in MergeTurns()(batch)
     batch["label"] = NonTensorData("only", batch_size=[3])
     assert MergeTurns()(batch).get("label").tolist() == ["only"] * 3
+
+
+@pytest.mark.parametrize("key", ["stop_raeson", ("next", "rewrad"), ("data", "lable")])
+def test_a_key_that_nothing_has_is_an_error_that_says_what_there_is(key):
+    batch = episodes()
+    with pytest.raises(KeyError) as without_items:
+        MergeTurns(carry=(key,))(batch)
+    batch["stop_reason"] = column("", "done", "done")
+    batch["data"] = column({"lable": 1}, {"lable": 1}, {"answer": 2, 3: 4})
+    with pytest.raises(KeyError) as with_items:
+        MergeTurns(carry=("stop_reason", key))(batch)
+    for error in (without_items, with_items):
+        assert f"carry names {key!r}, which" in str(error.value)
+        assert "('next', 'done')" in str(error.value)
+    assert "items have []" in str(without_items.value)
+    assert "'stop_reason'" in str(with_items.value)
+    assert "items have [3, 'answer', 'lable']" in str(with_items.value)
+
+
+def test_the_usual_keys_may_lack_beside_others_and_items_may_have_nothing_under_a_key():
+    batch = episodes()
+    batch["data"] = column({"hint": None, "label": "a"}, {"hint": None}, None)
+    rows = MergeTurns(carry=("reference", "hint", "label"))(batch)
+    assert rows.get("hint").tolist() == [None] * 3
+    # The first turn's item has a label, the last turns' have not.
+    assert not {"label", "reference"} & set(rows.keys())
+    batch["data"] = column(None, None, {"rare": 7})
+    assert MergeTurns(carry=("rare",))(batch).get("rare").tolist() == [None, None, 7]
 
 
 def test_a_string_is_no_sequence_of_keys():

@@ -53,6 +53,18 @@ def carried(
     return _stack([item.get(key) if isinstance(item, Mapping) else None for item in rows])
 
 
+def item_keys(tensordict: TensorDictBase) -> list[Any]:
+    """The keys that items of a batch have, for error messages.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> item_keys(TensorDict({"data": NonTensorStack({"label": "a"}, {"hint": "b"})}, [2]))
+        ['hint', 'label']
+    """
+    items = _objects(tensordict.get(DATA, None), len(tensordict))
+    return sorted({key for item in items if isinstance(item, Mapping) for key in item}, key=str)
+
+
 def _objects(value: Any, count: int) -> list[Any]:
     """The Python objects of a non-tensor entry; nothing where it is a nested TensorDict."""
     if isinstance(value, NonTensorData):

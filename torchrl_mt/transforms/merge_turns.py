@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_mt.transforms.carried import carried
+from torchrl_mt.transforms.carried import carried, item_keys
 from torchrl_mt.transforms.row_plan import plan_rows
 
 __all__ = ["MergeTurns"]
@@ -21,6 +21,8 @@ __all__ = ["MergeTurns"]
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
 _TEMPERATURE = ("sampling", "temperature")
+_USUAL = ("label", "reference")
+"""What is carried where it is there."""
 
 
 class MergeTurns(Transform):
@@ -76,7 +78,8 @@ class MergeTurns(Transform):
         traj_key: where the trajectory id of each turn is.
         carry: keys of entries of which each row gets the value that its episode's last turn has, where
             ``"stop_reason"`` stands, too: entries of the batch, or, where it has none, of the
-            collector's ``"data"`` (mappings; an item without the key counts as ``None``).
+            collector's ``"data"`` (mappings; an item without the key counts as ``None``). A key that
+            nothing in the batch has is an error, but for ``"label"`` and ``"reference"``.
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -104,7 +107,7 @@ class MergeTurns(Transform):
         pad_token_id: int = 0,
         max_length: int | None = None,
         traj_key: NestedKey = ("collector", "traj_ids"),
-        carry: Sequence[NestedKey] = ("label", "reference"),
+        carry: Sequence[NestedKey] = _USUAL,
     ) -> None:
         if not isinstance(pad_token_id, int):
             raise ValueError(f"pad_token_id must be an int, got {pad_token_id!r}.")
@@ -131,7 +134,8 @@ class MergeTurns(Transform):
             The rows, batch size ``[N]``. The input is left as it was.
 
         Raises:
-            KeyError: if tokens are missing, or trajectory ids and end flags both are.
+            KeyError: if tokens are missing, or trajectory ids and end flags both are, or a key that
+                ``carry`` names.
             ValueError: if the batch is not flat, is empty, has an episode that does not end, a leaf does
                 not fit its turn, a turn has an empty prompt, or a row is longer than ``max_length``.
         """
@@ -228,6 +232,13 @@ class MergeTurns(Transform):
             value = carried(tensordict, key, row_last)
             if value is not None:
                 out.set(key, value)
+            elif key not in _USUAL:
+                raise KeyError(
+                    f"MergeTurns: carry names {key!r}, which neither the batch nor an item of its "
+                    f"data has: the batch has {_keys(tensordict)}, the items have "
+                    f"{item_keys(tensordict)}. If a batch may come without it, give every item the "
+                    "key, with None where there is nothing."
+                )
         return out
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -351,5 +362,5 @@ def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: Nes
 
 
 def _keys(tensordict: TensorDictBase) -> list[NestedKey]:
-    """The batch's keys, for error messages."""
-    return sorted(tensordict.keys(True, True), key=str)
+    """The batch's keys, those of Python objects included, for error messages."""
+    return sorted(tensordict.keys(True, True, is_leaf=is_leaf_nontensor), key=str)
