@@ -4,6 +4,7 @@ import copy
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 from torchrl.data import AdaptiveKLController, ReplayBuffer
 
@@ -26,7 +27,7 @@ def functions_of_the_page():
     return textwrap.dedent(code)
 
 
-def parts(seed):
+def parts(seed, adaptive):
     """All parts of a run, by the names that the page gives them."""
     torch.manual_seed(seed)
     model, tokenizer = tiny_chat_model("guess to higher lower correct invalid 1 2 3 4")
@@ -49,17 +50,18 @@ def parts(seed):
         sampling={"seed": 0},
         replay_buffer=buffer,
     )
-    controller = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=50)
+    kl_coef = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=50) if adaptive else 0.1
     maker = ExperienceMaker(
         model,
         ref=copy.deepcopy(model),
         critic=ValueModel.from_model(copy.deepcopy(model)),
         advantage="gae",
         reward_transform=RewardNormalizer(),
-        kl_coef=controller,
+        kl_coef=kl_coef,
     )
     loss = MultiTurnLoss(model, critic=maker.critic)
     optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** (update**2))
     return locals()
 
 
@@ -72,20 +74,23 @@ def train(run, updates):
         out = run["loss"](rows)
         (out["loss_objective"] + out["loss_critic"]).backward()
         run["optimizer"].step()
+        run["scheduler"].step()
         run["optimizer"].zero_grad()
         run["collector"].update_policy_weights_(run["model"])
         weights = sum(float(p.detach().double().square().sum()) for p in run["loss"].parameters())
         version, stored = run["collector"].policy_version, len(run["buffer"])
         tokens = rows["tokens", "full"].tolist()
         seen.append((rows["episode"].tolist(), tokens, version, stored))
-        seen.append((weights, run["maker"].metrics["kl_coef"], run["controller"].coef))
+        lr = run["scheduler"].get_last_lr()[0]
+        seen.append((weights, lr, run["maker"].metrics["kl_coef"]))
     return seen
 
 
-def test_a_run_that_is_resumed_as_the_page_says_goes_on_as_it_would_have(tmp_path):
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_run_that_is_resumed_as_the_page_says_goes_on_as_it_would_have(tmp_path, adaptive):
     code = functions_of_the_page()
-    first = parts(0) | {"torch": torch}
-    second = parts(1) | {"torch": torch}
+    first = parts(0, adaptive) | {"torch": torch}
+    second = parts(1, adaptive) | {"torch": torch}
     try:
         train(first, 2)
         exec(code, first)
