@@ -10,6 +10,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import (
     ConsumingSampler,
@@ -35,6 +37,9 @@ from torchrl.envs import (
     StepCounter,
     TransformedEnv,
 )
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE
 
 from torchrl_mt.data import (
     ClipSampler,
@@ -382,6 +387,58 @@ def test_a_saved_buffer_goes_on_where_it_was(make, turns, cls, how, tmp_path):
     assert copy.storage.lengths.tolist() == rb.storage.lengths.tolist() == [5, 4, 4]
     assert make.steps(copy[:]) == make.steps(rb[:])
     assert copy.sample().batch_size == (12,)
+
+
+class Pendulum(nn.Module):
+    """What a pendulum's angle and speed are worth, or how to push it."""
+
+    def __init__(self, out, head=None):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, out), head or nn.Identity()
+        )
+
+    def forward(self, angle, speed):
+        return self.body(torch.stack([angle, speed], -1))
+
+
+@pytest.mark.parametrize("layout", ["flat", "clips"])
+def test_ppo_on_clips(layout):
+    torch.manual_seed(0)
+    seen = ["th", "thdot"]
+    policy = TensorDictModule(Pendulum(2, NormalParamExtractor()), seen, ["loc", "scale"])
+    bounds = {"low": -2.0, "high": 2.0}
+    actor = ProbabilisticActor(
+        policy,
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(Pendulum(1), in_keys=seen)
+    sampler = ClipSampler(slice_len=3, layout=layout)  # of episodes of 5
+    rb = buffer(sampler, cls=TensorDictReplayBuffer, batch_size=60)
+    for _ in Collector(
+        env_maker()(), actor, frames_per_batch=50, total_frames=50, replay_buffer=rb
+    ):
+        pass
+    clips = rb.sample()
+    GAE(gamma=0.9, lmbda=0.8, value_network=critic)(clips)
+    loss = ClipPPOLoss(actor, critic)
+    out = loss(clips)
+    (out["loss_objective"] + out["loss_critic"]).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in (*actor.parameters(), *critic.parameters()))
+    torch.testing.assert_close(out["mean_ratio"], torch.tensor(1.0))
+
+    clips = clips.reshape(20, 3)
+    with torch.no_grad():
+        now, after = (critic(each.select(*seen))["state_value"] for each in (clips, clips["next"]))
+    flags = clips["next"]
+    error = flags["reward"] + 0.9 * after * ~flags["terminated"] - now
+    advantage, following = torch.zeros_like(now), torch.zeros_like(now[:, 0])
+    for t in reversed(range(3)):
+        advantage[:, t] = following = error[:, t] + 0.9 * 0.8 * following
+    torch.testing.assert_close(clips["advantage"], advantage, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
