@@ -1,7 +1,6 @@
 import copy
 import logging
 import pickle
-import threading
 
 import pytest
 import torch
@@ -299,17 +298,15 @@ def test_a_refused_write_warns_of_nothing_and_each_storage_warns_for_itself(said
         assert len(said()) == before + 1
 
 
-def test_threads_that_write_too_much_are_warned_of_once(said):
+def test_threads_that_write_too_much_are_warned_of_once(said, meanwhile):
     storage = EpisodeStorage(4)
 
-    def write(first):
+    def writing():
         rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
-        for k in range(20):
-            rb.extend(dense([3, 3], first_id=first + 2 * k))
+        return lambda k: rb.extend(dense([3, 3], first_id=2 * k))
 
-    threads = [threading.Thread(target=write, args=(100 * k,)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    write = writing()
+    with meanwhile(writing(), writing()):
+        for k in range(30):
+            write(k)
     assert len(said()) == 1

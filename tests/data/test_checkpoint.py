@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from itertools import pairwise
@@ -493,34 +492,20 @@ def test_a_state_does_not_change_with_the_buffer(make):
 
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("how", ["dumps", "state_dict"])
-def test_what_is_saved_is_of_one_moment(how, prefetch, tmp_path):
+def test_what_is_saved_is_of_one_moment(meanwhile, how, prefetch, tmp_path):
     rb = buffer("clips", max_steps=10**5, prefetch=prefetch)
     other = ReplayBuffer(storage=rb.storage, writer=EpisodeWriter())
-    stop, errors = threading.Event(), []
     done = torch.tensor([False, False, True, False])
 
     def steps(first):
         step = torch.arange(first, first + 4)
         return TensorDict({"step": step, "next": {"done": done.clone()}}, [4])
 
-    def write():
-        at = 0
-        while not stop.is_set():
-            rb.extend(steps(at))
-            at += 4
-            if at % 8:
-                rb.writer.flush()  # The open episode goes to the storage, without the buffer's lock.
-            other.extend(steps(-3)[:3])
-
-    def sample():
-        while not stop.is_set():
-            rb.sample()
-
-    def run(work):
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
+    def write(k):
+        rb.extend(steps(4 * k))
+        if k % 2 == 0:
+            rb.writer.flush()  # The open episode goes to the storage, without the buffer's lock.
+        other.extend(steps(-3)[:3])
 
     def slow_state():
         time.sleep(0.005)  # Between the storage's state and the writer's.
@@ -529,11 +514,8 @@ def test_what_is_saved_is_of_one_moment(how, prefetch, tmp_path):
     state, rb.sampler.state_dict = rb.sampler.state_dict, slow_state
     rb.extend(steps(-4))
     rb.writer.flush()
-    threads = [threading.Thread(target=run, args=(work,)) for work in (write, sample)]
-    for thread in threads:
-        thread.start()
-    try:
-        seen_open = 0
+    seen_open = 0
+    with meanwhile(write, lambda _: rb.sample()):
         for _ in range(20):
             same = buffer("clips", max_steps=10**5, prefetch=prefetch)
             saved(rb, how, tmp_path, same)
@@ -543,11 +525,6 @@ def test_what_is_saved_is_of_one_moment(how, prefetch, tmp_path):
             mine = torch.cat([stored[stored >= 0], *still_open])
             assert torch.equal(mine, torch.arange(len(mine)))
             assert same.write_count == 4 + (stored >= 0).sum()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not errors
     assert seen_open
 
 

@@ -4,7 +4,6 @@ Each combination gives the stored steps and never mixes episodes, or is refused 
 """
 
 import pickle
-import threading
 import warnings
 from itertools import pairwise
 
@@ -442,28 +441,15 @@ def test_ppo_on_clips(layout):
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
-def test_slices_of_a_thread_that_samples_while_another_writes(make, cls):
+def test_slices_of_a_thread_that_samples_while_another_writes(make, meanwhile, cls):
     rb = buffer(SliceSampler(slice_len=3, traj_key=KEY), cls=cls, max_steps=20, prefetch=2)
     rb.extend(make.vectors([6, 5]))
-    stop = threading.Event()
-
-    def write():
-        k = 2
-        while not stop.is_set():
-            rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k))
-            k += 1
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
+    with meanwhile(lambda k: rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k + 2))):
         for _ in range(60):
             clips = rb.sample().view(4, 3)
             assert (clips[KEY].diff() == 0).all()
             assert (clips["step"].diff() == 1).all()
             assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
-    finally:
-        stop.set()
-        thread.join()
 
 
 def env_maker():

@@ -58,16 +58,28 @@ def test_threads_never_share_memory():
     assert not wrong
 
 
-@pytest.mark.parametrize("keep", [0, 1, 5])
-def test_samples_that_are_kept_stay_as_they_are(make, monkeypatch, keep):
+@pytest.fixture
+def sampled(make, monkeypatch):
+    """Makes buffers of three episodes whose samples take leased memory, however small they are."""
     monkeypatch.setattr(leases, "_LEAST", 1)
-    rb = TensorDictReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=4),
-        batch_size=16,
-    )
-    rb.extend(make.vectors([10, 20, 30]))
+
+    def make_buffer(prefetch=None):
+        rb = TensorDictReplayBuffer(
+            storage=EpisodeStorage(100),
+            writer=EpisodeWriter(),
+            sampler=ClipSampler(slice_len=4),
+            batch_size=16,
+            prefetch=prefetch,
+        )
+        rb.extend(make.vectors([10, 20, 30]))
+        return rb
+
+    return make_buffer
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5])
+def test_samples_that_are_kept_stay_as_they_are(make, sampled, keep):
+    rb = sampled()
     steps = make.steps(rb[:])
     kept = []
     for _ in range(30):
@@ -80,16 +92,8 @@ def test_samples_that_are_kept_stay_as_they_are(make, monkeypatch, keep):
                     assert got[key] == wanted[key]
 
 
-def test_prefetched_samples(make, monkeypatch):
-    monkeypatch.setattr(leases, "_LEAST", 1)
-    rb = TensorDictReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=4),
-        batch_size=16,
-        prefetch=3,
-    )
-    rb.extend(make.vectors([10, 20, 30]))
+def test_prefetched_samples(sampled):
+    rb = sampled(prefetch=3)
     seen = rb[:]["observation"]
     for _ in range(50):
         sample = rb.sample()

@@ -704,20 +704,10 @@ def test_buffers_on_one_storage_keep_their_own_priorities(make):
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_one_thread_learns_while_another_writes(make, cls):
+def test_one_thread_learns_while_another_writes(make, meanwhile, cls):
     rb = buffer(cls, max_steps=40, slice_len=3, prefetch=3, batch_size=12)
     rb.extend(make.vectors([6, 5]))
-    stop = threading.Event()
-
-    def write():
-        k = 2
-        while not stop.is_set():
-            rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k))
-            k += 1
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
+    with meanwhile(lambda k: rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k + 2))):
         for k in range(150):
             sample, info = rb.sample(return_info=True)
             clips = sample.view(4, 3)
@@ -727,9 +717,6 @@ def test_one_thread_learns_while_another_writes(make, cls):
             head = clips["episode"][:, 0] * 100.0 + clips["step"][:, 0]
             rb.update_priority(info["index"], head.repeat_interleave(3))
             rb.sampler.alpha = 0.5 + k % 3 / 10
-    finally:
-        stop.set()
-        thread.join()
     largest = rb.sampler.default_priority
     own = {k: p for k, p in priorities(rb).items() if p == k[0] * 100 + k[1]}
     default = {k: p for k, p in priorities(rb).items() if k not in own}
