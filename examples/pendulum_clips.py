@@ -46,10 +46,11 @@ def collect(episodes: int, slice_len: int, clips: int, seed: int) -> ReplayBuffe
     def make_env() -> TransformedEnv:
         return TransformedEnv(PendulumEnv(), StepCounter(max_steps=EPISODE_LENGTH))
 
+    envs = min(NUM_ENVS, episodes)  # they end together: no more than there is room for
     collector = Collector(
-        SerialEnv(NUM_ENVS, make_env),
+        SerialEnv(envs, make_env),
         policy=None,  # random actions
-        frames_per_batch=NUM_ENVS * 64,  # less than an episode each: every batch cuts some
+        frames_per_batch=envs * 64,  # less than an episode each: every batch cuts some
         total_frames=-1,
         # The physical constants are the same at every step: not worth storing.
         postproc=lambda batch: batch.exclude("params", ("next", "params")),
