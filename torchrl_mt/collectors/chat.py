@@ -45,17 +45,22 @@ class ChatTokens:
 
     Whether the template is prefix-stable is found out once, here, on short dialogues. Special tokens'
     names within a message (``"<|im_end|>"`` in a user's text) are encoded as ordinary text: no message
-    can end its own turn or begin another's.
+    can end its own turn or begin another's. Neither can a tool or a document in ``template_kwargs``.
 
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
         on_break: what :meth:`follow` does with a template that is not prefix-stable. ``"fork"``
             renders a dialogue again, but only if the template would rewrite this one; ``"append"``
             never does, so that everything stays in view as the model saw and said it.
+        template_kwargs: what else ``tokenizer.apply_chat_template`` is given whenever it renders
+            anything: ``tools`` (JSON schemas or functions), ``documents``, and any variable of the
+            template, such as ``enable_thinking``. One that the template does not read changes nothing.
 
     Raises:
+        TypeError: if ``template_kwargs`` is no mapping.
         ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
-            write the assistant's content, or if ``on_break`` is unknown.
+            write the assistant's content, if ``on_break`` is unknown, or if ``template_kwargs`` has a
+            name that says how a template is rendered (``tokenize``, ``add_generation_prompt``...).
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
@@ -73,7 +78,11 @@ class ChatTokens:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, *, on_break: OnBreak = "fork"
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        on_break: OnBreak = "fork",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError(
@@ -92,7 +101,7 @@ class ChatTokens:
         self._has_warned = False
         self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special_tokens(tokenizer)}
         self._anchors = self._find_anchors()
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, template_kwargs)
         self._closing = self._end_of_turn(self._encode_behind(self._template.closing))
         # Conversations repeat themselves: the same rules, the same hints.
         self._open_cached = lru_cache(_CACHE_SIZE)(self._open)

@@ -7,25 +7,28 @@ difference.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
 __all__ = [
     "ANSWER",
     "BREAK",
     "ChatTemplate",
     "RefusedDialogueError",
+    "check_template_kwargs",
     "common_length",
     "special_tokens",
 ]
 
 BREAK = "\ufdd0"
-"""A noncharacter; stands within each special token's name that a message's text holds, so that the
-name is split there when it is encoded, and stays text."""
+"""A noncharacter; stands within each special token's name that a message's text holds, or a tool's, so
+that the name is split there when it is encoded, and stays text."""
 
 ANSWER = "ANSWER-OF-THE-ASSISTANT"
 """The assistant's content in the fixed contexts."""
@@ -49,6 +52,9 @@ _ANSWERS = {
 _SHOWN_BEFORE, _SHOWN_AFTER = 20, 50
 """Characters around a difference that a report shows."""
 
+_OWN_VARIABLES = {"tools", "documents"}
+"""What ``apply_chat_template`` names itself, and a template reads all the same."""
+
 
 class RefusedDialogueError(ValueError):
     """The template raised an error on a dialogue; names the message and says the template's words."""
@@ -59,6 +65,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: a tokenizer with a chat template.
+        template_kwargs: what else the template is given, whatever it renders; see
+            :func:`check_template_kwargs`.
 
     Attributes:
         closing: what the template writes behind every answer: the end of the turn.
@@ -66,16 +74,27 @@ class ChatTemplate:
             ``None`` if it does so in none of the dialogues that were tried.
 
     Raises:
-        ValueError: if the template does not write the assistant's content.
+        ValueError: if the template does not write the assistant's content, or refuses the shortest
+            dialogues.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
         # A token of one character has no inside to be split at.
         names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
         self._special = re.compile("|".join(sorted(names)) or "(?!)")
         # Names may overlap: each beginning of one counts.
         self._beginning = re.compile(f"(?={self._special.pattern})(.)", re.DOTALL)
+        # Tools and documents may come from servers, whose text is to be trusted no more than messages.
+        self._kwargs = {
+            name: self._split(_schemas(value) if name == "tools" else value)
+            for name, value in (template_kwargs or {}).items()
+        }
         self._context = self._find_context()
         self.closing = self._find_closing()
         self.breaks = self._find_break()
@@ -248,6 +267,7 @@ class ChatTemplate:
                 [self._split(dict(message)) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self._kwargs,
             )
         )
 
@@ -256,10 +276,40 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
         if isinstance(value, Mapping):
-            return {key: self._split(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
+            return {
+                self._split(key) if isinstance(key, str) else key: self._split(entry)
+                for key, entry in value.items()
+            }
+        if isinstance(value, (list, tuple, Iterator)):  # Iterators are used up by one rendering.
             return [self._split(entry) for entry in value]
         return value
+
+
+def check_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> None:
+    """Refuse what is not for a chat template to read.
+
+    Args:
+        template_kwargs: variables of a template, by name; ``tools`` may be JSON schemas and functions.
+
+    Raises:
+        TypeError: if it is no mapping.
+        ValueError: if it has a name that says how a template is rendered.
+    """
+    if template_kwargs is None:
+        return
+    if not isinstance(template_kwargs, Mapping):
+        raise TypeError(
+            "template_kwargs must be a mapping such as {'enable_thinking': False}, got "
+            f"{type(template_kwargs).__name__}."
+        )
+    host = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    reserved = {"messages", "conversations", *host} - _OWN_VARIABLES
+    if found := sorted(reserved.intersection(template_kwargs)):
+        raise ValueError(
+            f"template_kwargs must not have {found}, which say how a dialogue is rendered: give what "
+            "the chat template reads, such as tools or enable_thinking (and another template as "
+            "tokenizer.chat_template)."
+        )
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -273,6 +323,18 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Names of a tokenizer's special tokens, those included that only its vocabulary knows as such."""
     added = tokenizer.added_tokens_decoder.values()
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+
+def _schemas(tools: Any) -> Any:
+    """Tools with the JSON schemas of those that are functions."""
+    if tools is None:
+        return None
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Iterable):
+        raise TypeError(
+            "template_kwargs['tools'] must be a list of JSON schemas or functions, got "
+            f"{type(tools).__name__}."
+        )
+    return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
 
 
 def _trials() -> Iterator[tuple[str, list[dict[str, Any]], str, list[dict[str, Any]]]]:

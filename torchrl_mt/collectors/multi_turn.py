@@ -104,16 +104,19 @@ class MultiTurnCollector(BaseCollector):
         workflow_kwargs: arguments for the class that ``env`` is or names.
         on_break: what is done where the chat template does not go on from what was sampled; see
             :class:`~torchrl_mt.collectors.ChatTokens`.
+        template_kwargs: what else the chat template is given with every rendering, such as ``tools``
+            or ``enable_thinking=False``; see :class:`~torchrl_mt.collectors.ChatTokens`. A workflow
+            makes its own.
         progress: show a progress bar.
         postproc: applied to every batch before it is written or yielded.
         tokenizer: renders messages; the policy's own (``policy.tokenizer``) if ``None``.
 
     Raises:
-        TypeError: if ``env`` or ``policy`` is none of the above.
+        TypeError: if ``env`` or ``policy`` is none of the above, or ``template_kwargs`` no mapping.
         ImportError: if ``env`` names nothing.
         ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
-            ``total_episodes`` is not whole groups, or the tokenizer has no chat template or no
-            end-of-turn token.
+            ``total_episodes`` is not whole groups, the tokenizer has no chat template or no
+            end-of-turn token, or ``template_kwargs`` says how a template is rendered.
 
     Examples:
         >>> collector = MultiTurnCollector(  # doctest: +SKIP
@@ -148,6 +151,7 @@ class MultiTurnCollector(BaseCollector):
         sampling: Mapping[str, Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         on_break: OnBreak = "fork",
+        template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         tokenizer: Any = None,
@@ -187,6 +191,7 @@ class MultiTurnCollector(BaseCollector):
             accept=accept,
             tokenizer=tokenizer,
             on_break=on_break,
+            template_kwargs=template_kwargs,
             workflow_kwargs=workflow_kwargs,
         )
         self._new_items = partial(Items, data, shuffle=shuffle, cycle=cycle)

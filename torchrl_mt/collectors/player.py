@@ -11,6 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_mt.collectors.chat import ChatTokens, OnBreak
+from torchrl_mt.collectors.chat_template import check_template_kwargs
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.limits import Limits
@@ -33,6 +34,7 @@ class EpisodePlayer:
         accept: given an episode in TED; false rejects it.
         tokenizer: renders messages; the engine's own if ``None``.
         on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
+        template_kwargs: likewise.
         workflow_kwargs: arguments for the class that ``env`` is or names.
     """
 
@@ -45,6 +47,7 @@ class EpisodePlayer:
         accept: Callable[[TensorDictBase], Any] | None,
         tokenizer: Any,
         on_break: OnBreak,
+        template_kwargs: Mapping[str, Any] | None,
         workflow_kwargs: Mapping[str, Any] | None,
     ) -> None:
         self.engine = engine
@@ -52,7 +55,9 @@ class EpisodePlayer:
         self.accept = accept
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         self._make_player = resolve(env, workflow_kwargs)
+        check_template_kwargs(template_kwargs)
         self._on_break = on_break
+        self._template_kwargs = template_kwargs
         self._chat: ChatTokens | None = None
         if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
             self._get_chat()
@@ -87,5 +92,7 @@ class EpisodePlayer:
     def _get_chat(self) -> ChatTokens:
         """What turns messages into tokens, made when an environment first needs it."""
         if self._chat is None:
-            self._chat = ChatTokens(self.tokenizer, on_break=self._on_break)
+            self._chat = ChatTokens(
+                self.tokenizer, on_break=self._on_break, template_kwargs=self._template_kwargs
+            )
         return self._chat
