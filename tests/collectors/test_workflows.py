@@ -83,6 +83,11 @@ def test_entries_of_a_tensordict_are_kept(engine):
     assert batch["next", "done"].flatten().tolist() == [False, False, True] * 2
 
 
+def rewarded(rewards):
+    """What a workflow returns as TED."""
+    return TensorDict({"next": {"reward": torch.tensor(rewards)[:, None]}}, [len(rewards)])
+
+
 @pytest.mark.parametrize(
     ("result", "cause", "message"),
     [
@@ -91,6 +96,27 @@ def test_entries_of_a_tensordict_are_kept(engine):
         ([1.0, "x", 2.0], "TypeError", "got str"),
         (TensorDict({}, [2]), "ValueError", r"batch size \[3\], got \[2\]"),
         (TensorDict({}, [3]), "ValueError", r'must have \("next", "reward"\)'),
+        (
+            float("nan"),
+            "ValueError",
+            "a workflow must return finite rewards, as float32, got nan for turn 2",
+        ),
+        (
+            torch.tensor(float("inf")),
+            "ValueError",
+            "finite rewards, as float32, got inf for turn 2",
+        ),
+        (
+            [0.0, float("-inf"), 1.0],
+            "ValueError",
+            "finite rewards, as float32, got -inf for turn 1",
+        ),
+        ([0.0, 1e39, 1.0], "ValueError", "finite rewards, as float32, got 1e.39 for turn 1"),
+        (
+            rewarded([float("nan"), 0.0, 1.0]),
+            "ValueError",
+            "finite rewards, as float32, got nan for turn 0",
+        ),
     ],
 )
 def test_other_results_are_failures(engine, result, cause, message):

@@ -26,10 +26,12 @@ from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.row_plan import RowPlan, plan_rows
 
-__all__ = ["Episode", "Turn", "episodes_to_tensordict"]
+__all__ = ["Episode", "Turn", "episodes_to_tensordict", "is_finite"]
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """How tokens are sampled unless a completion says otherwise."""
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)
@@ -217,6 +219,16 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     )
     extra = join_extra([episode.extra for episode in episodes])
     return batch if extra is None else batch.update(extra)
+
+
+def is_finite(reward: float) -> bool:
+    """Whether a reward is still finite once it is in a batch, as float32.
+
+    Examples:
+        >>> [is_finite(reward) for reward in (-2.5, float("nan"), 1e39)]
+        [True, False, False]
+    """
+    return abs(reward) <= _LARGEST
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

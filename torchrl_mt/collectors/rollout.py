@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.behind import Behind
 from torchrl_mt.collectors.chat import ChatTokens
-from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.episode import Episode, is_finite
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
@@ -56,8 +56,8 @@ async def play_episode(
 
     Raises:
         Rejected: if the workflow declines, or time was up before there was a turn.
-        ValueError: if an opening alone leaves no room for a response, or a workflow's result does not
-            fit the turns.
+        ValueError: if an opening alone leaves no room for a response, a workflow's result does not
+            fit the turns, or a reward is not finite.
         TypeError: if the player is none, or does not return what it should.
     """
     recorder = Recorder(engine, episode, limits, sampling)
@@ -250,12 +250,18 @@ def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]
 def _reward(step: TextStep, env: TextEnv) -> float:
     """The step's reward as a number."""
     try:
-        return float(step.reward)
+        reward = float(step.reward)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"TextStep.reward must be a number, got {_shown(step.reward)} from "
             f"{type(env).__name__}.step."
         ) from None
+    if not is_finite(reward):
+        raise ValueError(
+            f"TextStep.reward must be finite, as float32, got {reward} from {type(env).__name__}.step: "
+            "raise an error where a response cannot be judged."
+        )
+    return reward
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.episode import Episode, is_finite
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
@@ -57,7 +57,7 @@ class Workflow(Protocol):
         Returns:
             ``None`` to reject the episode; a number, the reward of the last turn; a list of numbers,
             one for each turn; or a TED TensorDict, ``[T]``, a step a turn, whose ``("next", "reward")``
-            counts and whose other entries are kept.
+            counts and whose other entries are kept. Rewards must be finite.
         """
 
 
@@ -141,8 +141,8 @@ def enter_result(episode: Episode, result: Any) -> None:
     Raises:
         Rejected: if it returned ``None``.
         TypeError: if it returned something else than a workflow may.
-        ValueError: if it returned rewards of more or fewer turns than were played, or the engine was
-            never called.
+        ValueError: if it returned rewards of more or fewer turns than were played, one that is not
+            finite, or the engine was never called.
     """
     if result is None:
         raise Rejected("declined")
@@ -164,6 +164,12 @@ def enter_result(episode: Episode, result: Any) -> None:
             f"a workflow must return one reward for each turn: {len(turns)} were played, got "
             f"{len(rewards)} rewards"
         )
+    for k, reward in enumerate(rewards):
+        if not is_finite(reward):
+            raise ValueError(
+                f"a workflow must return finite rewards, as float32, got {reward} for turn {k}: return "
+                "None where an episode cannot be judged"
+            )
     for turn, reward in zip(turns, rewards, strict=True):
         turn.reward = reward
 

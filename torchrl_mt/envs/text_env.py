@@ -23,7 +23,8 @@ class TextStep:
 
     Args:
         messages: what the model is shown next, appended to the dialogue after its own response.
-        reward: the reward of the turn that was just answered.
+        reward: the reward of the turn that was just answered: a finite number, or a collector rejects
+            the episode.
         done: the episode is over, for whatever reason.
         truncated: the episode was cut short rather than finished, so what would have followed may
             still be worth something. Only with ``done=True``.

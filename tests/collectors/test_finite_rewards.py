@@ -1,0 +1,130 @@
+"""No reward that is not finite reaches a batch: its episode fails like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+
+import pytest
+import torch
+from torchrl.envs import Transform
+from torchrl.envs.llm import ChatEnv
+
+from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.envs import TextEnv, TextStep
+
+from .scripted import ScriptedEngine
+
+NOT_FINITE = [
+    *map(float, ("nan", "inf", "-inf")),
+    1e39,  # float32, in which rewards are kept, has no such number
+    torch.tensor([float("nan")]),
+]
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.fixture
+def engine(tokenizer):
+    ids = tokenizer("8<end>")["input_ids"]
+    return ScriptedEngine(tokenizer, lambda prompt: ids)
+
+
+class Pays(TextEnv):
+    """Two turns, with the rewards of its data."""
+
+    inline = True
+
+    def reset(self, data=None):
+        self.rewards = list(data["rewards"])
+        return [{"role": "user", "content": "guess"}]
+
+    def step(self, response):
+        reward = self.rewards.pop(0)
+        return TextStep([{"role": "user", "content": "higher"}], reward, not self.rewards)
+
+
+class PaysInThread(Pays):
+    inline = False
+
+
+class PaysAsync(Pays):
+    async def step(self, response):
+        await asyncio.sleep(0)
+        return super().step(response)
+
+
+@pytest.mark.parametrize("env", [Pays, PaysInThread, PaysAsync])
+@pytest.mark.parametrize("bad", NOT_FINITE, ids=str)
+def test_an_environments_reward_is_refused_and_both_are_named(engine, env, bad):
+    message = re.escape(f"finite, as float32, got {float(bad)} from {env.__name__}.step")
+    with (
+        MultiTurnCollector(env, engine, [{"rewards": [0.0, bad]}], episodes_per_batch=1) as made,
+        pytest.raises(RuntimeError, match=message) as caught,
+    ):
+        next(iter(made))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
+
+
+def test_all_that_float32_holds_is_a_reward(engine):
+    rewards = [LARGEST, -LARGEST, 0.0, -0.0, 1e-45]
+    with MultiTurnCollector(Pays, engine, [{"rewards": rewards}], episodes_per_batch=1) as made:
+        batch = next(iter(made))
+    assert batch["next", "reward"].flatten().tolist() == torch.tensor(rewards).tolist()
+
+
+def test_the_episode_is_played_again_then_replaced_as_after_any_failure(engine):
+    plays: dict[int, int] = {}
+
+    class SometimesPays(Pays):
+        """Item 1 fails once, item 2 always."""
+
+        def reset(self, data=None):
+            k = data["k"]
+            plays[k] = plays.get(k, 0) + 1
+            fails = k == 2 or (k == 1 and plays[k] == 1)
+            return super().reset({"rewards": [1.0, math.nan if fails else k]})
+
+    data = [{"k": k} for k in range(6)]
+    with MultiTurnCollector(
+        SometimesPays,
+        engine,
+        data,
+        episodes_per_batch=4,
+        total_episodes=4,
+        max_retries=1,
+        max_concurrency=1,
+    ) as made:
+        (batch,) = made
+        evaluated = made.evaluate(data)
+    assert [item["k"] for item in batch["data"][::2]] == [0, 1, 3, 4]
+    assert batch["next", "reward"].isfinite().all()
+    stats = made.stats()
+    assert (stats["accepted"], stats["rejected"], stats["rejected/ValueError"]) == (4, 3, 3)
+    assert stats["started"] == 7
+    assert [item["k"] for item in evaluated["data"][::2]] == [0, 1, 3, 4, 5]
+    assert stats["eval/rejected/ValueError"] == 2
+
+
+class Rewards(Transform):
+    """A reward transform of TorchRL's kind."""
+
+    def _step(self, tensordict, next_tensordict):
+        next_tensordict["reward"] = torch.tensor([[float("nan")]])
+        next_tensordict["done"] = next_tensordict["terminated"] = torch.ones(1, 1, dtype=torch.bool)
+        return next_tensordict
+
+
+def test_a_torchrl_environments_reward_is_refused(engine):
+    with (
+        MultiTurnCollector(
+            lambda: ChatEnv().append_transform(Rewards()),
+            engine,
+            [{"query": "guess"}],
+            episodes_per_batch=1,
+        ) as made,
+        pytest.raises(RuntimeError, match=r"reward must be finite.* got nan from ChatEnvAdapter"),
+    ):
+        next(iter(made))
+    assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
