@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -347,6 +348,42 @@ def test_each_episode_has_its_own_context(engine):
     ]
     with pytest.raises(LookupError, match="no episode is being played"):
         context.get()
+
+
+def test_members_are_told_apart_by_the_names_that_a_dump_has_for_them(engine, tmp_path):
+    seen = {}
+
+    class Looks(Play):
+        """The second member of a group fails once."""
+
+        async def arun_episode(self, engine, data):
+            ctx = context.get()
+            seen[ctx.is_eval, ctx.traj_id] = ctx
+            if ctx.sample_idx == 1 and data["task_id"] not in retried:
+                retried.add(data["task_id"])
+                raise OSError("no tool")
+            return await super().arun_episode(engine, data)
+
+    data, retried = [{"task_id": k} for k in range(3)], set()
+    with MultiTurnCollector(
+        Looks(), engine, data, episodes_per_batch=6, group_size=2, max_retries=1, dump_dir=tmp_path
+    ) as collector:
+        batch = next(iter(collector))
+        retried.clear()
+        evaluated = collector.evaluate(data, 2)
+    for is_eval, got, folder in ((False, batch, tmp_path), (True, evaluated, tmp_path / "eval")):
+        (path,) = folder.glob("*.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(lines) == 6
+        for line in lines:
+            ctx = seen[is_eval, line["traj_id"]]
+            names = ("task_id", "group", "sample_idx", "traj_id")
+            assert {name: line[name] for name in names} == {n: getattr(ctx, n) for n in names}
+        delivered = set(got["collector", "traj_ids"].tolist())
+        assert delivered == {line["traj_id"] for line in lines}
+        # Episodes that failed had ids of their own, and the place of those that were played instead.
+        failed = [ctx for (of, k), ctx in seen.items() if of is is_eval and k not in delivered]
+        assert sorted((ctx.group, ctx.sample_idx) for ctx in failed) == [(k, 1) for k in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ class EpisodeContext:
     """Whether the episode is played for evaluation."""
     version: int
     """The engine's weight version when the episode began."""
+    sample_idx: int = 0
+    """The episode's place in its group, from 0 to ``group_size - 1``; one that is played again keeps it."""
+    traj_id: int = -1
+    """Id of the episode, as in ``("collector", "traj_ids")``; one that is played again gets another."""
 
 
 current: ContextVar[EpisodeContext] = ContextVar("torchrl_mt_episode")
@@ -36,9 +40,9 @@ def get() -> EpisodeContext:
         LookupError: if it runs for none.
 
     Examples:
-        >>> token = current.set(EpisodeContext("task-7", 3, False, 0))
-        >>> get().task_id
-        'task-7'
+        >>> token = current.set(EpisodeContext("task-7", 3, False, 0, sample_idx=1, traj_id=13))
+        >>> get().task_id, get().sample_idx
+        ('task-7', 1)
         >>> current.reset(token)
     """
     try:

@@ -62,7 +62,14 @@ async def play_episode(
     """
     recorder = Recorder(engine, episode, limits, sampling)
     context.current.set(
-        context.EpisodeContext(episode.task_id, episode.group, episode.is_eval, engine.version)
+        context.EpisodeContext(
+            task_id=episode.task_id,
+            group=episode.group,
+            is_eval=episode.is_eval,
+            version=engine.version,
+            sample_idx=episode.rank,
+            traj_id=episode.traj_id,
+        )
     )
     try:
         await within(
