@@ -673,6 +673,8 @@ def test_a_server_may_say_the_version_of_every_token():
         ([], {}, ValueError, "at least one token"),
         ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
         ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
+        ("guess", {}, TypeError, r"token ids, got str .*tokenize it first"),
+        ("guess", {"max_new_tokens": 2}, TypeError, r"token ids, got str"),
         ([5] * 30, {"max_new_tokens": 3}, ValueError, "exceed max_total_tokens=32"),
         ([5], {"stream": True}, ValueError, r"sets itself, got \['stream'\]"),
         ([5], {"temperature": -0.1}, ValueError, "temperature must be .* not negative, got -0.1"),

@@ -936,6 +936,8 @@ def test_the_models_own_mode_is_left_alone(model, tokenizer):
         ([5] * 1020, {"max_new_tokens": 5}, ValueError, "exceed the 1024 tokens"),
         ([5] * 1024, {}, ValueError, "exceed the 1024 tokens"),
         ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
+        ("guess", {}, TypeError, r"token ids, got str .*tokenize it first"),
+        ("guess", {"max_new_tokens": 2}, TypeError, r"token ids, got str"),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
         ([5], {"min_p": 0.1, "seed": 3}, TypeError, r"takes no \['min_p', 'seed'\]"),

@@ -338,6 +338,8 @@ def test_two_event_loops_may_share_an_engine(engine):
         ([5] * 1020, {"max_new_tokens": 5}, ValueError, "exceed the 1024 tokens"),
         ([5] * 1024, {}, ValueError, "exceed the 1024 tokens"),
         ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
+        ("guess", {}, TypeError, r"token ids, got str .*tokenize it first"),
+        ("guess", {"max_new_tokens": 2}, TypeError, r"token ids, got str"),
         ({"input_ids": [5]}, {}, TypeError, "take .'input_ids'."),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),

@@ -25,7 +25,7 @@ class EpisodeContext:
     version: int
     """The engine's weight version when the episode began."""
     sample_idx: int = 0
-    """The episode's place in its group, from 0 to ``group_size - 1``; one that is played again keeps it."""
+    """The episode's place in its group, from 0 on; one that is played again keeps it."""
     traj_id: int = -1
     """Id of the episode, as in ``("collector", "traj_ids")``; one that is played again gets another."""
 
