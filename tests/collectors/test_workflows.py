@@ -131,6 +131,39 @@ def test_other_results_are_failures(engine, result, cause, message):
     assert collector.stats()[f"rejected/{cause}"] == 1
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("guess", "got str: tokenize it first"),
+        ({"input_ids": [1]}, r"got dict: of a tokenizer's output take \['input_ids'\]"),
+        (torch.ones(1, 3, dtype=torch.int64), "got Tensor"),
+    ],
+)
+def test_a_prompt_that_is_no_token_ids_is_named_as_it_was_given(engine, prompt, message):
+    class Asks:
+        async def arun_episode(self, engine, data):
+            await engine.generate(prompt)
+
+    with (
+        MultiTurnCollector(Asks(), engine, episodes_per_batch=1) as collector,
+        pytest.raises(RuntimeError, match=message) as caught,
+    ):
+        next(iter(collector))
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor])
+def test_token_ids_may_come_in_any_sequence(engine, kind):
+    class Asks:
+        async def arun_episode(self, engine, data):
+            await engine.generate(kind([1, 2]))
+            return 1.0
+
+    batch, _ = collect(Asks(), engine, 1)
+    assert batch.get(("tokens", "prompt"), as_list=True)[0].tolist() == [1, 2]
+    assert [type(token) for token in engine.calls[0][0]] == [int, int]
+
+
 def test_a_workflow_may_decline(engine):
     env = Play(lambda data: None if data["k"] % 2 else 1.0)
     batch, stats = collect(env, engine, 4, data=[{"k": k} for k in range(8)], max_concurrency=1)

@@ -16,9 +16,10 @@ from operator import index
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors.episode import Episode, Turn
-from torchrl_mt.collectors.ledger import Line
+from torchrl_mt.collectors.ledger import Line, Prompt
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.engines import Completion, Engine
+from torchrl_mt.engines.requests import integers
 from torchrl_mt.engines.sampling import random_word
 
 __all__ = ["LimitReached", "Recorder", "within"]
@@ -117,8 +118,12 @@ class Recorder:
         Raises:
             LimitReached: if the episode may not have a further turn, or the prompt leaves no room.
             RuntimeError: if the episode is over.
+            TypeError: if ``prompt_ids`` are no integers.
         """
         self._check_open()
+        if not isinstance(prompt_ids, (Prompt, list)):
+            # A line would make a list of anything: the engine could not say what was given.
+            prompt_ids = integers(prompt_ids)
         limits = self.limits
         budget, reached = limits.response_budget(len(prompt_ids))
         if limits.max_turns is not None and len(self._order) + self._running >= limits.max_turns:

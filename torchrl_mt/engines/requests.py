@@ -29,9 +29,14 @@ def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
         # An array refuses what is no integer, and is faster than a loop.
         return array("q", tokens).tolist()
     except (TypeError, ValueError, OverflowError):
+        if isinstance(tokens, str):
+            advice = ": tokenize it first."
+        elif name == "prompt_ids":
+            advice = ": of a tokenizer's output take ['input_ids']."
+        else:
+            advice = "."
         raise TypeError(
-            f"{name} must be a flat sequence of token ids, got {type(tokens).__name__}"
-            + (": of a tokenizer's output take ['input_ids']." if name == "prompt_ids" else ".")
+            f"{name} must be a flat sequence of token ids, got {type(tokens).__name__}{advice}"
         ) from None
 
 
