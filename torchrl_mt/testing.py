@@ -13,19 +13,31 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 __all__ = ["tiny_chat_model", "tiny_chat_tokenizer"]
 
-_SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
+_ROLES = ("user", "assistant")
+_SPECIAL = ("<pad>", "<end>", *map("<{}>".format, _ROLES))
 _TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<end>{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ROLES %}"
+    "{{ raise_exception(\"the tiny tokenizer has no role '\" ~ message['role'] ~ \"': make it with \""
+    " ~ \"extra_roles=['\" ~ message['role'] ~ \"']\") }}"
+    "{% endif %}"
+    "<{{ message['role'] }}> {{ message['content'] }}<end>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
-def tiny_chat_tokenizer(words: str | Iterable[str]) -> PreTrainedTokenizerFast:
+def tiny_chat_tokenizer(
+    words: str | Iterable[str], *, extra_roles: str | Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
     """Build a tokenizer whose tokens are whole words, with a chat template.
 
     Args:
         words: every word it knows, separated by white space if given as one string; any other word
             becomes padding.
+        extra_roles: the roles that messages may have beside ``"user"`` and ``"assistant"``, such as
+            ``"system"`` and ``"tool"``. Their tokens come after the words; a message of any other role
+            is refused by the chat template.
 
     Returns:
         A tokenizer with ``<pad>`` and ``<end>`` (end of sequence and of every message).
@@ -38,27 +50,35 @@ def tiny_chat_tokenizer(words: str | Iterable[str]) -> PreTrainedTokenizerFast:
         >>> tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         '<user> hello<end><assistant>'
     """
-    known = words.split() if isinstance(words, str) else list(words)
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys((*_SPECIAL, *known)))}
+    roles = [*dict.fromkeys((*_ROLES, *_listed(extra_roles)))]
+    role_tokens = [f"<{role}>" for role in roles]
+    tokens = dict.fromkeys((*_SPECIAL, *_listed(words), *role_tokens))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(vocabulary, _SPECIAL[0]))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
         eos_token="<end>",
-        additional_special_tokens=["<user>", "<assistant>"],
+        additional_special_tokens=role_tokens,
     )
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = _TEMPLATE.replace("ROLES", str(roles))
     return tokenizer
 
 
+def _listed(words: str | Iterable[str]) -> list[str]:
+    """Words that may be given as one string."""
+    return words.split() if isinstance(words, str) else list(words)
+
+
 def tiny_chat_model(
-    words: str | Iterable[str], **config: Any
+    words: str | Iterable[str], *, extra_roles: str | Iterable[str] = (), **config: Any
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Build a two-layer Qwen2 with random weights, and its tokenizer.
 
     Args:
         words: every word it knows; see :func:`tiny_chat_tokenizer`.
+        extra_roles: the roles it knows beside ``"user"`` and ``"assistant"``; likewise.
         **config: entries of the ``Qwen2Config`` that are to differ.
 
     Returns:
@@ -69,7 +89,7 @@ def tiny_chat_model(
         >>> model.config.vocab_size == len(tokenizer) == 7
         True
     """
-    tokenizer = tiny_chat_tokenizer(words)
+    tokenizer = tiny_chat_tokenizer(words, extra_roles=extra_roles)
     settings = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,

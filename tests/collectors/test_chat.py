@@ -26,6 +26,7 @@ from tests.collectors.templates import (
 )
 from tests.collectors.templates import SHAPES as REAL_SHAPES
 from torchrl_mt.collectors import ChatTokens
+from torchrl_mt.testing import tiny_chat_tokenizer
 
 
 def user(content: str) -> dict[str, str]:
@@ -620,7 +621,8 @@ def test_a_refused_generation_prompt_is_named(tokenizer):
         chat.extend([], last_token=None)
 
 
-def test_a_template_that_wants_a_system_message(tokenizer):
+def test_a_template_that_wants_a_system_message():
+    tokenizer = tiny_chat_tokenizer("guess higher", extra_roles=["system"])
     strict = as_template(
         tokenizer,
         "{% if messages[0]['role'] != 'system' %}{{ raise_exception('rules first') }}{% endif %}"

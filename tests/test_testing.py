@@ -1,0 +1,77 @@
+"""The tiny tokenizer renders what it was made for, and refuses the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
+
+WORDS = "look red blue"
+ROLES = ("user", "assistant", "system", "tool")
+
+
+def talk(role):
+    return [{"role": "user", "content": "look"}, {"role": role, "content": "red"}]
+
+
+def render(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+@pytest.mark.parametrize("role", ["system", "tool", "function"])
+def test_a_role_that_the_tokenizer_has_no_token_for_is_refused_with_the_remedy(role):
+    tokenizer = tiny_chat_tokenizer(WORDS)
+    message = rf"no role '{role}': .*extra_roles=\['{role}'\]"
+    with pytest.raises(Exception, match=message):
+        render(tokenizer, talk(role))
+    with pytest.raises(ValueError, match=message):
+        ChatTokens(tokenizer).open(talk(role))
+
+
+def test_further_roles_have_special_tokens_of_their_own():
+    tokenizer = tiny_chat_tokenizer(WORDS, extra_roles=("system", "tool"))
+    for role in ROLES:
+        ids = render(tokenizer, talk(role))
+        assert tokenizer.pad_token_id not in ids
+        assert tokenizer.decode(ids) == f"<user> look <end> <{role}> red <end>"
+        assert tokenizer.convert_tokens_to_ids(f"<{role}>") in tokenizer.all_special_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "look red"
+
+
+def test_further_roles_change_no_id_of_a_word():
+    plain = tiny_chat_tokenizer(WORDS).get_vocab()
+    assert plain == {
+        **{"<pad>": 0, "<end>": 1, "<user>": 2, "<assistant>": 3},
+        **{"look": 4, "red": 5, "blue": 6},
+    }
+    more = tiny_chat_tokenizer(WORDS, extra_roles=("system", "tool")).get_vocab()
+    assert more == {**plain, "<system>": 7, "<tool>": 8}
+    assert tiny_chat_tokenizer(WORDS.split(), extra_roles="system tool").get_vocab() == more
+
+
+def test_a_model_talks_to_a_tool():
+    class Lab(TextEnv):
+        def reset(self, data=None):
+            self.calls = 0
+            return [{"role": "system", "content": "look"}, {"role": "user", "content": "look"}]
+
+        def step(self, response):
+            self.calls += 1
+            return TextStep([{"role": "tool", "content": "red"}], 1.0, self.calls == 3)
+
+    model, tokenizer = tiny_chat_model(WORDS, extra_roles=("system", "tool"), hidden_size=32)
+    assert model.config.vocab_size == len(tokenizer) == 9
+    engine = TransformersEngine(model, tokenizer, max_new_tokens=64)
+    try:
+        with MultiTurnCollector(
+            Lab, engine, episodes_per_batch=2, total_episodes=2, sampling={"seed": 0}
+        ) as collector:
+            (batch,) = collector
+        for prompt in batch.get(("tokens", "prompt"), as_list=True):
+            assert tokenizer.decode(prompt).startswith("<system> look <end> <user> look <end>")
+        assert collector.stats()["forks"] == 0
+    finally:
+        engine.close()
