@@ -327,7 +327,9 @@ def test_evaluation_is_apart_from_training(tokenizer):
     engine.asked = []
     data = [{"turns": 1, "k": k} for k in range(10)]
     with MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=2, sampling={"temperature": 1.0}
+        *(Chat, engine, data),
+        episodes_per_batch=2,
+        sampling={"temperature": 1.0, "top_k": 9},
     ) as collector:
         stream = iter(collector)
         first = next(stream)
@@ -343,6 +345,7 @@ def test_evaluation_is_apart_from_training(tokenizer):
         second = next(stream)
     assert [item["k"] for item in first["data"] + second["data"]] == [0, 1, 2, 3]
     assert [a["temperature"] for a in engine.asked] == [1.0] * 2 + [0.0] * 10 + [1.0] * 2
+    assert {a["top_k"] for a in engine.asked} == {9}  # an evaluation sets only what it is given
     with pytest.raises(RuntimeError, match="shut down"):
         collector.evaluate(data)
 

@@ -100,7 +100,7 @@ class MultiTurnCollector(BaseCollector):
         shuffle: draw the items in random order, by ``seed``.
         cycle: begin again when the data ends; by default unless it is an iterator.
         seed: of the order of items, and of those made without data.
-        sampling: arguments for every call of the engine's ``generate``.
+        sampling: arguments for every call of the engine's ``generate``, evaluations' included.
         workflow_kwargs: arguments for the class that ``env`` is or names.
         on_break: what is done where the chat template does not go on from what was sampled; see
             :class:`~torchrl_mt.collectors.ChatTokens`.
@@ -438,7 +438,8 @@ class MultiTurnCollector(BaseCollector):
         Args:
             data: the items, gone through once.
             n: episodes for each item.
-            **sampling: arguments for the engine's ``generate``.
+            **sampling: arguments for the engine's ``generate``; those that are not given are the
+                collector's own ``sampling``.
 
         Returns:
             The episodes that came to their end, in TED, a group for each item in order.
