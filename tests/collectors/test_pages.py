@@ -1,0 +1,82 @@
+"""What the pages on collecting and on what to mind show runs as it stands, and does what they say."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
+from torchrl_mt.objectives import ExperienceMaker
+from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.transforms import MergeTurns
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def code_of(page, section):
+    """The first block of code in a section."""
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"\n{section}\n")[1]
+    lines = text.split(".. code-block:: python\n")[1].splitlines()
+    end = next(k for k, line in enumerate(lines) if line and not line.startswith("    "))
+    return textwrap.dedent("\n".join(lines[:end]))
+
+
+def names(env, num_updates):
+    """What the pages' code takes for granted."""
+    torch.manual_seed(0)
+    model, tokenizer = tiny_chat_model("guess to higher lower correct invalid 1 2 3 4")
+    libraries = {
+        each.__name__: each
+        for each in (
+            *(EpisodeSampler, EpisodeStorage, EpisodeWriter, ExperienceMaker, MergeTurns),
+            *(MultiTurnCollector, ReplayBuffer, TransformersEngine, torch),
+        )
+    }
+    data = GuessNumber.data(numbers=4)
+    return {**libraries, **locals()}
+
+
+class Costs(TextEnv):
+    """Every turn that is answered costs something."""
+
+    def reset(self, data=None):
+        return [{"role": "user", "content": "guess"}]
+
+    def step(self, response):
+        return TextStep([{"role": "user", "content": "higher"}], reward=-0.2)
+
+
+def test_a_cut_answer_has_the_worth_that_is_said():
+    run = names(None, num_updates=0)
+    exec(code_of("mind.rst", "How an episode ends"), run)
+    engine = TransformersEngine(run["model"], run["tokenizer"])
+    try:
+        with MultiTurnCollector(
+            Costs,
+            engine,
+            episodes_per_batch=32,
+            total_episodes=32,
+            limits=Limits(max_turns=3, max_response_tokens=8),
+            sampling={"seed": 0},
+        ) as collector:
+            (batch,) = collector
+    finally:
+        engine.close()
+    rows = run["merge"](batch)
+    reasons, turns = list(rows["stop_reason"]), rows["turns", "full"].amax(-1) + 1
+    assert set(reasons) == {"max_response_tokens", "max_turns"}
+    was_cut = torch.tensor([reason == "max_response_tokens" for reason in reasons])
+    own = rows["rewards", "full"].sum(-1)
+    # As the page says: what is cut pays for the turns before, and nothing else.
+    torch.testing.assert_close(own, -0.2 * (turns - was_cut.long()).float())
+    run["maker"](rows)
+    assert run["maker"].metrics["reward/default/cut/mean"] == pytest.approx(
+        -0.5 * float(was_cut.float().mean())
+    )
