@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
-from torchrl_mt.objectives import ExperienceMaker
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
@@ -28,6 +30,17 @@ def code_of(page, section):
     return textwrap.dedent("\n".join(lines[:end]))
 
 
+class Seen(MultiTurnLoss):
+    """Remembers the age of what it is given."""
+
+    ages: ClassVar[list[list[int]]] = []
+
+    def forward(self, rows, **kwargs):
+        version = len(self.ages)
+        self.ages.append((version - rows["versions", "oldest"]).tolist())
+        return super().forward(rows, **kwargs)
+
+
 def names(env, num_updates):
     """What the pages' code takes for granted."""
     torch.manual_seed(0)
@@ -36,11 +49,46 @@ def names(env, num_updates):
         each.__name__: each
         for each in (
             *(EpisodeSampler, EpisodeStorage, EpisodeWriter, ExperienceMaker, MergeTurns),
-            *(MultiTurnCollector, ReplayBuffer, TransformersEngine, torch),
+            *(MultiTurnCollector, ReplayBuffer, TransformersEngine, torch, time),
         )
     }
     data = GuessNumber.data(numbers=4)
-    return {**libraries, **locals()}
+    return {**libraries, **locals(), "MultiTurnLoss": Seen}
+
+
+def test_the_loop_over_a_collector_in_the_background_trains_on_rows_that_are_young_enough():
+    Seen.ages.clear()
+    run = names(GuessNumber(4, turns=2), num_updates=12)
+    before = [p.detach().clone() for p in run["model"].parameters()]
+    try:
+        exec(code_of("collecting.rst", "In the background"), run)
+    finally:
+        run["engine"].close()
+    assert run["updates"] == run["collector"].policy_version == len(Seen.ages) == 12
+    # Between the sample and the loss nothing else updates: these are the ages that were filtered by.
+    assert max(map(max, Seen.ages)) <= 4
+    assert max(map(max, Seen.ages)) > 0
+    assert any((p != q).any() for p, q in zip(run["model"].parameters(), before, strict=True))
+    assert run["collector"].stats()["accepted"] >= 2 * 64
+    assert not run["collector"].is_running
+
+
+class Broken(TextEnv):
+    def reset(self, data=None):
+        raise OSError("no tool")
+
+    def step(self, response):
+        return TextStep(done=True)
+
+
+def test_the_loop_ends_with_what_went_wrong_in_the_names():
+    run = names(Broken, num_updates=2)
+    try:
+        with pytest.raises(RuntimeError, match=r"in a row were rejected.*no tool"):
+            exec(code_of("collecting.rst", "In the background"), run)
+    finally:
+        run["engine"].close()
+    assert run["updates"] == 0
 
 
 class Costs(TextEnv):
