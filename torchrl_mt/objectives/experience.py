@@ -33,7 +33,7 @@ from torchrl_mt.objectives.filters import (
     reads_group,
 )
 from torchrl_mt.objectives.functional import kl_estimate
-from torchrl_mt.objectives.functional._checks import check_choice, check_finite, check_positive
+from torchrl_mt.objectives.functional._checks import check_choice, check_positive_finite
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.kl_control import (
     KLCoefficient,
@@ -236,8 +236,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.whiten = whiten
         if self.credit.needs_critic and critic is None:
             raise ValueError(f"advantage={advantage!r} needs a critic, got critic=None.")
-        check_finite("temperature", temperature)
-        check_positive("temperature", temperature)
+        check_positive_finite("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
         check_micro_batch(micro_batch_size, micro_batch_tokens)

@@ -45,6 +45,7 @@ from torchrl_mt.objectives.functional._checks import (
     check_choice,
     check_finite,
     check_positive,
+    check_positive_finite,
     check_shape,
 )
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
@@ -224,8 +225,7 @@ class MultiTurnLoss(LossModule):
                 f"with a keyword 'turns'; got objective={objective!r}, correction={correction!r}."
             )
         check_choice("kl_kind", kl_kind, get_args(KLKind))
-        check_finite("temperature", temperature)
-        check_positive("temperature", temperature)
+        check_positive_finite("temperature", temperature)
         check_dtype(dtype)
         if critic is not None:
             check_critic(critic)

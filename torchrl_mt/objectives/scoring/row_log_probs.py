@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
-from torchrl_mt.objectives.functional._checks import check_finite, check_mask, check_positive
+from torchrl_mt.objectives.functional._checks import check_mask, check_positive_finite
 from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
 from torchrl_mt.objectives.functional.log_probs import log_probs_at
 from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
@@ -130,8 +130,7 @@ def row_log_probs(
     """
     model = causal_lm(actor)
     check_rows(tokens, attention_mask, mask)
-    check_finite("temperature", temperature)
-    check_positive("temperature", temperature)
+    check_positive_finite("temperature", temperature)
     check_dtype(dtype)
     if packed:
         check_packing(model, tokens[attention_mask], dtype)
