@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tests.engines.completions_server import CompletionsServer
@@ -297,6 +298,7 @@ def test_a_client_serves_several_loops_at_once(server):
 )
 def test_bad_clients_are_refused(kwargs, message):
     (name,) = kwargs
+    HttpClient("http://localhost", **{name: np.float32(3)})
     with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
         HttpClient("http://localhost", **{name: None})
     with pytest.raises(ValueError, match=message):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from numbers import Real
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -115,7 +116,7 @@ class HttpClient:
         above_zero = {"timeout": timeout, "max_connections": max_connections}
         not_below = {"max_retries": max_retries, "backoff": backoff}
         for what, number in {**above_zero, **not_below}.items():
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
+            if isinstance(number, bool) or not isinstance(number, Real):
                 raise TypeError(f"{what} must be a number, got {number!r}.")
             if what in above_zero and not number > 0:
                 raise ValueError(f"{what} must be positive, got {number}.")

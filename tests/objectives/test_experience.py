@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torchrl.data import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
 from transformers import Qwen2ForSequenceClassification
@@ -1082,8 +1083,10 @@ def test_the_actor_as_its_own_reference_is_warned_of(model, other_model, caplog)
     ExperienceMaker(model, ref=other_model)
     ExperienceMaker(model, ref=copy.deepcopy(model))
     assert not caplog.records
-    ExperienceMaker(model, ref=model)
-    assert "ref is the actor itself" in caplog.text
+    for ref in (model, nn.DataParallel(model)):
+        caplog.clear()
+        ExperienceMaker(model, ref=ref)
+        assert "ref is the actor itself" in caplog.text
 
 
 def test_a_reference_with_another_vocabulary_is_refused_by_name(model, make_model, rows):
@@ -1137,6 +1140,17 @@ def test_log_probs_of_the_wrong_sign_are_refused(model, rows):
     wrong["valid"] = torch.zeros(6, dtype=torch.bool)
     ExperienceMaker(model)(wrong)
     ExperienceMaker(model, old_log_probs="actor")(rows().exclude(("log_probs", "full")))
+    batch = ExperienceMaker(model, old_log_probs="actor")(rows())
+    loss = MultiTurnLoss(model, correction="icepop")
+    loss(batch)
+    batch["log_probs", "full"].neg_()
+    with pytest.raises(ValueError, match=r"'full'.* must be log-probabilities, .* other sign"):
+        loss(batch)
+    batch["log_probs", "old"].neg_()
+    with pytest.raises(ValueError, match=r"'old'.* must be log-probabilities"):
+        MultiTurnLoss(model)(batch)
+    batch["masks", "all_assistant_mask"].zero_()
+    MultiTurnLoss(model)(batch)
 
 
 def test_what_is_no_critic_and_no_rows_is_refused(model):

@@ -79,22 +79,41 @@ def test_to_moves_every_field(completed):
 
 
 @pytest.mark.parametrize(
-    "how", [(torch.bfloat16,), ("meta", torch.bfloat16), (torch.ones(1, dtype=torch.bfloat16),)]
+    "how",
+    [
+        (torch.bfloat16,),
+        (torch.bfloat16, True),
+        ("cpu", torch.bfloat16, True),
+        ("meta", torch.bfloat16),
+        (torch.ones(1, dtype=torch.bfloat16),),
+        (torch.ones(1, dtype=torch.bfloat16, device="meta"),),
+    ],
 )
 def test_a_dtype_is_for_floating_fields_alone(completed, how):
     completed["group"] = torch.arange(6) + 151_001
     experience = Experience.from_rows(completed)
-    cast = experience.to(*how, non_blocking=False)
+    cast = experience.to(*how)
+    meta = "meta" in (how[0], getattr(getattr(how[0], "device", None), "type", None))
     assert isinstance(cast, Experience)
     assert cast.info["label"] == completed["label"]
     for (name, value), (_, before) in zip(leaves(cast), leaves(experience), strict=True):
-        assert value.device.type == ("meta" if how[0] == "meta" else "cpu")
+        assert value.device.type == ("meta" if meta else "cpu")
         if before.is_floating_point():
             assert value.dtype is torch.bfloat16, name
         elif value.device.type == "cpu":
             assert torch.equal(value, before), name
         assert before.dtype in (torch.float32, torch.int64, torch.bool)
     assert dict(leaves(experience.to(dtype=torch.float64)))["kl"].dtype is torch.float64
+    for name, dtype in {
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "float": torch.float32,
+        "double": torch.float64,
+    }.items():
+        cast = getattr(experience, name)()
+        assert (cast.kl.dtype, cast.sequences.dtype) == (dtype, torch.int64)
+        assert torch.equal(cast.info["group"], completed["group"])
+    assert experience.lock_().to(torch.float64).is_locked
     with pytest.raises(TypeError, match=r"dtype must be a floating one, got torch.int32"):
         experience.to(torch.int32)
 

@@ -138,8 +138,8 @@ def test_several_multiply_and_keys_may_be_set(model, rows):
     [
         ("top_p", ValueError, "filters must be one of 'clip_filter', 'dynamic_sampling'"),
         ([3], TypeError, "filters must be names or functions of rows, got 3"),
-        ("top_entropy", ValueError, "filters='top_entropy' needs with_entropy=True"),
-        (partial(top_entropy, rho=0.1), ValueError, "needs with_entropy=True"),
+        ("top_entropy", KeyError, "'entropy'; ExperienceMaker writes it when it has with_entropy"),
+        (partial(top_entropy, rho=0.1), KeyError, "'entropy'; ExperienceMaker writes it when"),
         (
             lambda rows: top_entropy(rows),
             KeyError,
@@ -155,6 +155,19 @@ def test_bad_filters_are_refused_and_nothing_is_written(model, rows, filters, er
     with pytest.raises(error, match=message):
         ExperienceMaker(model, filters=filters)(batch)
     assert set(batch.keys(True)) == set(rows().keys(True))
+
+
+def test_entropies_may_be_another_makers_and_are_missed_before_any_model_runs(
+    model, other_model, rows, monkeypatch
+):
+    batch = ExperienceMaker(model, with_entropy=True)(rows())
+    expected = ExperienceMaker(model, with_entropy=True, filters="top_entropy")(rows())
+    maker = ExperienceMaker(other_model, ref=model, filters=[partial(top_entropy, rho=0.2)])
+    assert "entropy" in maker.in_keys
+    torch.testing.assert_close(maker(batch)[WEIGHTS], expected[WEIGHTS])
+    monkeypatch.setattr(type(model), "forward", None)
+    with pytest.raises(KeyError, match="'entropy'; ExperienceMaker writes it"):
+        maker(rows())
 
 
 def test_an_overlong_penalty_is_a_source_of_rewards(model, rows):

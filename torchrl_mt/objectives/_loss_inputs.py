@@ -14,7 +14,13 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.objectives._rows import check_like, read_entry, read_valid
+from torchrl_mt.objectives._rows import (
+    LOG_PROB_ROUNDING,
+    NO_LOG_PROB,
+    check_like,
+    read_entry,
+    read_valid,
+)
 from torchrl_mt.objectives.functional._checks import check_mask
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
@@ -30,6 +36,8 @@ FLOATING = (
     "value_target",
 )
 """Entries that are turned to float32 and must be finite on the tokens that count."""
+LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
+"""Those of them that are logarithms of probabilities."""
 
 
 def read_inputs(
@@ -140,23 +148,22 @@ def _check_constant(rows: dict[str, Tensor], keys: Any) -> None:
 
 
 def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
-    """Refuse NaN, infinity and padding on tokens that count, in one look at the device."""
-    names = [name for name in FLOATING if name in rows]
-    wrong = [mask & ~rows[name].isfinite() for name in names]
-    wrong.append(mask & ~rows["attention_mask"])
-    counts = torch.stack(wrong).sum((1, 2)).tolist()
-    for name, where, count in zip([*names, "assistant_mask"], wrong, counts, strict=True):
-        if not count:
-            continue
-        row, token = where.nonzero()[0].tolist()
-        key = getattr(keys, name)
-        if name == "assistant_mask":
+    """Refuse NaN, infinity, padding and wrong signs on tokens that count, in one look at the device."""
+    finite = "be finite on sampled tokens", "Drop these rows, or mend what wrote them."
+    looks = [(name, ~rows[name].isfinite(), *finite) for name in FLOATING if name in rows]
+    attended = (
+        f"be false on padding, where {keys.attention_mask!r} is false",
+        "Mend what wrote them.",
+    )
+    looks.append(("assistant_mask", ~rows["attention_mask"], *attended))
+    for name in LOG_PROBS:
+        if name in rows:
+            looks.append((name, rows[name] > LOG_PROB_ROUNDING, *NO_LOG_PROB))
+    counts = torch.stack([mask & wrong for _, wrong, _, _ in looks]).sum((1, 2)).tolist()
+    for (name, wrong, must, advice), count in zip(looks, counts, strict=True):
+        if count:
+            row, token = (mask & wrong).nonzero()[0].tolist()
             raise ValueError(
-                f"{key!r} must be false on padding, where {keys.attention_mask!r} is false, but "
-                f"{count} sampled tokens lie there, the first in row {row} at token {token}."
+                f"{getattr(keys, name)!r} must {must}, but {count} are not, the first in row {row} at "
+                f"token {token}: {rows[name][row, token].item()}. {advice}"
             )
-        raise ValueError(
-            f"{key!r} must be finite on sampled tokens, but {count} are not, the "
-            f"first in row {row} at token {token}: {rows[name][row, token].item()}. "
-            "Drop these rows, or mend what wrote them."
-        )

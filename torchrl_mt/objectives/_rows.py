@@ -62,6 +62,12 @@ WRITERS: dict[NestedKey, str] = {
 """Who should have written an entry that is missing."""
 
 
+LOG_PROB_ROUNDING = 0.5
+"""How far above 0 half precision may put the log-probability of a certain token, and more."""
+NO_LOG_PROB = "be log-probabilities, 0 or less", "Were they stored with the other sign?"
+"""What those further above are not, and what they may be."""
+
+
 def read_entry(
     rows: TensorDictBase, key: NestedKey, usual: NestedKey | None = None, *, hint: str = ""
 ) -> Tensor:

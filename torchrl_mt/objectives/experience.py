@@ -44,7 +44,7 @@ from torchrl_mt.objectives.kl_control import (
 )
 from torchrl_mt.objectives.rewards.mix import DEFAULT, OWN, Recipe, RewardMix, RewardTransform
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
-from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode
+from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode, unwrapped
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
 from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.objectives.scoring.row_values import check_critic, row_values
@@ -218,7 +218,7 @@ class ExperienceMaker(TensorDictModuleBase):
         model = causal_lm(actor)
         coefficient = kl_coefficient(kl_coef)
         if ref is not None:
-            if causal_lm(ref) is model:
+            if unwrapped(causal_lm(ref)) is unwrapped(model):
                 _logger.warning(
                     "ref is the actor itself, which never is far from itself: the KL stays near 0, "
                     "however much it learns. Give a copy, copy.deepcopy(actor)."
@@ -255,10 +255,6 @@ class ExperienceMaker(TensorDictModuleBase):
             OWN if reward is None else reward, transform=reward_transform, **self.passes
         )
         self.filters = find_filters(filters)
-        if any(map(reads_entropy, self.filters)) and not with_entropy:
-            raise ValueError(
-                "filters='top_entropy' needs with_entropy=True, got with_entropy=False."
-            )
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -285,6 +281,11 @@ class ExperienceMaker(TensorDictModuleBase):
     def reads_group(self) -> bool:
         """Whether the rows' groups are needed."""
         return self.credit.reads_group or any(map(reads_group, self.filters))
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether entropies are needed that another maker wrote."""
+        return not self.with_entropy and any(map(reads_entropy, self.filters))
 
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
@@ -315,7 +316,7 @@ class ExperienceMaker(TensorDictModuleBase):
         sampler = self.old_log_probs == "sampler"
         read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
         read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
-        read += ["group"] * self.reads_group
+        read += ["group"] * self.reads_group + ["entropy"] * self.reads_entropy
         # A recipe "default" is for rows without a label.
         needs_label = self.reward.by_label and DEFAULT not in self.reward.weights
         read += ["label"] * needs_label
@@ -367,6 +368,8 @@ class ExperienceMaker(TensorDictModuleBase):
         """All that is written, by name, and the metrics."""
         out: dict[str, Tensor] = {}
         metrics = sampled_tokens(batch)
+        if self.reads_entropy:
+            batch.read("entropy")
         if self.reads_group:
             metrics |= episodes_per_group(batch)
         if self.old_log_probs == "sampler":

@@ -65,7 +65,8 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         """Move every field; a dtype is for those that hold floating numbers, as in a module.
 
         Args:
-            *args: A device, a floating dtype, a tensor that has both, or a device and a dtype.
+            *args: A device, a floating dtype, a tensor that has both, or a device and a dtype; then
+                ``non_blocking``.
             **kwargs: ``device``, ``dtype``, ``non_blocking`` and what else a TensorDict's ``to`` takes.
 
         Returns:
@@ -76,10 +77,15 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         """
         dtype, where = kwargs.pop("dtype", None), []
         for arg in args:
-            if isinstance(arg, (torch.dtype, Tensor)):
-                dtype = arg if isinstance(arg, torch.dtype) else arg.dtype
-            if not isinstance(arg, torch.dtype):
-                where.append(arg.device if isinstance(arg, Tensor) else arg)
+            if isinstance(arg, bool):
+                kwargs.setdefault("non_blocking", arg)
+            elif isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, Tensor):
+                dtype = arg.dtype
+                where.append(arg.device)
+            else:
+                where.append(arg)
         if not (dtype is None or dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating one, got {dtype}.")
         fields: TensorDict = self._tensordict
@@ -87,7 +93,25 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
             fields = fields.to(*where, **kwargs)
         if dtype is not None:
             fields = fields.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+        if self.is_locked:
+            fields.lock_()
         return type(self)._from_tensordict(fields, dict(self._non_tensordict))
+
+    def half(self) -> Experience:
+        """:meth:`to` float16."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Experience:
+        """:meth:`to` bfloat16."""
+        return self.to(torch.bfloat16)
+
+    def float(self) -> Experience:
+        """:meth:`to` float32."""
+        return self.to(torch.float32)
+
+    def double(self) -> Experience:
+        """:meth:`to` float64."""
+        return self.to(torch.float64)
 
     @classmethod
     def from_rows(cls, rows: TensorDictBase, keys: ExperienceKeys | None = None) -> Experience:

@@ -23,9 +23,6 @@ from torchrl_mt.objectives.functional._checks import check_choice, check_mask
 from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
 from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
 
-_ROUNDING = 0.5
-"""How far above 0 half precision may put the log-probability of a certain token."""
-
 
 @dataclass
 class ExperienceKeys:
@@ -121,13 +118,13 @@ class RowBatch:
 
     def check_log_probs(self, name: str, value: Tensor) -> None:
         """Refuse log-probabilities ``[N, S]`` that are above 0 by more than rounding."""
-        bad = (self.counted & (value > _ROUNDING)).nonzero()
+        bad = (self.counted & (value > _rows.LOG_PROB_ROUNDING)).nonzero()
         if len(bad):
             n, t = bad[0].tolist()
+            must, advice = _rows.NO_LOG_PROB
             raise ValueError(
-                f"{getattr(self.keys, name)!r} must be log-probabilities, 0 or less, got "
-                f"{float(value[n, t]):.6g} (row {n}, token {t}) and {len(bad) - 1} more; were they "
-                "stored with the other sign?"
+                f"{getattr(self.keys, name)!r} must {must}, got {float(value[n, t]):.6g} (row {n}, "
+                f"token {t}) and {len(bad) - 1} more. {advice}"
             )
 
     def read(self, name: str) -> Tensor:

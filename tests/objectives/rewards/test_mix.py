@@ -319,6 +319,15 @@ def test_bad_recipes_and_labels_are_refused(rows):
         )
         with pytest.raises(ValueError, match=message):
             mixed(given, batch)
+    # Without a label, among others that have one.
+    bare = batch.clone()
+    bare["label"] = [None] * len(bare)
+    torch.testing.assert_close(mixed({"default": own, "maths": own}, bare)[0], mixed(own, batch)[0])
+    with pytest.raises(ValueError, match=r"got None: .* reward=\{'default': "):
+        mixed({"maths": own}, bare)
+    bare["label"] = [3] * len(bare)
+    with pytest.raises(ValueError, match=r"got 3: .* reward=\{'3': .*, a str"):
+        mixed({"default": own}, bare)
     batch["label"] = ["maths", "chat"] * 3
     with pytest.raises(ValueError, match="the same on all rows of an episode"):
         mixed(recipe, batch)

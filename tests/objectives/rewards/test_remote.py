@@ -187,6 +187,8 @@ def test_bad_arguments_are_refused_by_name(tokenizer, rows, remote):
         RemoteReward("127.0.0.1:80", tokenizer)
     with pytest.raises(ValueError, match=r"url must begin with http:// .* got None"):
         RemoteReward(None, tokenizer)
+    with pytest.raises(TypeError, match="batch_size must be an integer, got '8'"):
+        remote(batch_size="8")
     with pytest.raises(TypeError, match="tokenizer must have a method decode, got None"):
         RemoteReward("http://localhost", None)
     with pytest.raises(ValueError, match="url must be an address"):

@@ -1,5 +1,7 @@
 """A token's score depends on the attended tokens before it and on nothing else."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -287,6 +289,9 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, rows, packed, to
     tokens[~attention] = token  # Padding may be any number.
     row_log_probs(model, tokens, attention, mask, packed=packed)
     row_values(critic, tokens, attention, mask)
+    headed = ValueModel.from_model(copy.deepcopy(model))
+    nn.init.normal_(headed.head.weight)
+    row_values(headed, tokens, attention, mask, packed=packed)
     tokens[2, attention[2].nonzero()[0]] = token
     with pytest.raises(ValueError, match=rf"in \[0, 24\), .* Qwen2ForCausalLM .* got {token};"):
         row_log_probs(nn.DataParallel(model), tokens, attention, mask, packed=packed)
@@ -303,3 +308,36 @@ def test_a_model_that_does_not_show_its_embedding_is_not_asked(model, rows, monk
 
     monkeypatch.setattr(type(model), "get_input_embeddings", hidden)
     assert torch.equal(row_log_probs(model, *entries(batch))[0], expected)
+
+
+class Hashing(nn.Embedding):
+    """Any number has an embedding."""
+
+    def forward(self, ids):
+        return super().forward(ids % self.num_embeddings)
+
+
+def test_embeddings_that_take_any_number_may(model, rows):
+    batch = rows()
+    tokens, attention, mask = entries(batch)
+    expected = row_log_probs(model, tokens, attention, mask)[0]
+    weight = model.get_input_embeddings().weight
+    model.set_input_embeddings(Hashing(*weight.shape, _weight=weight.detach()))
+    hashed = torch.where(attention & ~mask, tokens + 24, tokens)
+    torch.testing.assert_close(row_log_probs(model, hashed, attention, mask)[0], expected)
+
+
+def test_places_of_pictures_are_no_unknown_tokens(model, rows):
+    """As in PaliGemma, which puts a known token where a picture is before it embeds."""
+    batch = rows()
+    tokens, attention, mask = entries(batch)
+    places = attention & ~mask
+    expected = row_log_probs(model, torch.where(places, 0, tokens), attention, mask)[0]
+    embed = model.model.embed_tokens
+    embed.register_forward_pre_hook(lambda _, args: (args[0].where(args[0] != 30, 0),))
+    model.config.image_token_id, model.config.eos_token_id = 30, [2, 1]
+    shown = torch.where(places, 30, tokens)
+    torch.testing.assert_close(row_log_probs(model, shown, attention, mask)[0], expected)
+    shown[places.nonzero()[0].unbind()] = 31
+    with pytest.raises(ValueError, match="got 31; were they made with another tokenizer"):
+        row_log_probs(model, shown, attention, mask)

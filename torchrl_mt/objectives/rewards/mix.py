@@ -60,7 +60,7 @@ class RewardMix(nn.Module):
         recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Without a recipe by
             label no label is read: all rows have the label ``"default"``, also in metrics, whatever
             their own is. With one, each label must have its recipe, for none stands in for another;
-            ``"default"`` is that of rows without the entry.
+            ``"default"`` is that of rows without one (the entry is missing, or None).
         transform: What :meth:`transformed` does with the sum; nothing by default.
         **options: Passed to :class:`~torchrl_mt.objectives.ModelReward`.
 
@@ -295,16 +295,21 @@ class RewardMix(nn.Module):
                     f"add a recipe {DEFAULT!r}."
                 )
             return [DEFAULT if keep else None for keep in kept]
+        if DEFAULT in self.weights:
+            # An item without a label, among others that have one.
+            labels = [DEFAULT if label is None else label for label in labels]
         labels = [label if keep else None for label, keep in zip(labels, kept, strict=True)]
         first: dict[int, str] = {}
         for n, (label, episode) in enumerate(zip(labels, episodes.of_row.tolist(), strict=True)):
             if not kept[n]:
                 continue
             if not isinstance(label, str) or label not in self.weights:
+                new = DEFAULT if label is None else str(label)
                 raise ValueError(
                     f"{key!r} of row {n} must be one of {known}, got {label!r}: no recipe stands in for "
-                    f"another (that of {DEFAULT!r} is for rows without the entry); add one to "
-                    f"reward={{{label!r}: [(source, weight)], ...}}, or give one recipe without labels."
+                    f"another (that of {DEFAULT!r} is for rows without a label); add one to "
+                    f"reward={{{new!r}: [(source, weight)], ...}}, a str, or give one recipe without "
+                    "labels."
                 )
             if first.setdefault(episode, label) != label:
                 raise ValueError(

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any, Protocol
 
 from tensordict import NestedKey, TensorDictBase
@@ -105,6 +106,8 @@ class RemoteReward:
         if not callable(getattr(tokenizer, "decode", None)):
             raise TypeError(f"tokenizer must have a method decode, got {tokenizer!r}.")
         for what, value in (("batch_size", batch_size), ("max_concurrency", max_concurrency)):
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"{what} must be an integer, got {value!r}.")
             if value < 1:
                 raise ValueError(f"{what} must be at least 1, got {value}.")
         self._options: dict[str, Any] = {

@@ -10,12 +10,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from threading import Lock, RLock, active_count, get_ident
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from torchrl_mt.objectives.scoring.rope_lengths import lengths_apart
 
@@ -155,20 +154,28 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
 def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
     """Refuse tokens that the model cannot embed: on a GPU they would end the process's use of it."""
     inner = unwrapped(model)
-    known = inner if isinstance(inner, PreTrainedModel) else getattr(inner, "base_model", None)
-    count = None
-    if isinstance(known, PreTrainedModel):
-        # Models of more than text may have no one embedding.
-        with suppress(NotImplementedError):
-            count = getattr(known.get_input_embeddings(), "num_embeddings", None)
-    if count is None:
+    embedding = None
+    # Models of more than text may have no one embedding.
+    with suppress(AttributeError, NotImplementedError):
+        embedding = cast(Any, inner).get_input_embeddings()
+    # Others may know what to do with any number.
+    if (
+        not isinstance(embedding, nn.Embedding)
+        or type(embedding).forward is not nn.Embedding.forward
+    ):
         return
-    least, most = torch.stack(token_ids.aminmax()).tolist()
-    if least < 0 or most >= count:
+    count = embedding.num_embeddings
+    unknown = token_ids[(token_ids < 0) | (token_ids >= count)]
+    # A model puts pictures in the place of some tokens before it embeds the others.
+    placeholders = {
+        value
+        for name, value in vars(getattr(inner, "config", None) or object).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    for token in set(unknown.tolist()) - placeholders:
         raise ValueError(
             f"tokens must be in [0, {count}), the vocabulary of the {type(inner).__name__} that they "
-            f"are given to, got {least if least < 0 else most}; were they made with another tokenizer "
-            "than this model's?"
+            f"are given to, got {token}; were they made with another tokenizer than this model's?"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,10 @@ class ValueModel(nn.Module):
     def base_model(self) -> nn.Module:
         """The backbone, under the name that transformers has for it."""
         return self.backbone
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The backbone's embedding of tokens, as transformers' models give it."""
+        return cast(PreTrainedModel, self.backbone).get_input_embeddings()
 
     def forward(
         self,
