@@ -158,13 +158,9 @@ def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
     # Models of more than text may have no one embedding.
     with suppress(AttributeError, NotImplementedError):
         embedding = cast(Any, inner).get_input_embeddings()
-    # Others may know what to do with any number.
-    if (
-        not isinstance(embedding, nn.Embedding)
-        or type(embedding).forward is not nn.Embedding.forward
-    ):
-        return
-    count = embedding.num_embeddings
+    if getattr(type(embedding), "forward", None) is not nn.Embedding.forward:
+        return  # Another one may know what to do with any number.
+    count = cast(nn.Embedding, embedding).num_embeddings
     unknown = token_ids[(token_ids < 0) | (token_ids >= count)]
     # A model puts pictures in the place of some tokens before it embeds the others.
     placeholders = {
@@ -172,10 +168,11 @@ def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
         for name, value in vars(getattr(inner, "config", None) or object).items()
         if name.endswith(("token_id", "token_index")) and isinstance(value, int)
     }
-    for token in set(unknown.tolist()) - placeholders:
+    left = set(unknown.tolist()) - placeholders
+    if left:
         raise ValueError(
             f"tokens must be in [0, {count}), the vocabulary of the {type(inner).__name__} that they "
-            f"are given to, got {token}; were they made with another tokenizer than this model's?"
+            f"are given to, got {min(left)}; were they made with another tokenizer than this model's?"
         )
 
 
