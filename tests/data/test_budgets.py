@@ -298,6 +298,17 @@ def test_a_refused_write_warns_of_nothing_and_each_storage_warns_for_itself(said
         assert len(said()) == before + 1
 
 
+def test_a_storage_pickled_before_there_was_a_warning_warns_too(said):
+    state = EpisodeStorage(4).__getstate__()
+    state.pop("_has_warned", None)
+    old = EpisodeStorage.__new__(EpisodeStorage)
+    old.__setstate__(state)
+    for _ in range(2):
+        ReplayBuffer(storage=old, writer=EpisodeWriter()).extend(dense([3, 3], first_id=0))
+    assert old.lengths.tolist() == [3]
+    assert len(said()) == 1
+
+
 def test_threads_that_write_too_much_are_warned_of_once(said, meanwhile):
     storage = EpisodeStorage(4)
 

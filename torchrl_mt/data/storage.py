@@ -102,6 +102,8 @@ class EpisodeStorage(LazyStackStorage):
 
     __signature__ = ConstructorSignature()
     _default_checkpointer = FileCheckpointer
+    _has_warned = False
+    """Of the class, since storages that were pickled by earlier versions have none of their own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
         """Tell who uses the name of TorchRL's other storages which one is this storage's."""
@@ -134,7 +136,6 @@ class EpisodeStorage(LazyStackStorage):
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0
-        self._has_warned = False
         self._selections = WeakTensorKeyDictionary()
         self._written = WeakTensorKeyDictionary()
 
