@@ -1,5 +1,7 @@
 """What is known of an episode at its end reaches each of its rows, from the turns or from the items."""
 
+import logging
+
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
@@ -59,20 +61,51 @@ def test_one_object_for_all_turns_and_items_that_are_no_mappings():
 
 
 @pytest.mark.parametrize("key", ["stop_raeson", ("next", "rewrad"), ("data", "lable")])
-def test_a_key_that_nothing_has_is_an_error_that_says_what_there_is(key):
+@pytest.mark.parametrize("items", [None, (3, None, "x")])
+def test_a_key_that_nothing_can_have_is_an_error_that_says_what_there_is(key, items):
     batch = episodes()
-    with pytest.raises(KeyError) as without_items:
-        MergeTurns(carry=(key,))(batch)
     batch["stop_reason"] = column("", "done", "done")
-    batch["data"] = column({"lable": 1}, {"lable": 1}, {"answer": 2, 3: 4})
-    with pytest.raises(KeyError) as with_items:
+    if items:
+        batch["data"] = column(*items)
+    with pytest.raises(KeyError) as error:
         MergeTurns(carry=("stop_reason", key))(batch)
-    for error in (without_items, with_items):
-        assert f"carry names {key!r}, which" in str(error.value)
-        assert "('next', 'done')" in str(error.value)
-    assert "items have []" in str(without_items.value)
-    assert "'stop_reason'" in str(with_items.value)
-    assert "items have [3, 'answer', 'lable']" in str(with_items.value)
+    for part in (f"carry names {key!r}, which", "('next', 'done')", "'stop_reason'", "have []"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("key", [("next", "rewrad"), ("data", "lable")])
+def test_a_nested_key_is_none_of_an_item(key):
+    batch = episodes()
+    batch["data"] = column({"lable": 1}, {"lable": 1}, {"answer": 2, 3: 4})
+    with pytest.raises(KeyError, match=r"items have \[3, 'answer', 'lable'\]"):
+        MergeTurns(carry=(key,))(batch)
+
+
+@pytest.mark.parametrize("key", ["difficulty", ("difficulty",)])
+def test_a_batch_in_which_by_chance_no_item_has_a_key_has_none_and_is_warned_of_once(key, caplog):
+    batch, other = episodes(), episodes()
+    batch["data"] = column({"answer": 2}, {"answer": 2}, {3: 4})
+    other["data"] = column({}, {}, None)
+    merge = MergeTurns(carry=(key, "other"))
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        for each in (batch, other, batch):
+            rows = merge(each)
+            assert rows.get("difficulty").tolist() == rows.get("other").tolist() == [None] * 3
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "carry names 'difficulty', which" in first
+    assert "data have [3, 'answer']" in first
+    assert "carry names 'other', which" in second
+    batch["data"] = column({"difficulty": 1}, {"difficulty": 1}, {"difficulty": 2})
+    assert merge(batch).get("difficulty").tolist() == [1, 1, 2]
+
+
+def test_the_usual_keys_are_usual_however_they_are_written(caplog):
+    batch = episodes()
+    for items in (None, column({"answer": 2}, None, None)):
+        if items is not None:
+            batch["data"] = items
+        assert "label" not in MergeTurns(carry=[("label",), ("reference",)])(batch)
+    assert not caplog.records
 
 
 def test_the_usual_keys_may_lack_beside_others_and_items_may_have_nothing_under_a_key():

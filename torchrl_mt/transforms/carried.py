@@ -53,8 +53,8 @@ def carried(
     return _stack([item.get(key) if isinstance(item, Mapping) else None for item in rows])
 
 
-def item_keys(tensordict: TensorDictBase) -> list[Any]:
-    """The keys that items of a batch have, for error messages.
+def item_keys(tensordict: TensorDictBase) -> list[Any] | None:
+    """The keys that items of a batch have; ``None`` if none of them is a mapping.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -62,7 +62,13 @@ def item_keys(tensordict: TensorDictBase) -> list[Any]:
         ['hint', 'label']
     """
     items = _objects(tensordict.get(DATA, None), len(tensordict))
-    return sorted({key for item in items if isinstance(item, Mapping) for key in item}, key=str)
+    mappings = [item for item in items if isinstance(item, Mapping)]
+    return sorted({key for item in mappings for key in item}, key=str) if mappings else None
+
+
+def nothing(count: int) -> NonTensorStack:
+    """A column of ``count`` times ``None``."""
+    return _stack([None] * count)
 
 
 def _objects(value: Any, count: int) -> list[Any]:

@@ -6,17 +6,21 @@ token lies in exactly one row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import NestedKey, NonTensorStack, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict.utils import unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_mt.transforms.carried import carried, item_keys
+from torchrl_mt.transforms.carried import carried, item_keys, nothing
 from torchrl_mt.transforms.row_plan import plan_rows
 
 __all__ = ["MergeTurns"]
+
+_logger = logging.getLogger("torchrl_mt")
 
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
@@ -78,8 +82,9 @@ class MergeTurns(Transform):
         traj_key: where the trajectory id of each turn is.
         carry: keys of entries of which each row gets the value that its episode's last turn has, where
             ``"stop_reason"`` stands, too: entries of the batch, or, where it has none, of the
-            collector's ``"data"`` (mappings; an item without the key counts as ``None``). A key that
-            nothing in the batch has is an error, but for ``"label"`` and ``"reference"``.
+            collector's ``"data"`` (mappings; an item without the key counts as ``None``). Of a key that
+            none of a batch's items has, the logger ``torchrl_mt`` warns, once; where there are no such
+            items either, it is an error. ``"label"`` and ``"reference"`` may lack.
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -101,6 +106,9 @@ class MergeTurns(Transform):
                 [0, 1, 0, 0, 0]], dtype=torch.int32)
     """
 
+    _told: frozenset[str] = frozenset()
+    """The keys that were warned of."""
+
     def __init__(
         self,
         *,
@@ -118,7 +126,7 @@ class MergeTurns(Transform):
                 f"carry must be a sequence of keys, got {carry!r}: write ({carry!r},)."
             )
         super().__init__()
-        self.carry = tuple(carry)
+        self.carry = tuple(unravel_key(key) for key in carry)
         self.pad_token_id = pad_token_id
         self.max_length = max_length
         self.traj_key = traj_key
@@ -134,8 +142,8 @@ class MergeTurns(Transform):
             The rows, batch size ``[N]``. The input is left as it was.
 
         Raises:
-            KeyError: if tokens are missing, or trajectory ids and end flags both are, or a key that
-                ``carry`` names.
+            KeyError: if tokens are missing, or trajectory ids and end flags both are, or an entry that
+                ``carry`` names and no item of data can have.
             ValueError: if the batch is not flat, is empty, has an episode that does not end, a leaf does
                 not fit its turn, a turn has an empty prompt, or a row is longer than ``max_length``.
         """
@@ -233,13 +241,26 @@ class MergeTurns(Transform):
             if value is not None:
                 out.set(key, value)
             elif key not in _USUAL:
-                raise KeyError(
-                    f"MergeTurns: carry names {key!r}, which neither the batch nor an item of its "
-                    f"data has: the batch has {_keys(tensordict)}, the items have "
-                    f"{item_keys(tensordict)}. If a batch may come without it, give every item the "
-                    "key, with None where there is nothing."
-                )
+                out.set(key, self._lacking(tensordict, key, len(row_last)))
         return out
+
+    def _lacking(self, tensordict: TensorDictBase, key: NestedKey, count: int) -> NonTensorStack:
+        """A column for a key that no episode of this batch has, if items may have it at all."""
+        found = item_keys(tensordict)
+        if found is None or not isinstance(key, str):
+            raise KeyError(
+                f"MergeTurns: carry names {key!r}, which neither the batch nor an item of its data "
+                f"has: the batch has {_keys(tensordict)}, the items have {found or []}."
+            )
+        if key not in self._told:
+            self._told |= {key}
+            _logger.warning(
+                "MergeTurns: carry names %r, which no episode of a batch has: its rows have None. The "
+                "items of its data have %s: is it misspelt? This is said once for each key.",
+                key,
+                found,
+            )
+        return nothing(count)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Refuse to act on single steps."""
