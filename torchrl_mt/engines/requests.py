@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 __all__ = ["checked_request", "integers", "require_positive"]
 
@@ -25,19 +27,32 @@ def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
     Raises:
         TypeError: if they are none.
     """
-    try:
-        # An array refuses what is no integer, and is faster than a loop.
-        return array("q", tokens).tolist()
-    except (TypeError, ValueError, OverflowError):
-        if isinstance(tokens, str):
-            advice = ": tokenize it first."
-        elif name == "prompt_ids":
-            advice = ": of a tokenizer's output take ['input_ids']."
-        else:
-            advice = "."
-        raise TypeError(
-            f"{name} must be a flat sequence of token ids, got {type(tokens).__name__}{advice}"
-        ) from None
+    # An array would take bytes for its memory, and rows of one token each for numbers.
+    if not isinstance(tokens, (bytes, bytearray)) and getattr(tokens, "ndim", 1) == 1:
+        try:
+            # An array refuses what is no integer, and is faster than a loop.
+            return array("q", tokens).tolist()
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise TypeError(f"{name} must be a flat sequence of token ids, got {_advice(tokens)}.")
+
+
+def _advice(tokens: Any) -> str:
+    """What came instead of token ids, and what to do about it."""
+    came = type(tokens).__name__
+    if isinstance(tokens, Mapping):
+        return f"{came}: of a tokenizer's output take ['input_ids']"
+    if isinstance(tokens, (str, bytes, bytearray)):
+        return f"{came}: tokenize it first"
+    if getattr(tokens, "ndim", 1) > 1:
+        return f"{came} of shape {list(tokens.shape)}: take one row of it"
+    if isinstance(tokens, Sequence):
+        for entry in tokens:
+            if isinstance(entry, Sequence) and not isinstance(entry, (str, bytes, bytearray)):
+                return f"{came} of {type(entry).__name__}: take one row of it"
+            if not isinstance(entry, Integral):
+                return f"{came} of {_advice(entry)}"
+    return came
 
 
 def checked_request(
