@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from fractions import Fraction
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ NOT_FINITE = [
     1e39,  # float32, in which rewards are kept, has no such number
     torch.tensor([float("nan")]),
 ]
+TOO_LARGE = [10**40, 10**400, -(10**5000), Fraction(-(10**400), 3)]  # for float, too, most of them
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -67,8 +69,33 @@ def test_an_environments_reward_is_refused_and_both_are_named(engine, env, bad):
     assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
 
 
+class Returns:
+    """A workflow of one turn."""
+
+    def __init__(self, result):
+        self.result = result
+
+    async def arun_episode(self, engine, data):
+        await engine.generate([1])
+        return self.result
+
+
+@pytest.mark.parametrize("bad", TOO_LARGE, ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize("kind", ["step", "number", "list"])
+def test_a_number_too_large_for_any_float_is_one_that_is_not_finite(engine, bad, kind):
+    env = {"step": Pays, "number": Returns(bad), "list": Returns([bad])}[kind]
+    data = [{"rewards": [bad]}]
+    with (
+        MultiTurnCollector(env, engine, data, episodes_per_batch=1) as made,
+        pytest.raises(RuntimeError, match=r"finite.*, as float32, got (-?inf|1e\+40) "),
+    ):
+        next(iter(made))
+    assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
+
+
 def test_all_that_float32_holds_is_a_reward(engine):
-    rewards = [LARGEST, -LARGEST, 0.0, -0.0, 1e-45]
+    # The second is above the first, and the same as float32.
+    rewards = [LARGEST, 3.4028235e38, -LARGEST, -3.4028235e38, 0.0, -0.0, 1e-45]
     with MultiTurnCollector(Pays, engine, [{"rewards": rewards}], episodes_per_batch=1) as made:
         batch = next(iter(made))
     assert batch["next", "reward"].flatten().tolist() == torch.tensor(rewards).tolist()

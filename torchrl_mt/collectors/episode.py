@@ -6,6 +6,7 @@ its turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,12 +27,10 @@ from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.row_plan import RowPlan, plan_rows
 
-__all__ = ["Episode", "Turn", "episodes_to_tensordict", "is_finite"]
+__all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite"]
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """How tokens are sampled unless a completion says otherwise."""
-
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)
@@ -221,14 +220,30 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     return batch if extra is None else batch.update(extra)
 
 
+def as_number(reward: Any) -> float:
+    """A reward as a plain number, infinite if it is larger than any.
+
+    Raises:
+        TypeError: if it is none, or likewise ``ValueError`` or ``RuntimeError``, as ``float`` has it.
+
+    Examples:
+        >>> as_number(torch.tensor([2])), as_number(-(10**400))
+        (2.0, -inf)
+    """
+    try:
+        return float(reward)
+    except OverflowError:
+        return math.inf if reward > 0 else -math.inf
+
+
 def is_finite(reward: float) -> bool:
     """Whether a reward is still finite once it is in a batch, as float32.
 
     Examples:
-        >>> [is_finite(reward) for reward in (-2.5, float("nan"), 1e39)]
-        [True, False, False]
+        >>> [is_finite(reward) for reward in (-2.5, float("nan"), 3.4028235e38, 1e39)]
+        [True, False, True, False]
     """
-    return abs(reward) <= _LARGEST
+    return bool(torch.tensor(reward, dtype=torch.float32, device="cpu").isfinite())
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

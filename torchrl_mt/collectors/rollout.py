@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.behind import Behind
 from torchrl_mt.collectors.chat import ChatTokens
-from torchrl_mt.collectors.episode import Episode, is_finite
+from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
@@ -257,7 +257,7 @@ def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]
 def _reward(step: TextStep, env: TextEnv) -> float:
     """The step's reward as a number."""
     try:
-        reward = float(step.reward)
+        reward = as_number(step.reward)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"TextStep.reward must be a number, got {_shown(step.reward)} from "

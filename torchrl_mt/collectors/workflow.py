@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_mt.collectors.episode import Episode, is_finite
+from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
@@ -199,7 +199,7 @@ def _numbers(values: Sequence[Any]) -> list[float]:
                 "a workflow must return None, a number, a list of numbers or a TensorDict, got "
                 f"{type(value).__name__} ({str(value)[:80]})"
             )
-    return [float(value) for value in values]
+    return [as_number(value) for value in values]
 
 
 def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
