@@ -57,7 +57,8 @@ class ChatTokens:
             template, such as ``enable_thinking``. One that the template does not read changes nothing.
 
     Raises:
-        TypeError: if ``template_kwargs`` is no mapping.
+        TypeError: if ``template_kwargs`` is no mapping, or holds what is no plain data (text, numbers,
+            booleans, ``None``, and mappings and lists of them) nor a function among ``tools``.
         ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
             write the assistant's content, if ``on_break`` is unknown, or if ``template_kwargs`` has a
             name that says how a template is rendered (``tokenize``, ``add_generation_prompt``...).
@@ -128,6 +129,7 @@ class ChatTokens:
 
         Raises:
             ValueError: if there are no messages, or if the template refuses one of them.
+            TypeError: if a message holds what is no plain data.
         """
         if len(messages) == 0:
             raise ValueError("messages must hold at least one message to open with, got none.")
@@ -146,6 +148,7 @@ class ChatTokens:
 
         Raises:
             ValueError: if the template refuses one of the messages.
+            TypeError: if a message holds what is no plain data.
         """
         ids = self._look_up(self._extend_cached, self._extend, messages)
         return self._without_sampled(ids, last_token)

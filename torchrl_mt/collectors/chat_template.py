@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from itertools import product, takewhile
+from numbers import Number
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ __all__ = [
     "BREAK",
     "ChatTemplate",
     "RefusedDialogueError",
-    "check_template_kwargs",
+    "checked_template_kwargs",
     "common_length",
     "special_tokens",
 ]
@@ -52,8 +53,11 @@ _ANSWERS = {
 _SHOWN_BEFORE, _SHOWN_AFTER = 20, 50
 """Characters around a difference that a report shows."""
 
-_OWN_VARIABLES = {"tools", "documents"}
-"""What ``apply_chat_template`` names itself, and a template reads all the same."""
+_OWN_VARIABLES = {
+    "tools": "JSON schemas or functions",
+    "documents": "mappings, such as {'title': ..., 'text': ...}",
+}
+"""What ``apply_chat_template`` names itself, and a template reads all the same: lists of these."""
 
 
 class RefusedDialogueError(ValueError):
@@ -66,7 +70,7 @@ class ChatTemplate:
     Args:
         tokenizer: a tokenizer with a chat template.
         template_kwargs: what else the template is given, whatever it renders; see
-            :func:`check_template_kwargs`.
+            :func:`checked_template_kwargs`.
 
     Attributes:
         closing: what the template writes behind every answer: the end of the turn.
@@ -74,6 +78,7 @@ class ChatTemplate:
             ``None`` if it does so in none of the dialogues that were tried.
 
     Raises:
+        TypeError: if ``template_kwargs`` hold what is no plain data, but for functions as tools.
         ValueError: if the template does not write the assistant's content, or refuses the shortest
             dialogues.
     """
@@ -83,7 +88,7 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        check_template_kwargs(template_kwargs)
+        given = checked_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
         # A token of one character has no inside to be split at.
         names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
@@ -92,8 +97,10 @@ class ChatTemplate:
         self._beginning = re.compile(f"(?={self._special.pattern})(.)", re.DOTALL)
         # Tools and documents may come from servers, whose text is to be trusted no more than messages.
         self._kwargs = {
-            name: self._split(_schemas(value) if name == "tools" else value)
-            for name, value in (template_kwargs or {}).items()
+            name: self._split(
+                _schemas(value) if name == "tools" else value, f"template_kwargs[{name!r}]"
+            )
+            for name, value in given.items()
         }
         self._context = self._find_context()
         self.closing = self._find_closing()
@@ -118,11 +125,14 @@ class ChatTemplate:
 
         Raises:
             RefusedDialogueError: if the template raises an error.
+            TypeError: if a message holds what is no plain data.
         """
+        before = self._split(list(context), "context")
+        split = self._split(list(messages), "messages")
         try:
-            return self._apply([*context, *messages], add_generation_prompt)
+            return self._apply([*before, *split], add_generation_prompt)
         except Exception as error:
-            raise self._refusal(list(context), list(messages), error) from error
+            raise self._refusal(before, split, error) from error
 
     def after_context(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -155,7 +165,7 @@ class ChatTemplate:
         """
         whole = self.render([*messages, *new])
         asked = self.render(messages[:-1])
-        return whole, self._behind(whole, asked, self._split(said))
+        return whole, self._behind(whole, asked, self._split(said, "said"))
 
     def _behind(self, whole: str, asked: str, said: str) -> str | None:
         """The text behind prompt and answer, or ``None`` if it does not begin with them."""
@@ -247,9 +257,11 @@ class ChatTemplate:
             if messages
             else "an answer"
         )
+        given = f" with template_kwargs {list(self._kwargs)}" if self._kwargs else ""
+        also = ", and template_kwargs as it reads them" if self._kwargs else ""
         return RefusedDialogueError(
-            f"the tokenizer's chat template refuses {prompt}{where}: {type(error).__name__}: {error}. "
-            "Give messages in the roles and the order that it takes."
+            f"the tokenizer's chat template refuses {prompt}{where}{given}: {type(error).__name__}: "
+            f"{error}. Give messages in the roles and the order that it takes{also}."
         )
 
     def _takes(self, messages: list[Mapping[str, Any]]) -> bool:
@@ -260,56 +272,94 @@ class ChatTemplate:
             return False
         return True
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """Render with the names of special tokens split."""
+    def _apply(self, messages: list[Any], add_generation_prompt: bool) -> str:
+        """Render messages whose special tokens' names are split."""
         return str(
             self._tokenizer.apply_chat_template(
-                [self._split(dict(message)) for message in messages],
+                messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._kwargs,
             )
         )
 
-    def _split(self, value: Any) -> Any:
-        """A message, or a part of it, with a break in every special token's name."""
+    def _split(self, value: Any, place: str) -> Any:
+        """Plain data with a break in every special token's name; anything else could hide one."""
         if isinstance(value, str):
             return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
+        if value is None or isinstance(value, Number):
+            return value
         if isinstance(value, Mapping):
             return {
-                self._split(key) if isinstance(key, str) else key: self._split(entry)
+                self._split(key, f"a key of {place}"): self._split(entry, f"{place}[{key!r}]")
                 for key, entry in value.items()
             }
-        if isinstance(value, (list, tuple, Iterator)):  # Iterators are used up by one rendering.
-            return [self._split(entry) for entry in value]
-        return value
+        # Iterators are used up by one rendering; sets have another order in each process.
+        ordered = isinstance(value, (Sequence, MappingView, Iterator))
+        if ordered and not isinstance(value, (bytes, bytearray, memoryview)):
+            parts = (self._split(entry, f"{place}[{k}]") for k, entry in enumerate(value))
+            return tuple(parts) if isinstance(value, tuple) else list(parts)
+        raise TypeError(
+            f"{place} must be plain data (text, numbers, booleans, None, and mappings and lists of "
+            f"them), got {type(value).__name__}: give a template what it shows of it."
+        )
 
 
-def check_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> None:
+def checked_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Refuse what is not for a chat template to read.
 
     Args:
         template_kwargs: variables of a template, by name; ``tools`` may be JSON schemas and functions.
 
+    Returns:
+        The same, with lists for iterators.
+
     Raises:
-        TypeError: if it is no mapping.
+        TypeError: if it is no mapping, a name is no text, a tool neither function nor mapping, or a
+            document no mapping.
         ValueError: if it has a name that says how a template is rendered.
     """
     if template_kwargs is None:
-        return
+        return {}
     if not isinstance(template_kwargs, Mapping):
         raise TypeError(
             "template_kwargs must be a mapping such as {'enable_thinking': False}, got "
             f"{type(template_kwargs).__name__}."
         )
+    for name in template_kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"template_kwargs must have text as names, got {name!r}.")
     host = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    reserved = {"messages", "conversations", *host} - _OWN_VARIABLES
+    reserved = {"messages", "conversations", *host} - _OWN_VARIABLES.keys()
     if found := sorted(reserved.intersection(template_kwargs)):
         raise ValueError(
             f"template_kwargs must not have {found}, which say how a dialogue is rendered: give what "
             "the chat template reads, such as tools or enable_thinking (and another template as "
             "tokenizer.chat_template)."
         )
+    given = {
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in template_kwargs.items()
+    }
+    for name, expected in _OWN_VARIABLES.items():
+        _check_entries(name, given.get(name), expected)
+    return given
+
+
+def _check_entries(name: str, value: Any, expected: str) -> None:
+    """Refuse tools or documents that are none."""
+    if value is None:
+        return
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"template_kwargs[{name!r}] must be a list of {expected}, got {type(value).__name__}."
+        )
+    for k, entry in enumerate(value):
+        if not (isinstance(entry, Mapping) or (name == "tools" and callable(entry))):
+            raise TypeError(
+                f"template_kwargs[{name!r}] must be a list of {expected}, got {type(entry).__name__} "
+                f"({str(entry)[:80]}) at {k}."
+            )
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -325,15 +375,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
 
-def _schemas(tools: Any) -> Any:
+def _schemas(tools: Iterable[Any] | None) -> list[Any] | None:
     """Tools with the JSON schemas of those that are functions."""
     if tools is None:
         return None
-    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Iterable):
-        raise TypeError(
-            "template_kwargs['tools'] must be a list of JSON schemas or functions, got "
-            f"{type(tools).__name__}."
-        )
     return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
 
 

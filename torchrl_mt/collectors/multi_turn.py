@@ -112,7 +112,8 @@ class MultiTurnCollector(BaseCollector):
         tokenizer: renders messages; the policy's own (``policy.tokenizer``) if ``None``.
 
     Raises:
-        TypeError: if ``env`` or ``policy`` is none of the above, or ``template_kwargs`` no mapping.
+        TypeError: if ``env`` or ``policy`` is none of the above, or ``template_kwargs`` no mapping of
+            names to plain data.
         ImportError: if ``env`` names nothing.
         ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
             ``total_episodes`` is not whole groups, the tokenizer has no chat template or no

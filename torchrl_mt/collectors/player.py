@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_mt.collectors.chat import ChatTokens, OnBreak
-from torchrl_mt.collectors.chat_template import check_template_kwargs
+from torchrl_mt.collectors.chat_template import checked_template_kwargs
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.limits import Limits
@@ -55,9 +55,8 @@ class EpisodePlayer:
         self.accept = accept
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         self._make_player = resolve(env, workflow_kwargs)
-        check_template_kwargs(template_kwargs)
         self._on_break = on_break
-        self._template_kwargs = template_kwargs
+        self._template_kwargs = checked_template_kwargs(template_kwargs)
         self._chat: ChatTokens | None = None
         if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
             self._get_chat()
