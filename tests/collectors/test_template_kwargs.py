@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
-from torchrl_mt.collectors.chat_template import BREAK
+from torchrl_mt.collectors.chat_template import ANSWER, BREAK
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
@@ -355,3 +355,15 @@ class Hidden:
 
     def __str__(self):
         return EVIL
+
+
+@pytest.mark.parametrize("on_break", ["fork", "append"])
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_the_assistants_text_by_which_a_template_is_tried_may_be_a_tools(name, on_break):
+    tokenizer = KEEPS.on(byte_level())
+    kwargs = {name: [{"text": ANSWER}], "enable_thinking": False}
+    assert ChatTokens(tokenizer, template_kwargs=kwargs).stable
+    rows, calls, stats = play(tokenizer, template_kwargs=kwargs, on_break=on_break)
+    assert (stats["forks"], len(rows)) == (0, 1)
+    expected = [render(tokenizer, dialogue(turn), **kwargs) for turn in range(TURNS)]
+    assert [prompt for prompt, _ in calls] == expected

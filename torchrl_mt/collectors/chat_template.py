@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from itertools import product, takewhile
 from numbers import Number
+from secrets import token_hex
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,14 +33,14 @@ BREAK = "\ufdd0"
 that the name is split there when it is encoded, and stays text."""
 
 ANSWER = "ANSWER-OF-THE-ASSISTANT"
-"""The assistant's content in the fixed contexts."""
+"""The assistant's content in the dialogues that are tried."""
 
 _SYSTEM = {"role": "system", "content": "RULES"}
 _USER = {"role": "user", "content": "question"}
 _TOOL = {"role": "tool", "name": "tool", "content": "RESULT"}
 _ASSISTANT = {"role": "assistant", "content": ANSWER}
-_CONTEXTS: tuple[list[dict[str, Any]], ...] = ([_USER, _ASSISTANT], [_SYSTEM, _USER, _ASSISTANT])
-"""New messages are rendered behind the first of these that the template takes."""
+_CONTEXTS: tuple[list[dict[str, Any]], ...] = ([_USER], [_SYSTEM, _USER])
+"""New messages are rendered behind an answer to the first of these that the template takes."""
 
 _OPENED = "<think>\n"
 """What a generation prompt writes that opens the thinking itself."""
@@ -102,6 +103,8 @@ class ChatTemplate:
             )
             for name, value in given.items()
         }
+        # The assistant's content in the context: no tool or document can hold what it cannot know.
+        self._marker = f"ANSWER-{token_hex(8)}"
         self._context = self._find_context()
         self.closing = self._find_closing()
         self.breaks = self._find_break()
@@ -141,7 +144,7 @@ class ChatTemplate:
         text = self.render(
             messages, context=self._context, add_generation_prompt=add_generation_prompt
         )
-        head, found, tail = text.partition(ANSWER)
+        head, found, tail = text.partition(self._marker)
         if not found:
             raise ValueError(
                 "the tokenizer's chat template must write the assistant's content as it is, got "
@@ -185,14 +188,16 @@ class ChatTemplate:
 
     def _find_context(self) -> list[dict[str, Any]]:
         """The first of the fixed contexts that the template takes."""
-        for context in _CONTEXTS[:-1]:
+        answer = {**_ASSISTANT, "content": self._marker}
+        for asked in _CONTEXTS[:-1]:
             try:
-                self.render(context, add_generation_prompt=False)
+                self.render([*asked, answer], add_generation_prompt=False)
             except RefusedDialogueError:
                 continue
-            return context
-        self.render(_CONTEXTS[-1], add_generation_prompt=False)
-        return _CONTEXTS[-1]
+            return [*asked, answer]
+        context = [*_CONTEXTS[-1], answer]
+        self.render(context, add_generation_prompt=False)
+        return context
 
     def _find_closing(self) -> str:
         """What is written behind an answer, be it the last message or not.
