@@ -42,7 +42,7 @@ from torchrl_mt.objectives.kl_control import (
     load_kl_state,
     update_kl_coefficient,
 )
-from torchrl_mt.objectives.rewards.mix import DEFAULT, OWN, Recipe, RewardMix, RewardTransform
+from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
 from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode, unwrapped
 from torchrl_mt.objectives.scoring.packing import check_micro_batch
@@ -317,16 +317,14 @@ class ExperienceMaker(TensorDictModuleBase):
         read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
         read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
         read += ["group"] * self.reads_group + ["entropy"] * self.reads_entropy
-        # A recipe "default" is for rows without a label.
-        needs_label = self.reward.by_label and DEFAULT not in self.reward.weights
-        read += ["label"] * needs_label
+        read += ["label"] * self.reward.needs_label
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
         write += ["entropy"] * self.with_entropy + ["value"] * (self.critic is not None)
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
         write += ["weight"] * bool(self.filters)
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
         may = ["episode_index", "fork", "valid", "sampling_temperature"]
-        may += ["label"] * (self.reward.by_label and not needs_label)
+        may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
         may += ["turn_return"] * (self.own_reward and self.credit.kind == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]

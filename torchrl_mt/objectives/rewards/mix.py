@@ -131,6 +131,11 @@ class RewardMix(nn.Module):
         """Whether the episodes' own rewards are in some sum."""
         return OWN in self.names
 
+    @property
+    def needs_label(self) -> bool:
+        """Whether every row must have a label: a recipe ``"default"`` is for rows without one."""
+        return self.by_label and DEFAULT not in self.weights
+
     def forward(
         self,
         rows: TensorDictBase,
@@ -288,14 +293,14 @@ class RewardMix(nn.Module):
         labels = read_objects(rows, key)
         known = ", ".join(map(repr, self.weights))
         if labels is None:
-            if DEFAULT not in self.weights:
+            if self.needs_label:
                 raise KeyError(
                     f"rows lack the entry {key!r}, which chooses between reward's recipes, {known}: "
                     "give the items of data such an entry, which MergeTurns carries to the rows, or "
                     f"add a recipe {DEFAULT!r}."
                 )
             return [DEFAULT if keep else None for keep in kept]
-        if DEFAULT in self.weights:
+        if not self.needs_label:
             # An item without a label, among others that have one.
             labels = [DEFAULT if label is None else label for label in labels]
         labels = [label if keep else None for label, keep in zip(labels, kept, strict=True)]
