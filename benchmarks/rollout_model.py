@@ -239,17 +239,42 @@ def compare(
     return figures
 
 
-def rows(repeats: int, device: str, load: Load | None = None) -> Iterator[tuple[str, ...]]:
-    """The table's rows, one for each contender; ratios are to TorchRL's, turn by turn, medians."""
-    load = load or Load()
+MODELS: tuple[tuple[str, dict[str, Any], Load], ...] = (
+    ("2 layers of width 64, 64 dialogues of 8 turns", {}, Load()),
+    (
+        "8 layers of width 512, 16 dialogues of 4 turns",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.02,
+        },
+        Load(episodes=16, turns=4),
+    ),
+)
+
+
+def rows(repeats: int, device: str) -> Iterator[tuple[str, ...]]:
+    """The table's rows: each model, and each contender with it."""
+    for title, config, load in MODELS:
+        yield (title, *[""] * 5)
+        yield from contenders(repeats, device, config, load)
+
+
+def contenders(
+    repeats: int, device: str, config: dict[str, Any], load: Load
+) -> Iterator[tuple[str, ...]]:
+    """One row for each contender; ratios are to TorchRL's, turn by turn, medians."""
     longest = load.turns * (load.response + load.answer + 8)
-    model, tokenizer = tiny_chat_model(WORDS, max_position_embeddings=longest)
+    model, tokenizer = tiny_chat_model(WORDS, max_position_embeddings=longest, **config)
     cast(Any, model).to(device)
     model.generation_config.eos_token_id = None  # every answer has its full length
     runs = {
-        "LLMCollector, TransformersWrapper": host(model, tokenizer, load),
-        "MultiTurnCollector": ours(model, tokenizer, load),
-        "  nothing shared between turns": ours(model, tokenizer, load, prefix_sharing=False),
+        "  LLMCollector, TransformersWrapper": host(model, tokenizer, load),
+        "  MultiTurnCollector": ours(model, tokenizer, load),
+        "  MultiTurnCollector, nothing shared": ours(model, tokenizer, load, prefix_sharing=False),
     }
     figures = compare(runs, repeats)
     for batches in runs.values():

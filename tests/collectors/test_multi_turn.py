@@ -451,7 +451,7 @@ def signal_main(engine, calls=4):
 
 
 def test_with_the_real_engine(model, tokenizer):
-    engine = TransformersEngine(model, tokenizer, page_size=8)
+    engine = TransformersEngine(model, tokenizer)
     (batch,), stats = collect(
         GuessNumber(16, 5),
         engine,

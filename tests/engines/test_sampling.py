@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from torchrl_mt.engines import TransformersEngine
-from torchrl_mt.engines.sampling import Processors, Runner, Sampling, random_word
+from torchrl_mt.engines.sampling import Sampling, draw, random_word
 
 from .helpers import assert_sampled_by, generate_all, plain_logits, prompts
 
@@ -45,25 +44,10 @@ def reference(logits: torch.Tensor, law: Sampling) -> torch.Tensor:
     return scores.log_softmax(-1).float()
 
 
-def draw(logits: torch.Tensor, requests, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probabilities that the engine's processors and draw give to ``[N, V]`` logits."""
-    processors = Processors(truncation=True, **kwargs)
-    storage = torch.zeros(processors.tensors_required, len(logits), dtype=torch.int32)
-    futures = [
-        SimpleNamespace(
-            has_new_token=True,
-            state=SimpleNamespace(
-                position_offset=position,
-                logit_processor_kwargs={"seed": seed, **law.record()},
-            ),
-        )
-        for law, seed, position in requests
-    ]
-    processors.prepare_tensor_args(futures, storage)
-    scores = processors(torch.zeros(len(logits)), logits, storage)
-    output = torch.zeros(2, len(logits) + 1, dtype=torch.int32)
-    Runner._sample(SimpleNamespace(logit_processor=processors), scores[None], output)
-    return output[0, :-1].long(), output[1, :-1].view(torch.float32)
+def drawn(logits: torch.Tensor, requests) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and log-probabilities of requests, each a law, a seed and a position."""
+    words = [random_word(seed, position) for _, seed, position in requests]
+    return draw(logits, [law for law, _, _ in requests], words)
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,12 +55,11 @@ def draw(logits: torch.Tensor, requests, **kwargs) -> tuple[torch.Tensor, torch.
 def test_each_rows_log_prob_is_that_of_its_own_law(requests):
     generator = torch.Generator().manual_seed(len(requests))
     logits = 3 * torch.randn(len(requests), 11, generator=generator)
-    for fixed in (False, True):
-        tokens, log_probs = draw(logits, requests, fixed=fixed)
-        for row, (law, _, _) in enumerate(requests):
-            expected = reference(logits[row : row + 1], law)[0, tokens[row]]
-            assert expected.isfinite()
-            torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
+    tokens, log_probs = drawn(logits, requests)
+    for row, (law, _, _) in enumerate(requests):
+        expected = reference(logits[row : row + 1], law)[0, tokens[row]]
+        assert expected.isfinite()
+        torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("law", [Sampling(), Sampling(0.7, 6), Sampling(1.5, 0, 0.8)])
@@ -84,7 +67,7 @@ def test_tokens_are_drawn_as_often_as_their_law_says(law):
     logits = 1.5 * torch.randn(1, 13, generator=torch.Generator().manual_seed(3))
     count = 40_000
     requests = [(law, seed, position) for seed in range(40) for position in range(count // 40)]
-    tokens, _ = draw(logits.expand(count, -1), requests, fixed=False)
+    tokens, _ = drawn(logits.expand(count, -1), requests)
     seen = torch.bincount(tokens, minlength=13)
     expected = reference(logits, law)[0].exp() * count
     assert not seen[expected == 0].any()
@@ -106,7 +89,7 @@ def test_random_words_are_those_of_the_paper_and_differ():
 def test_no_temperature_is_too_low():
     logits = torch.tensor([[1.0, 3.0, 2.0], [88.0, -1e30, 5.0]])
     requests = [(Sampling(1e-45), 1, 1), (Sampling(1e-300), 1, 1)]
-    tokens, log_probs = draw(logits, requests, fixed=False)
+    tokens, log_probs = drawn(logits, requests)
     assert tokens.tolist() == [1, 0]
     assert log_probs.tolist() == [0, 0]
 
@@ -169,13 +152,6 @@ def test_truncation_is_warned_of_once(engine, caplog):
     assert "{'top_p': 0.5} is truncated" in record.getMessage()
 
 
-def test_captured_graphs_truncate_only_if_the_engine_was_told(engine):
-    engine._manager.processors.truncation = False  # as where CUDA graphs are captured
-    with pytest.raises(TypeError, match="top_k and top_p are engine-wide"):
-        generate_all(engine, prompts(1), top_k=3)
-    generate_all(engine, prompts(1), temperature=0.5)
-
-
 def test_a_seed_gives_the_same_answers_again(model, tokenizer):
     def run(seed):
         engine = TransformersEngine(model, tokenizer, seed=seed, max_new_tokens=6)
@@ -199,7 +175,7 @@ def test_a_requests_seed_is_all_that_its_answer_depends_on(engine, model, tokeni
             *(engine.generate(p) for p in crowd * 3), engine.generate(crowd[0], seed=11)
         )
 
-    other = TransformersEngine(model, tokenizer, page_size=16, max_new_tokens=8)
+    other = TransformersEngine(model, tokenizer, max_batch_tokens=5, max_new_tokens=8)
     (elsewhere,) = generate_all(other, prompts(1), seed=11)
     other.close()
     assert alone.token_ids == asyncio.run(run())[-1].token_ids == elsewhere.token_ids

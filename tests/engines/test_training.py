@@ -45,7 +45,7 @@ def test_training_and_rollout_leave_each_other_alone(tokenizer, attention, check
     if checkpointing:
         model.activation_checkpointing_enable()
     model.train()
-    engine = TransformersEngine(model, tokenizer, page_size=8, max_new_tokens=8)
+    engine = TransformersEngine(model, tokenizer, max_new_tokens=8)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     before = state_of(model)
     requests = prompts(6, length=20)
@@ -79,7 +79,7 @@ def test_no_grad_around_the_caller_is_the_callers(engine):
 
 
 def test_a_model_of_its_own_may_be_sampled_while_the_other_is_trained(tokenizer, model):
-    engine = TransformersEngine(model, tokenizer, share_weights=False, page_size=8)
+    engine = TransformersEngine(model, tokenizer, share_weights=False)
     original = {name: value.clone() for name, value in model.state_dict().items()}
     requests, answers = prompts(20, length=20), []
     thread = threading.Thread(

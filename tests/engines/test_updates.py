@@ -74,9 +74,7 @@ def test_every_log_prob_is_that_of_its_versions_weights_alone(sizes, script, ver
                     task.cancel()
                 elif task.done() and not task.cancelled() and len(prompt) < 200:
                     ask([*prompt, *task.result().token_ids, 5], amount)
-        await asyncio.wait_for(
-            asyncio.gather(*(task for _, task in asked), return_exceptions=True), timeout=120
-        )
+        await asyncio.gather(*(task for _, task in asked), return_exceptions=True)
         await until(lambda: idle(engine))
 
     asyncio.run(run())
@@ -117,10 +115,10 @@ def test_a_kept_cache_goes_on_and_versions_stay_exact(tokenizer, model):
         assert (((log_probs - uniform).abs() < 1e-5) == (stamps == 1)).all()
     # The prefixes are still there for the next prompts, unless they are dropped.
     asyncio.run(engine.generate(requests[0], max_new_tokens=1))
-    assert engine.stats()["prefill_tokens"] == stats["prefill_tokens"] + 8
+    assert engine.stats()["prefill_tokens"] == stats["prefill_tokens"] + 1
     engine.update_weights(zeroed)
     asyncio.run(engine.generate(requests[0], max_new_tokens=1))
-    assert engine.stats()["prefill_tokens"] == stats["prefill_tokens"] + 8 + 40
+    assert engine.stats()["prefill_tokens"] == stats["prefill_tokens"] + 1 + 40
     engine.close()
 
 

@@ -13,19 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessor,
-    ContinuousBatchingLogitsProcessorList,
-    ContinuousBatchingTemperatureLogitsWarper,
-    ContinuousBatchingTopKLogitsWarper,
-    ContinuousBatchingTopPLogitsWarper,
-)
-from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import FutureRequestState
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-__all__ = ["Processors", "Runner", "Sampling", "random_word"]
+__all__ = ["Sampling", "draw", "random_word"]
 
 _MASK = 2**64 - 1
 
@@ -119,122 +108,51 @@ class Sampling:
         return record
 
 
-_ALL = 2**31 - 1
-"""A ``top_k`` that keeps every token."""
-
-
-class _Temperature(ContinuousBatchingTemperatureLogitsWarper):
-    """Divide the logits; at temperature 0 leave the likeliest token only."""
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        temperatures = tensor_arg[: scores.size(0)].view(torch.float32)[:, None]
-        # The highest logit is 0 before the division: however low the temperature, none overflows.
-        highest, likeliest = scores.max(-1, keepdim=True)
-        others = torch.arange(scores.size(-1), device=scores.device) != likeliest
-        greedy = torch.zeros_like(scores).masked_fill(others, -math.inf)
-        return torch.where(temperatures > 0, (scores - highest) / temperatures, greedy)
-
-
-class _TopK(ContinuousBatchingTopKLogitsWarper):
-    """Leave the likeliest tokens, however many are asked for."""
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        return super().__call__(scores, tensor_arg.clamp(max=scores.size(-1)))
-
-
-class _TopP(ContinuousBatchingTopPLogitsWarper):
-    """Leave the likeliest tokens of a total probability."""
-
-
-class _Uniform(ContinuousBatchingLogitsProcessor):
-    """Hand each token's random number to the draw; the logits stay as they are."""
-
-    supported_kwargs: dict[str, type] = {"seed": int}  # noqa: RUF012 - as the host declares it
-    ignored_kwargs: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self.bits = torch.zeros(0, dtype=torch.int32)
-
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        int32_tensor.zero_()
-
-    def prepare_tensor_args(
-        self, requests_with_new_token: list[FutureRequestState]
-    ) -> torch.Tensor:
-        # The token that is sampled comes right after those in the cache, whatever was computed anew.
-        words = [
-            (random_word(state.logit_processor_kwargs.get("seed", 0), state.position_offset) >> 32)
-            - 2**31
-            for state in (request.state for request in requests_with_new_token)
-        ]
-        return torch.tensor(words, dtype=torch.int32)
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        self.bits = tensor_arg[: scores.size(0)]
-        return scores
-
-
-class Processors(ContinuousBatchingLogitsProcessorList):
-    """Temperature, top-k, top-p and random numbers, each request's own.
+def draw(
+    logits: torch.Tensor, laws: Sequence[Sampling], words: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token for each row by inverting its distribution's cumulative sum.
 
     Args:
-        truncation: whether requests may be truncated at all.
-        fixed: run every processor at every step, needed or not, as a captured graph must.
+        logits: ``[B, V]``.
+        laws: what each row is sampled with.
+        words: 64 random bits for each row.
+
+    Returns:
+        Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32.
+
+    Examples:
+        >>> tokens, log_probs = draw(torch.tensor([[0.0, 9.0]]), [Sampling(temperature=0)], [7])
+        >>> tokens.tolist(), log_probs.tolist()
+        ([1], [0.0])
     """
-
-    def __init__(self, *, truncation: bool, fixed: bool) -> None:
-        self.uniform = _Uniform()
-        processors: list[Any] = [_Temperature(TemperatureLogitsWarper(1.0))]
-        if truncation:
-            processors += [_TopK(TopKLogitsWarper(_ALL)), _TopP(TopPLogitsWarper(1.0))]
-        super().__init__(LogitsProcessorList([*processors, self.uniform]))
-        self.tensors_required = len(self.logits_processor)
-        self.truncation = truncation
-        self.fixed = fixed
-        self._needed = set(range(self.tensors_required))
-
-    def prepare_tensor_args(
-        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
-    ) -> torch.Tensor:
-        """Lay out the arguments of the processors that this step needs."""
-        futures = [future for future in requests_in_batch if future.has_new_token]
-        # A request has an argument only where it differs from plain sampling. The draw takes place even
-        # if no token comes of it.
-        given = {name for future in futures for name in future.state.logit_processor_kwargs} | {
-            "seed"
-        }
-        for row, processor in enumerate(cast(Sequence[Any], self.logits_processor)):
-            if self.fixed or not given.isdisjoint(processor.supported_kwargs):
-                arguments = processor.prepare_tensor_args(futures)
-                arg_storage[row, : len(futures)] = arguments.to(arg_storage.device)
-                self._needed.add(row)
-            else:
-                self._needed.discard(row)
-        return arg_storage
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, logits_processor_args: torch.Tensor
-    ) -> torch.Tensor:
-        """Apply what this step needs to the logits."""
-        processors = cast(Sequence[Any], self.logits_processor)
-        for row in sorted(self._needed):
-            scores = processors[row](scores, logits_processor_args[row])
-        return scores
+    log_probs = _bent(logits.float(), laws).log_softmax(-1)
+    precision = torch.float32 if logits.device.type == "mps" else torch.float64
+    cumulative = log_probs.exp().cumsum(-1, dtype=precision)
+    bits = torch.tensor([word >> 32 for word in words], dtype=precision, device=logits.device)
+    uniform = ((bits + 0.5) / 2**32)[:, None]
+    # The first token whose sum exceeds the number: never one of probability 0.
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    tokens.clamp_(max=logits.shape[-1] - 1)
+    return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
 
 
-class Runner(ModelRunner):
-    """The host's runner, which draws each token with the random number of its request."""
-
-    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """Draw the next tokens by inverting their distributions' cumulative sums."""
-        bits = cast(Processors, self.logit_processor).uniform.bits
-        precision = torch.float32 if scores.device.type == "mps" else torch.float64
-        log_probs = scores[0].log_softmax(-1)
-        cumulative = log_probs.exp().cumsum(-1, dtype=precision)
-        uniform = (bits.to(precision)[:, None] + (2**31 + 0.5)) / 2**32
-        # The first token whose sum exceeds the number: never one of probability 0.
-        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-        tokens.clamp_(max=scores.size(-1) - 1)
-        count = tokens.size(0)
-        output_ids[0, :count].copy_(tokens[:, 0])
-        output_ids[1, :count].copy_(log_probs.gather(1, tokens)[:, 0].view(torch.int32))
+def _bent(scores: torch.Tensor, laws: Sequence[Sampling]) -> torch.Tensor:
+    """The logits ``[B, V]`` after temperature and truncation, each row's own."""
+    size, device = scores.shape[-1], scores.device
+    if any(law.temperature != 1 for law in laws):
+        heat = torch.tensor([law.temperature for law in laws], device=device)[:, None]
+        # The highest logit is 0 before the division: however low the temperature, none overflows.
+        highest, likeliest = scores.max(-1, keepdim=True)
+        greedy = torch.full_like(scores, -math.inf).scatter_(1, likeliest, 0.0)
+        scores = torch.where(heat > 0, (scores - highest) / heat, greedy)
+    if any(law.top_k or law.top_p < 1 for law in laws):
+        kept = torch.tensor([law.top_k or size for law in laws], device=device)[:, None]
+        share = torch.tensor([law.top_p for law in laws], device=device)[:, None]
+        ranked, order = scores.sort(-1, descending=True)
+        ranked = ranked.masked_fill(torch.arange(size, device=device) >= kept, -math.inf)
+        probs = ranked.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        ranked = ranked.masked_fill((before >= share) & (share < 1), -math.inf)
+        scores = torch.full_like(scores, -math.inf).scatter_(1, order, ranked)
+    return scores

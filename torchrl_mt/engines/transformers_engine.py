@@ -1,4 +1,4 @@
-"""An engine on transformers' continuous batching: paged cache, prefix sharing, many requests at once.
+"""An engine on any transformers model that keeps keys and values: many conversations at once.
 
 Two promises: every sampled token carries the version of the weights that sampled it, and no token
 sampled after an update rests on cache computed under older weights unless that is asked for.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import logging
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
@@ -19,24 +17,18 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from torchrl_mt.engines.continuous_batching import Manager
+from torchrl_mt.engines.cached_model import CachedModel
 from torchrl_mt.engines.engine import Completion
-from torchrl_mt.engines.model_facts import max_positions, stop_ids, view_of, vocab_size
+from torchrl_mt.engines.generation import Generation, Request
+from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.requests import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
 from torchrl_mt.engines.sampling_arguments import TruncationWarning
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
 
 __all__ = ["TransformersEngine"]
-
-_logger = logging.getLogger("torchrl_mt")
-
-_COMPLETE = 2**31 - 1
-"""More tokens than any answer has."""
 
 
 class TransformersEngine:
@@ -59,23 +51,21 @@ class TransformersEngine:
             with log-probability 0.
         top_k: draw from the ``top_k`` likeliest tokens only; 0 or ``None`` is all.
         top_p: draw from the likeliest tokens that together have this probability only; 1 or ``None``
-            is all. Where the host captures CUDA graphs, single requests may be truncated only if the
-            engine was given ``top_k`` or ``top_p``, be it 0 or 1.
+            is all.
         seed: the same requests in the same order get the same answers (up to rounding: it depends on
             what else is in the batch). If ``None``, drawn once from torch's global generator. Sampling
             itself neither reads nor moves that generator.
         max_new_tokens: longest answer, unless a request says otherwise.
         max_batch_tokens: most tokens in one forward pass.
-        cache_tokens: most tokens in the cache, over all conversations.
-        page_size: tokens per cache page. Prompts share whole pages; the next turn of a conversation also
-            goes on in its last page.
+        cache_tokens: most tokens in the cache, over all conversations, with those that are kept for
+            later turns. Memory is taken as it is needed; padding and room to grow may double it.
         prefix_sharing: reuse the cache of a common prefix across turns and within a group.
         share_weights: generate with the parameters of ``model`` itself, or with a copy.
 
     Raises:
         TypeError: if ``model`` is not a transformers model.
-        ValueError: if no stop token is known, a size is not positive, or a sampling argument is out of
-            range.
+        ValueError: if no stop token is known, a size is not positive, a sampling argument is out of
+            range, or the model is recurrent or otherwise keeps more than keys and values of every token.
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
@@ -93,8 +83,7 @@ class TransformersEngine:
         seed: int | None = None,
         max_new_tokens: int = 256,
         max_batch_tokens: int = 1024,
-        cache_tokens: int = 65_536,
-        page_size: int = 32,
+        cache_tokens: int = 131_072,
         prefix_sharing: bool = True,
         share_weights: bool = True,
     ) -> None:
@@ -106,42 +95,29 @@ class TransformersEngine:
             max_new_tokens=max_new_tokens,
             max_batch_tokens=max_batch_tokens,
             cache_tokens=cache_tokens,
-            page_size=page_size,
         )
         self._sampling = Sampling().changed(temperature, top_k, top_p)
         self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
         self._warn = TruncationWarning()
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
-        self.max_total_tokens: int = min(cache_tokens, max_positions(model) or cache_tokens)
-        """Most tokens of prompt and answer together: what the cache holds and the model can place."""
+        self.max_total_tokens: int = min(cache_tokens, max_exact_length(model) or cache_tokens)
+        """Most tokens of prompt and answer together: what the cache holds and the model can place; of a
+        model with dynamic or long RoPE the length from which its frequencies change."""
         self._vocab_size = cast(int, vocab_size(model))
         self._stop_ids = _stop_ids(model, tokenizer)
         self._source = None if share_weights else weakref.ref(model)
         self._model = view_of(model) if share_weights else copy.deepcopy(model)
-        self._version = 0
         self._num_requests = itertools.count()
-        # For each request under way, how many tokens it had sampled at every update since it began.
-        self._in_flight: dict[str, list[int]] = {}
-        self._lock = threading.Lock()
-        generation = GenerationConfig(
-            do_sample=True,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(self._stop_ids),
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        batching = ContinuousBatchingConfig(
-            page_size=page_size,
-            num_blocks=-(-cache_tokens // page_size),
+        self._generation = Generation(
+            CachedModel(self._model.eval()),
+            cache_tokens=cache_tokens,
             max_batch_tokens=max_batch_tokens,
-            return_logprobs=True,
-            allow_block_sharing=prefix_sharing,
+            sharing=prefix_sharing,
         )
-        truncation = top_k is not None or top_p is not None
-        self._manager = Manager(self._model, generation, batching, truncation=truncation)
         # Runs when the engine is collected and at interpreter exit, whichever comes first: a script
         # that dies before close() must not hang on the generation thread.
-        self._closer = weakref.finalize(self, Manager.shut_down, self._manager)
+        self._closer = weakref.finalize(self, Generation.close, self._generation)
 
     @property
     def shares_weights(self) -> bool:
@@ -151,7 +127,7 @@ class TransformersEngine:
     @property
     def version(self) -> int:
         """How many times the weights were updated."""
-        return self._version
+        return self._generation.version
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -193,8 +169,7 @@ class TransformersEngine:
             ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
                 :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument is
                 out of range.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is unknown or cannot be
-                set for single requests.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is unknown.
             RuntimeError: if the engine is closed or generation failed.
         """
         if sampling:
@@ -212,7 +187,9 @@ class TransformersEngine:
             bound=f"the {total} tokens that cache_tokens and the model's positions allow",
             vocab_size=self._vocab_size,
         )
-        record = self._record(self._sampling.changed(temperature, top_k, top_p))
+        law = self._sampling.changed(temperature, top_k, top_p)
+        record = self._record(law)
+        self._warn(record)
         if seed is not None:
             seed = _seed(seed)
         stop_ids = (
@@ -221,35 +198,26 @@ class TransformersEngine:
             else frozenset(integers(stop_token_ids, "stop_token_ids"))
         )
         number = next(self._num_requests)
-        seed = random_word(self._seed, number) if seed is None else seed
-        request_id = str(number)
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[GenerationOutput] = loop.create_future()
-        while not self._lock.acquire(blocking=False):
-            await asyncio.sleep(0.001)  # weights are being updated: other episodes go on
+        request = Request(
+            prompt,
+            len(prompt) + limit,
+            stop_ids,
+            law,
+            random_word(self._seed, number) if seed is None else seed,
+            loop.create_future(),
+            loop,
+        )
+        size = len(prompt)
+        self._generation.submit(request)
         try:
-            version = self._version
-            self._manager.submit(request_id, prompt, limit, stop_ids, record, seed, answer, loop)
-            updates = self._in_flight[request_id] = []
-        finally:
-            self._lock.release()
-        try:
-            output = await answer
+            await request.answer
         except asyncio.CancelledError:
-            self._manager.withdraw(request_id)
+            self._generation.withdraw(request)
             raise
-        finally:
-            del self._in_flight[request_id]
-        if output.error is not None:
-            self._check_open()
-            raise RuntimeError(f"generation failed: {output.error}")
-        token_ids = output.generated_tokens
-        versions = [version] * len(token_ids)
-        for num_sampled in updates:
-            version += 1
-            versions[num_sampled:] = [version] * (len(token_ids) - num_sampled)
-        reason: Any = "stop" if token_ids and token_ids[-1] in stop_ids else "length"
-        return Completion(token_ids, output.logprobs, versions, reason, sampling=record)
+        token_ids = request.tokens[size:]
+        reason: Any = "stop" if token_ids[-1] in stop_ids else "length"
+        return Completion(token_ids, request.log_probs, request.versions, reason, sampling=record)
 
     def update_weights(
         self,
@@ -279,17 +247,13 @@ class TransformersEngine:
         """
         self._check_open()
         weights = self._weights_of(source)
-        with self._lock, self._manager.paused():
+        with self._generation.paused():
             if weights is not None:
                 copy_weights(weights, self._model)
-            sampled = self._manager.num_sampled(in_flight=keep_cache)
             if not keep_cache:
-                self._manager.forget_cache()
-            for request_id, updates in list(self._in_flight.items()):
-                # A request that has its answer is complete: none of it is newer.
-                updates.append(sampled.get(request_id, _COMPLETE))
-            self._version += 1
-        return self._version
+                self._generation.forget_cache()
+            self._generation.version += 1
+        return self._generation.version
 
     def close(self) -> None:
         """Stop generating: answers under way fail, and the cache is released."""
@@ -305,31 +269,15 @@ class TransformersEngine:
             after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead;
             ``"new_tokens"``, of prompts, that had not gone through the model before, as far as is known
             (0 without ``prefix_sharing``): what ``"prefill_tokens"`` has beyond them was computed again.
-            Places of tokens in the cache: ``"cache_tokens"``, held by requests; ``"kept_tokens"``, kept
-            for prompts that begin alike and given up when room is needed.
+            Tokens in the cache: ``"cache_tokens"``, of requests under way; ``"kept_tokens"``, kept for
+            prompts that begin alike and given up when room is needed.
         """
-        held, kept = self._manager.cache_usage()
-        under_way, running = len(self._in_flight), self._manager.num_running()
-        return {
-            "running": running,
-            "waiting": max(0, under_way - running),
-            **vars(self._manager.tally),
-            "cache_tokens": held,
-            "kept_tokens": kept,
-        }
+        return {**vars(self._generation.tally), **self._generation.usage()}
 
     def _record(self, law: Sampling) -> dict[str, Any]:
-        """What a completion says about its distribution; warns of the first that is truncated."""
+        """What a completion says about its distribution."""
         # More than all tokens are all tokens.
-        record = law.record() if law.top_k < self._vocab_size else law.changed(top_k=0).record()
-        if record.keys() & {"top_k", "top_p"}:
-            if not self._manager.processors.truncation:
-                raise TypeError(
-                    "top_k and top_p are engine-wide where generation is captured in CUDA graphs: give "
-                    "TransformersEngine a top_k or top_p (0 or 1 will do), then requests may differ."
-                )
-            self._warn(record)
-        return record
+        return law.record() if law.top_k < self._vocab_size else law.changed(top_k=0).record()
 
     def _check_open(self) -> None:
         """Refuse to work once closed."""

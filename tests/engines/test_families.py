@@ -1,0 +1,267 @@
+"""Models of many families: each is sampled from exactly, or refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from torchrl_mt.engines import TransformersEngine
+
+from .helpers import changed_copy, plain_log_probs, until
+
+VOCABULARY = 61
+TOKENIZER: Any = SimpleNamespace(eos_token_id=1, pad_token_id=0)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "initializer_range": 0.2,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+WIDE_HEADS = {**GROUPED, "head_dim": 16}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 1024}
+GPT |= {"initializer_range": 0.2, "eos_token_id": 1}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
+    "qwen2-window": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen2-eager": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**GROUPED, "attn_implementation": "eager"},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", WIDE_HEADS),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"head_dim": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4}
+        | {"num_experts_per_tok": 1, "attention_chunk_size": 16, "no_rope_layers": [1, 1, 0]}
+        | {"interleave_moe_layer_step": 1},
+    ),
+    "mistral-window": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 12}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", GROUPED),
+    "phi3-window": ("Phi3Config", "Phi3ForCausalLM", {**GROUPED, "sliding_window": 9}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**WIDE_HEADS, "sliding_window": 8, "attn_implementation": "eager"},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**WIDE_HEADS, "sliding_window": 8, "layer_types": MIXED},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": 8, "layer_types": MIXED, "attn_implementation": "eager"},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**COMMON, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {**GROUPED, "sliding_window": 8, "layer_types": MIXED},
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GROUPED),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", GROUPED),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", GROUPED),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", COMMON),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT),
+    "gpt-j": ("GPTJConfig", "GPTJForCausalLM", {**GPT, "rotary_dim": 4}),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {**COMMON, "n_layer": 3, "n_head": 4}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**COMMON, "alibi": False}),
+    "falcon-alibi": ("FalconConfig", "FalconForCausalLM", {**COMMON, "alibi": True}),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**WIDE_HEADS, **EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16},
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {**COMMON, "state_size": 4}),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {**GROUPED, "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 4},
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {**GROUPED, "lru_width": 32, "attention_window_size": 8},
+    ),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {**COMMON, "attention_hidden_size": 32}),
+}
+
+
+def build(config: str, model: str, settings: dict[str, Any]) -> Any:
+    """A model of a family, with weights large enough that a wrong cache shows."""
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**settings)).eval()
+
+
+def texts(lengths: list[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def assert_exact(models: list[Any], prompt: list[int], answer: Any) -> None:
+    """Each token's log-probability is that of a plain pass of the weights that it is stamped with."""
+    under = torch.stack([plain_log_probs(model, prompt, answer) for model in models])
+    expected = under.gather(0, torch.tensor(answer.versions)[None])[0]
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_exact_over_turns_groups_and_full_caches(family):
+    model = build(*FAMILIES[family])
+    engine = TransformersEngine(model, TOKENIZER, seed=3, cache_tokens=700, max_batch_tokens=40)
+
+    async def play():
+        lengths = [1, 2, 5, 17, 30, 64, 64, 64]
+        conversations = texts(lengths, 0)
+        conversations[6] = conversations[7] = conversations[5]  # a group
+        for turn in range(3):
+            asked = [
+                engine.generate(prompt, stop_token_ids=(), max_new_tokens=5 + 7 * (i % 3))
+                for i, prompt in enumerate(conversations)
+            ]
+            answers = await asyncio.gather(*asked)
+            for prompt, answer in zip(conversations, answers, strict=True):
+                assert_exact([model], prompt, answer)
+            said = texts([3 + 5 * (i % 4) for i in range(len(lengths))], 1 + turn)
+            conversations = [
+                [*prompt, *answer.token_ids, *words]
+                for prompt, answer, words in zip(conversations, answers, said, strict=True)
+            ]
+
+    asyncio.run(play())
+    assert engine.stats()["shared_tokens"] > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_exact_before_and_after_an_update(family):
+    model = build(*FAMILIES[family])
+    changed = changed_copy(copy.deepcopy(model))
+    engine = TransformersEngine(model, TOKENIZER, seed=3, share_weights=False)
+    requests = texts([20, 40, 5, 33], 7)
+
+    async def play():
+        tasks = [
+            asyncio.create_task(engine.generate(p, stop_token_ids=(), max_new_tokens=60))
+            for p in requests
+        ]
+        await until(lambda: engine.stats()["generated_tokens"] >= 40)
+        await asyncio.to_thread(engine.update_weights, changed)
+        return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(play())
+    engine.close()
+    assert {version for answer in answers for version in answer.versions} == {0, 1}
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert_exact([model, changed], prompt, answer)
+
+
+def test_long_rope_is_sampled_as_long_as_its_frequencies_stay():
+    """They would change for every row of a batch with the longest, and for what is in the cache."""
+    rope = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    rope |= {"rope_type": "longrope", "type": "longrope", "original_max_position_embeddings": 64}
+    settings = {**GROUPED, "rope_scaling": rope, "original_max_position_embeddings": 64}
+    model = build("Phi3Config", "Phi3ForCausalLM", {**settings, "rope_parameters": rope})
+    engine = TransformersEngine(model, TOKENIZER, max_new_tokens=14)
+    assert engine.max_total_tokens == 64
+    prompts = texts([50, 9], 0)
+
+    async def play():
+        return await asyncio.gather(*(engine.generate(p, stop_token_ids=()) for p in prompts))
+
+    for prompt, answer in zip(prompts, asyncio.run(play()), strict=True):
+        assert_exact([model], prompt, answer)
+    with pytest.raises(ValueError, match="exceed the 64 tokens that"):
+        asyncio.run(engine.generate(prompts[0], max_new_tokens=15))
+    engine.close()
+
+
+def test_a_model_that_says_something_else_with_a_cache_is_refused():
+    class Forgetful(transformers.Qwen2ForCausalLM):
+        """Places every pass's tokens at the beginning."""
+
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            position_ids = torch.arange(input_ids.shape[1])[None]
+            return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+    torch.manual_seed(0)
+    model = Forgetful(transformers.Qwen2Config(**GROUPED))
+    with pytest.raises(ValueError, match=r"Forgetful: its log-probabilities are .* nats off"):
+        TransformersEngine(model, TOKENIZER)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_sampled_from(dtype):
+    model = build(*FAMILIES["qwen2"]).to(dtype)
+    engine = TransformersEngine(model, TOKENIZER, seed=3, max_new_tokens=20)
+    prompts = texts([30, 9, 41], 0)
+
+    async def play():
+        return await asyncio.gather(*(engine.generate(p, stop_token_ids=()) for p in prompts))
+
+    for prompt, answer in zip(prompts, asyncio.run(play()), strict=True):
+        gap = plain_log_probs(model, prompt, answer) - torch.tensor(answer.log_probs)
+        assert gap.abs().max() < 0.2
+    engine.close()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_keeps_more_than_keys_and_values_is_refused(family):
+    model = build(*REFUSED[family])
+    with pytest.raises(ValueError, match=f"nothing else, got {type(model).__name__}: .*Wrap it in"):
+        TransformersEngine(model, TOKENIZER)

@@ -1,0 +1,146 @@
+"""Rows that join, grow and leave, against a list of plain tensors."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_mt.engines.padded_batch import CacheLayout, PaddedBatch
+
+SHAPES = (((2, 3), (2, 3)), None, ((1, 4), (1, 2)))
+"""Of a layer like any other, of one that keeps nothing, and of one whose values are narrower."""
+WIDTH = 2 * 3 + 2 * 3 + 4 + 2
+LAYOUT = CacheLayout(SHAPES, torch.float32, torch.device("cpu"))
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("join"),
+            st.lists(st.tuples(st.integers(0, 9), st.integers(1, 90)), min_size=1, max_size=4),
+            st.integers(1, 50),
+        ),
+        st.tuples(st.just("extend"), st.just([]), st.integers(1, 80)),
+        st.tuples(st.just("remove"), st.lists(st.integers(0, 99), min_size=1), st.just(0)),
+        st.tuples(st.just("absorb"), st.lists(st.integers(0, 99), min_size=1), st.booleans()),
+    ),
+    max_size=12,
+)
+
+
+class Rows:
+    """A batch, and what should be in it; every token is new numbers."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.batch = PaddedBatch(LAYOUT)
+        self.expected: list[torch.Tensor] = []
+
+    def new(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, WIDTH, generator=self.generator)
+
+    def compute(self, inputs, new: torch.Tensor, rows: range) -> None:
+        """Do what a model does: give ``[B, Q, F]`` to the layers, and look at what comes back."""
+        mask, position = inputs["attention_mask"], inputs["position_ids"]
+        parts = new.split([6, 6, 4, 2], -1)
+        for layer, (keys, values) in zip((0, 2), (parts[:2], parts[2:]), strict=True):
+            given = [
+                part.unflatten(-1, shape).transpose(1, 2)
+                for part, shape in zip((keys, values), SHAPES[layer], strict=True)
+            ]
+            read = self.batch.update(*given, layer)
+            assert self.batch.get_mask_sizes(torch.arange(new.shape[1]), layer)[0] == mask.shape[1]
+            assert self.batch.get_seq_length(layer) == mask.shape[1] - new.shape[1]
+            for memory in read:
+                assert memory.shape[2] == mask.shape[1]
+                assert memory.isfinite().all()
+            got = torch.cat([memory.transpose(1, 2).flatten(2) for memory in read], -1)
+            columns = slice(0, 12) if layer == 0 else slice(12, None)
+            for i, row in enumerate(rows):
+                begun = self.expected[row][: int(mask[i].sum())]
+                assert torch.equal(got[i, mask[i]], begun[:, columns])
+                # Padding is on the left, and the last position is that of the last token.
+                assert mask[i].int().diff().clamp(max=0).sum() == 0
+                assert position[i, -1] == max(len(begun) - 1, 0)
+
+    def join(self, sizes, chunk: int) -> None:
+        pasts, lengths, new = [], [], max(count for _, count in sizes)
+        computed = self.new(len(sizes), new)
+        for i, (known, count) in enumerate(sizes):
+            past = self.new(known)
+            pasts.append([past[: known // 2], past[known // 2 :]] if known else [])
+            lengths.append(known + count)
+            self.expected.append(torch.cat([past, computed[i, new - count :]]))
+            computed[i, : new - count] = torch.nan  # what a model makes of padding
+        rows = self.batch.join(lengths, pasts)
+        for begin in range(0, new, chunk):
+            part = computed[:, begin : begin + chunk]
+            tokens = torch.zeros(part.shape[:2], dtype=torch.int64)
+            left = new - begin - part.shape[1]
+            inputs = self.batch.fill(rows, tokens, [count for _, count in sizes], left)
+            full = list(self.expected)
+            for i, row in enumerate(rows):  # at first only so much of it is there
+                known, count = sizes[i]
+                self.expected[row] = full[row][: known + count - min(count, left)]
+                if (
+                    count <= left
+                ):  # nothing of the row was computed, and its past may not be in view
+                    self.expected[row] = full[row][: int(inputs["attention_mask"][i].sum())]
+            self.compute(inputs, part, rows)
+            self.expected = full
+
+    def extend(self) -> None:
+        new = self.new(len(self.expected), 1)
+        self.expected = [torch.cat([a, b]) for a, b in zip(self.expected, new, strict=True)]
+        tokens = torch.zeros((len(new), 1), dtype=torch.int64)
+        self.compute(self.batch.extend(tokens), new, range(len(new)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.integers(0, 99))
+def test_rows_stay_what_they_are(script, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = Rows(generator)
+    for action, items, number in script:
+        count = len(rows.expected)
+        if action == "join":
+            rows.join(items, number)
+        elif action == "extend" and count:
+            for _ in range(number):
+                rows.extend()
+        elif action == "remove" and count:
+            order = rows.batch.remove(sorted({item % count for item in items}))
+            rows.expected = [rows.expected[row] for row in order]
+            assert len(order) == count - len({item % count for item in items})
+        elif action == "absorb" and count:
+            other = rows if number else Rows(generator)
+            if not number:
+                other.join([(3, 7), (0, 40)], 9)
+            picked = [item % len(other.expected) for item in items]
+            rows.batch.absorb(other.batch, picked)
+            rows.expected += [other.expected[row] for row in picked]
+        assert len(rows.batch) == len(rows.expected)
+        assert rows.batch.width == max(map(len, rows.expected), default=0)
+    if rows.expected:
+        lengths = [len(row) for row in rows.expected]
+        begins = [length // 3 for length in lengths]
+        pieces = rows.batch.pieces(range(len(lengths)), begins, lengths)
+        for row, begin, piece in zip(rows.expected, begins, pieces, strict=True):
+            assert torch.equal(piece, row[begin:])
+            assert piece.untyped_storage().nbytes() == piece.nbytes
+        rows.extend()
+
+
+def test_nothing_of_earlier_rows_remains():
+    """A mask does not hide what is not a number: a weight of 0 times it is none, either."""
+    rows = Rows(torch.Generator().manual_seed(0))
+    rows.join([(0, 50), (0, 30)], 50)
+    for memory in (rows.batch.layers[0].keys, rows.batch.layers[2].values):
+        memory[1, :, : rows.batch.end] = torch.nan
+    rows.batch.remove([1])
+    rows.expected.pop()
+    rows.join([(2, 3)], 3)
+    rows.batch.remove([0])
+    rows.expected.pop(0)
+    rows.join([(0, 60)], 60)
+    rows.extend()
