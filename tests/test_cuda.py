@@ -23,6 +23,8 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import group_advantage, masked_gae, masked_returns
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
+from .engines.test_families import FAMILIES, build, play_turns
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -159,6 +161,11 @@ def test_a_model_on_the_gpu_plays_and_learns(model, tokenizer):
             collector.update_policy_weights_(model)
             buffer.empty()
     engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_sampled_from_on_the_gpu_as_they_are(family):
+    play_turns(build(*FAMILIES[family]).cuda(), atol=1e-3)
 
 
 def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):

@@ -31,12 +31,12 @@ def plain_log_probs(model, prompt, answer) -> torch.Tensor:
 
 def plain_logits(model, prompt, answer) -> torch.Tensor:
     """The logits that each token of an answer was drawn from."""
-    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    ids = torch.tensor([[*prompt, *answer.token_ids]], device=model.device)
     was_training = model.training
     with torch.no_grad():
         logits = model.eval()(ids).logits[0]
     model.train(was_training)
-    return logits[len(prompt) - 1 : -1].float()
+    return logits[len(prompt) - 1 : -1].float().cpu()
 
 
 async def until(condition) -> None:

@@ -95,7 +95,7 @@ def copy_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         if value.device != own[name].device or value.data_ptr() != own[name].data_ptr():
             own[name].copy_(value, non_blocking=True)
     if own and next(iter(own.values())).device.type == "cuda":
-        # Generation runs on a stream of its own.
+        # The next step of generation may run on another stream.
         torch.cuda.synchronize(next(iter(own.values())).device)
 
 
