@@ -10,7 +10,7 @@ import pytest
 
 from torchrl_mt.engines import Completion
 
-from .helpers import assert_sampled_by, endless, generate_all, idle, prompts, until
+from .helpers import assert_sampled_by, endless, generate_all, held, idle, prompts, until
 
 
 def test_a_cancelled_request_gives_its_cache_back(tokenizer, model):
@@ -83,3 +83,49 @@ def test_closing_fails_what_is_under_way(tokenizer, model, inside):
     assert idle(engine)
     with pytest.raises(RuntimeError, match="closed"):
         generate_all(engine, prompts(1))
+
+
+def test_what_is_complete_is_answered_though_the_step_fails(tokenizer, model, monkeypatch):
+    """A prompt's first token may be its last, in a step of which a later pass fails."""
+    engine = endless(model, tokenizer)
+    plain, failing = engine._model.forward, threading.Event()
+
+    def forward(input_ids, **kwargs):
+        if failing.is_set() and input_ids.shape[1] == 1:
+            raise ArithmeticError("out of everything")
+        return plain(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(engine._model, "forward", forward)
+    long, short = prompts(2)
+
+    async def run():
+        task = asyncio.create_task(engine.generate(long, max_new_tokens=900))
+        await until(lambda: engine.stats()["generated_tokens"] > 5)
+        with held(engine):
+            brief = asyncio.create_task(engine.generate(short, max_new_tokens=1))
+            await until(lambda: engine.stats()["waiting"] == 1)
+            failing.set()
+        return await asyncio.gather(task, brief, return_exceptions=True)
+
+    failed, answer = asyncio.run(run())
+    assert "generation failed: out of everything" in str(failed)
+    assert_sampled_by(model, short, answer)
+    assert idle(engine)
+    engine.close()
+
+
+def test_a_long_prompt_comes_after_the_last_conversation_has_ended(tokenizer, model):
+    engine = endless(model, tokenizer, max_batch_tokens=16)
+    for length in (5, 100, 5, 100):
+        prompt = prompts(length, length=length)[-1]
+        (answer,) = generate_all(engine, [prompt], max_new_tokens=3)
+        assert_sampled_by(model, prompt, answer)
+
+    async def run():
+        short = asyncio.create_task(engine.generate(prompts(2)[1], max_new_tokens=60))
+        await until(lambda: engine.stats()["running"] == 1)
+        return await asyncio.gather(short, engine.generate(prompts(1, 200)[0], max_new_tokens=60))
+
+    for prompt, answer in zip((prompts(2)[1], prompts(1, 200)[0]), asyncio.run(run()), strict=True):
+        assert_sampled_by(model, prompt, answer)
+    engine.close()

@@ -165,6 +165,7 @@ class Generation:
         self._seen = PrefixTree()
         self._waiting: dict[Request, None] = {}
         self._running: dict[Request, None] = {}
+        self._finished: list[Request] = []
         self._fills: list[_Fill] = []
         self._lanes: list[_Lane] = []
         self._since_admission = self._num_answered = 0
@@ -260,12 +261,13 @@ class Generation:
                 self._busy = True
             try:
                 with torch.inference_mode():
-                    finished = self._step()
-                self._num_answered += len(finished)
-                _settle((request, None) for request in finished)
+                    self._step()
             except BaseException as error:
                 self._fail(lambda error=error: _failed(error))  # type: ignore[misc]
             finally:
+                finished, self._finished = self._finished, []
+                self._num_answered += len(finished)
+                _settle((request, None) for request in finished)
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
@@ -291,12 +293,13 @@ class Generation:
         self._kept = PrefixTree()
         return running
 
-    def _step(self) -> list[Request]:
+    def _step(self) -> None:
         """Compute prompts that are due, and sample a token for every request that is ready."""
         self._drop_cancelled()
         if self._is_due():
             self._admit()
-        return self._compute_prompts() + self._sample()
+        self._compute_prompts()
+        self._sample()
 
     # Prompts
 
@@ -314,23 +317,26 @@ class Generation:
         chosen: dict[Hashable, _Prompt] = {}
         budget, room = self._budget, self._room - self._num_held()
         for request in candidates:
+            if self._running and (budget <= 0 or len(self._running) >= self._budget):
+                break
             prompt = self._look_up(request)
             first = chosen.get(prompt.key) or under_way.get(prompt.key)
-            if first is not None and first.tokens != prompt.tokens:
+            if first is not None and first.tokens != request.tokens:
                 continue
-            room -= len(prompt.tokens) + _AHEAD
-            if self._running and (budget <= 0 or room < 0 or len(self._running) >= self._budget):
+            room -= len(request.tokens) + _AHEAD
+            if self._running and room < 0:
                 break
             if first is not None:
                 first.requests.append(request)
-                self.tally.shared_tokens += len(prompt.tokens)
+                self.tally.shared_tokens += len(request.tokens)
             else:
+                prompt.tokens = request.tokens[:]
                 chosen[prompt.key] = prompt
                 budget -= prompt.num_new
                 self.tally.shared_tokens += prompt.known
                 if self._sharing:
-                    known = self._seen.find(prompt.tokens[:-1])[0]
-                    self.tally.new_tokens += len(prompt.tokens) - known
+                    known = self._seen.find(request.tokens[:-1])[0]
+                    self.tally.new_tokens += len(request.tokens) - known
             with self._changed:
                 self._running[request] = None
                 self._waiting.pop(request, None)
@@ -342,11 +348,11 @@ class Generation:
     def _look_up(self, request: Request) -> _Prompt:
         """What of a request has to be computed."""
         if not self._sharing:
-            return _Prompt(request.tokens[:], [request], 0, [], request)
+            return _Prompt(request.tokens, [request], 0, [], request)
         # At least one token is always computed: what follows it is not kept.
         known, past, end = self._kept.find(request.tokens[:-1], copied=True)
         key = end, tuple(request.tokens[known : known + _AHEAD])
-        return _Prompt(request.tokens[:], [request], known, past, key)
+        return _Prompt(request.tokens, [request], known, past, key)
 
     def _grouped(self, prompts: Iterable[_Prompt]) -> Iterator[list[_Prompt]]:
         """Prompts that are padded to one size, where that is cheaper than another forward pass."""
@@ -377,6 +383,7 @@ class Generation:
             lane = self._cheapest(
                 [each for each in self._lanes if each not in long], count, longest
             )
+        lane = lane or next((each for each in self._lanes if not each.rows), None)
         if lane is None:
             lane = _Lane(self._model.batch())
             self._lanes.append(lane)
@@ -393,9 +400,8 @@ class Generation:
                 best, least = lane, padding * self._key_cost
         return best
 
-    def _compute_prompts(self) -> list[Request]:
-        """Put prompts through the model, within the budget; returns requests that are complete."""
-        finished: list[Request] = []
+    def _compute_prompts(self) -> None:
+        """Put prompts through the model, within the budget."""
         budget = self._budget
         while self._fills and budget > 0:
             fill = min(self._fills, key=lambda fill: fill.left)
@@ -404,11 +410,10 @@ class Generation:
             budget -= max(1, count)
             if not fill.left:
                 self._fills.remove(fill)
-                finished += self._begin_sampling(fill, logits)
-        return finished
+                self._begin_sampling(fill, logits)
 
-    def _begin_sampling(self, fill: _Fill, logits: torch.Tensor) -> list[Request]:
-        """Sample the first tokens after prompts; returns requests that are complete."""
+    def _begin_sampling(self, fill: _Fill, logits: torch.Tensor) -> None:
+        """Sample the first tokens after prompts."""
         lane, prompts = fill.lane, fill.prompts
         lane.fills -= 1
         self._keep(lane.batch, fill.rows, [prompt.tokens for prompt in prompts], copied=True)
@@ -423,25 +428,24 @@ class Generation:
             lane.batch.absorb(lane.batch, [fill.rows[i] for i, _ in further])
             lane.rows += [request for _, request in further]
         rows += further
-        finished = self._draw(logits[[i for i, _ in rows]], [r for _, r in rows]) if rows else []
-        return self._leave(finished)
+        if rows:
+            self._draw(logits[[i for i, _ in rows]], [request for _, request in rows])
+        self._sweep()
 
     # Sampling
 
-    def _sample(self) -> list[Request]:
-        """Sample a token for every request in the lanes; returns those that are complete."""
-        finished: list[Request] = []
+    def _sample(self) -> None:
+        """Sample a token for every request in the lanes."""
         self._preempt()
         self._merge()
-        for lane in self._lanes:
+        for lane in list(self._lanes):
             if lane.rows and not lane.fills:
                 requests = lane.requests
                 last = [[request.tokens[-1]] for request in requests]
                 tokens = torch.tensor(last, device=self._model.layout.device)
                 logits = self._model.logits(lane.batch.extend(tokens))
-                finished += self._draw(logits, requests)
+                self._draw(logits, requests)
         self._since_admission += 1
-        return self._leave(finished) if finished else finished
 
     def _merge(self) -> None:
         """Make one lane of two, if that is cheaper."""
@@ -455,8 +459,8 @@ class Generation:
                 into.rows += small.rows
                 self._lanes.remove(small)
 
-    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> list[Request]:
-        """Append a token to each request; returns those that are complete."""
+    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> None:
+        """Append a token to each request; those that are complete leave."""
         words = [random_word(request.seed, len(request.tokens)) for request in requests]
         tokens, log_probs = draw(logits, [request.law for request in requests], words)
         self.tally.generated_tokens += len(requests)
@@ -469,7 +473,8 @@ class Generation:
             request.versions.append(self.version)
             if token in request.stop_ids or len(request.tokens) == request.limit:
                 finished.append(request)
-        return finished
+        self._finished += finished
+        self._leave(finished)
 
     # Leaving
 
@@ -480,13 +485,15 @@ class Generation:
                 del self._waiting[request]
         self._leave([request for request in self._running if request.cancelled])
 
-    def _leave(self, requests: list[Request]) -> list[Request]:
-        """Take requests out of the batches; what was computed for them may be kept. Returns them."""
+    def _leave(self, requests: list[Request]) -> None:
+        """Take requests out of the batches; what was computed for them may be kept."""
+        if not requests:
+            return
         gone = set(requests)
         with self._changed:
             for request in requests:
                 del self._running[request]
-        for lane in list(self._lanes):
+        for lane in self._lanes:
             left: list[tuple[int, list[int]]] = []
             for i, row in enumerate(lane.rows):
                 if isinstance(row, _Prompt):
@@ -497,11 +504,15 @@ class Generation:
                     left.append((i, row.tokens[:-1]))
                     lane.rows[i] = None
             self._keep(lane.batch, [i for i, _ in left], [text for _, text in left])
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Take out the rows that nobody waits for."""
+        for lane in list(self._lanes):
             if not lane.in_use and (lane.fills or len(self._lanes) > 1):
                 self._drop(lane)
             elif not lane.fills:
                 lane.sweep()  # of the last lane the memory stays, for who comes next
-        return requests
 
     def _drop(self, lane: _Lane) -> None:
         """Give a lane up that nobody waits for."""
