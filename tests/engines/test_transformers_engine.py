@@ -283,7 +283,7 @@ def test_an_update_holds_up_only_what_needs_the_engine(engine, monkeypatch):
         begun.set()
         going_on.wait()
 
-    monkeypatch.setattr(engine._generation, "forget_cache", forget_slowly)
+    monkeypatch.setattr(engine._scheduler, "forget_cache", forget_slowly)
 
     async def run():
         update = asyncio.create_task(asyncio.to_thread(engine.update_weights))

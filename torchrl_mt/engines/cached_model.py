@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from torchrl_mt.engines.padded_batch import CacheLayout, PaddedBatch
+from torchrl_mt.engines.padded_cache import CacheLayout, PaddedCache
 
 __all__ = ["CachedModel"]
 
@@ -41,12 +41,12 @@ class CachedModel:
         if problem is not None:
             raise ValueError(_refusal(model, problem))
 
-    def batch(self) -> PaddedBatch:
-        """An empty batch of the model."""
-        return PaddedBatch(self.layout)
+    def new_cache(self) -> PaddedCache:
+        """A cache of no rows."""
+        return PaddedCache(self.layout)
 
     def logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """``[B, V]`` the logits of what follows the last column of what a batch prepared."""
+        """``[B, V]`` the logits of what follows the last column of what a cache prepared."""
         if not self._takes_positions:
             del inputs["position_ids"]
         return self.model(**inputs, **self._options).logits[:, -1]
@@ -82,11 +82,11 @@ class CachedModel:
         length = 6 + (window if window <= _LONGEST_CHECK else 0)
         texts = torch.arange(2 * length, device=self.layout.device).view(2, length) ** 2
         texts %= config.vocab_size
-        batch, sizes = self.batch(), [length - 1, 2]  # the second text is shorter
-        rows = batch.join(sizes, [[], []])
-        self.logits(batch.fill(rows, texts[:, : length - 4], sizes, 3))
-        self.logits(batch.fill(rows, texts[:, length - 4 : -1], sizes, 0))
-        logits = self.logits(batch.extend(texts[:, -1:]))
+        cache, sizes = self.new_cache(), [length - 1, 2]  # the second text is shorter
+        rows = cache.join(sizes, [[], []])
+        self.logits(cache.fill(rows, texts[:, : length - 4], sizes, 3))
+        self.logits(cache.fill(rows, texts[:, length - 4 : -1], sizes, 0))
+        logits = self.logits(cache.extend(texts[:, -1:]))
         plain = torch.stack(
             [self.model(input_ids=text[None]).logits[0, -1] for text in (texts[0], texts[1, -3:])]
         )

@@ -19,9 +19,11 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_mt.engines.batch_scheduler import BatchScheduler
+from torchrl_mt.engines.batches import Request
 from torchrl_mt.engines.cached_model import CachedModel
 from torchrl_mt.engines.engine import Completion
-from torchrl_mt.engines.generation import Generation, Request
+from torchrl_mt.engines.generation import Generation
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.requests import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
@@ -82,7 +84,7 @@ class TransformersEngine:
         top_p: float | None = None,
         seed: int | None = None,
         max_new_tokens: int = 256,
-        max_batch_tokens: int = 1024,
+        max_batch_tokens: int = 4096,
         cache_tokens: int = 131_072,
         prefix_sharing: bool = True,
         share_weights: bool = True,
@@ -109,12 +111,13 @@ class TransformersEngine:
         self._source = None if share_weights else weakref.ref(model)
         self._model = view_of(model) if share_weights else copy.deepcopy(model)
         self._num_requests = itertools.count()
-        self._generation = Generation(
+        self._scheduler = BatchScheduler(
             CachedModel(self._model.eval()),
             cache_tokens=cache_tokens,
             max_batch_tokens=max_batch_tokens,
             sharing=prefix_sharing,
         )
+        self._generation = Generation(self._scheduler)
         # Runs when the engine is collected and at interpreter exit, whichever comes first: a script
         # that dies before close() must not hang on the generation thread.
         self._closer = weakref.finalize(self, Generation.close, self._generation)
@@ -127,7 +130,7 @@ class TransformersEngine:
     @property
     def version(self) -> int:
         """How many times the weights were updated."""
-        return self._generation.version
+        return self._scheduler.version
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -247,13 +250,13 @@ class TransformersEngine:
         """
         self._check_open()
         weights = self._weights_of(source)
-        with self._generation.paused():
+        with self._generation.paused() as scheduler:
             if weights is not None:
                 copy_weights(weights, self._model)
             if not keep_cache:
-                self._generation.forget_cache()
-            self._generation.version += 1
-        return self._generation.version
+                scheduler.forget_cache()
+            scheduler.version += 1
+            return scheduler.version
 
     def close(self) -> None:
         """Stop generating: answers under way fail, and the cache is released."""
@@ -272,7 +275,7 @@ class TransformersEngine:
             Tokens in the cache: ``"cache_tokens"``, of requests under way; ``"kept_tokens"``, kept for
             prompts that begin alike and given up when room is needed.
         """
-        return {**vars(self._generation.tally), **self._generation.usage()}
+        return self._generation.stats()
 
     def _record(self, law: Sampling) -> dict[str, Any]:
         """What a completion says about its distribution."""

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_mt.engines.padded_batch import CacheLayout, PaddedBatch
+from torchrl_mt.engines.padded_cache import CacheLayout, PaddedCache
 
 SHAPES = (((2, 3), (2, 3)), None, ((1, 4), (1, 2)))
 """Of a layer like any other, of one that keeps nothing, and of one whose values are narrower."""
@@ -33,7 +33,7 @@ class Rows:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.batch = PaddedBatch(LAYOUT)
+        self.batch = PaddedCache(LAYOUT)
         self.expected: list[torch.Tensor] = []
 
     def new(self, *size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-__all__ = ["CacheLayout", "PaddedBatch"]
+__all__ = ["CacheLayout", "PaddedCache"]
 
 _SLACK = 64
 """Columns that are kept free at least, for the tokens to come."""
@@ -36,7 +36,7 @@ class CacheLayout:
     device: torch.device
 
 
-class PaddedBatch(Cache):
+class PaddedCache(Cache):
     """A transformers cache of rows that all end at the same column.
 
     Args:
@@ -141,7 +141,7 @@ class PaddedBatch(Cache):
         self._last, self._first, self._real = self.end, self.end - 1, None
         return self._inputs(range(len(self)), tokens)
 
-    def absorb(self, other: PaddedBatch, rows: Sequence[int]) -> range:
+    def absorb(self, other: PaddedCache, rows: Sequence[int]) -> range:
         """Copy rows, of another batch or of this one, behind all others; returns where they are."""
         lengths = [other.end - other.starts[row] for row in rows]
         joined = self._add([self.width, *lengths], len(rows))
@@ -282,7 +282,7 @@ class _Layer(CacheLayerMixin):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, batch: PaddedBatch) -> None:
+    def __init__(self, batch: PaddedCache) -> None:
         super().__init__()
         self.batch = batch
         self.is_initialized = True
