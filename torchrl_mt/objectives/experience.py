@@ -24,7 +24,7 @@ from torchrl_mt.objectives._metrics import (
     sampled_tokens,
     summary,
 )
-from torchrl_mt.objectives._rows import check_temperature
+from torchrl_mt.objectives._rows import MODEL_FAULT, check_temperature
 from torchrl_mt.objectives._writes import (
     check_writable,
     restored_on_failure,
@@ -63,7 +63,6 @@ OldLogProbs = Literal["sampler", "actor"]
 _SAMPLER_FAULT = (
     "the sampler is at fault; drop the episode, or score the rows again with old_log_probs='actor'."
 )
-_MODEL_FAULT = "the model is at fault; look for NaN in its weights, or try another dtype."
 
 
 class ExperienceMaker(TensorDictModuleBase):
@@ -407,15 +406,15 @@ class ExperienceMaker(TensorDictModuleBase):
             if self.old_log_probs == "actor":
                 old = log_prob
                 out["sample_log_prob"] = batch.settled(
-                    "sample_log_prob", old, batch.scored, _MODEL_FAULT
+                    "sample_log_prob", old, batch.scored, MODEL_FAULT
                 )
             if entropy is not None:
-                out["entropy"] = batch.settled("entropy", entropy, batch.scored, _MODEL_FAULT)
+                out["entropy"] = batch.settled("entropy", entropy, batch.scored, MODEL_FAULT)
                 metrics |= summary("entropy", out["entropy"][batch.scored])
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             ref = self._score(self.ref, batch)[0]
-            out["ref_log_probs"] = batch.settled("ref_log_probs", ref, batch.scored, _MODEL_FAULT)
+            out["ref_log_probs"] = batch.settled("ref_log_probs", ref, batch.scored, MODEL_FAULT)
             # Of what the models gave: zeros that stand for no number are no log-probabilities.
             kl = kl_estimate(old.float(), ref, self.kl_kind)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
@@ -427,7 +426,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 kl_reward = torch.where(batch.counted, -coefficient * kl, 0.0)
         if self.critic is not None:
             value = self._values(self.critic, batch)
-            out["value"] = batch.settled("value", value, batch.counted, _MODEL_FAULT)
+            out["value"] = batch.settled("value", value, batch.counted, MODEL_FAULT)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
             reward = out["shaped_reward"] = self.reward.transformed(
