@@ -146,7 +146,8 @@ def test_a_batch_that_teaches_nothing_is_said_once(model, rows, said, options):
 def test_a_batch_of_which_nothing_is_trained_is_not_said_to_teach_nothing(model, rows, said):
     batch = rows()
     batch["valid"] = torch.zeros(6, dtype=torch.bool)
-    ExperienceMaker(model)(batch)
+    batch["rewards", "to_go"] = torch.zeros(6, 12)
+    ExperienceMaker(model, gamma=0.5)(batch)
     assert not said()
 
 

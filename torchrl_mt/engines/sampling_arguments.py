@@ -242,7 +242,10 @@ def bending(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in arguments.items()
-        if name not in _LAW | IDLE and value is not None and value not in NEUTRAL.get(name, ())
+        if name not in _LAW
+        and name not in IDLE
+        and value is not None
+        and value not in NEUTRAL.get(name, ())
     }
 
 

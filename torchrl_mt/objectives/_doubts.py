@@ -1,6 +1,6 @@
 """Training that learns nothing, or from other numbers than was meant, without an error: said once.
 
-What is asked is computed until it is said, and changes nothing.
+Looking changes nothing, and ends where there is nothing more to be said.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Doubts:
             batch: The rows, with returns.
             gamma: Discount per turn that was asked for.
         """
-        if "gamma" in self._said:
+        if "gamma" in self._said or not bool(batch.counted.any()):
             return
         if batch.has("reward"):
             reward = torch.where(batch.counted, batch.read("reward").float(), 0.0)
