@@ -350,11 +350,11 @@ class ExperienceMaker(TensorDictModuleBase):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together, a row is there twice, no token was sampled, each of
-                several episodes is alone in its group where groups are compared, a reward,
-                log-probability, value or advantage that counts is not finite, a reward source answers
-                what it must not, or the rows are locked or something else lies where an output goes; the
-                rows are then unchanged.
+            ValueError: If entries do not fit together, a row is there twice, no token was sampled, all
+                episodes are alone in their groups where groups are compared, a reward, log-probability,
+                value or advantage that counts is not finite, a reward source answers what it must not,
+                or the rows are locked or something else lies where an output goes; the rows are then
+                unchanged.
             RewardError: If a reward server fails; the rows are then unchanged, so that calling again
                 is safe.
         """
