@@ -237,7 +237,6 @@ def test_labels_and_references_come_from_the_items_of_data(chat):
         judge = RemoteReward(server.url, tokenizer, name="judge")
         maker = ExperienceMaker(
             model,
-            advantage="dr_grpo",
             reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]},
         )
         shaped = maker(rows.clone())["rewards", "shaped"]

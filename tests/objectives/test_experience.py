@@ -633,7 +633,7 @@ def test_rows_that_do_not_fit_are_refused_and_left_alone(model, rows, spoil, err
     batch = spoil(rows())
     before = batch.clone()
     with pytest.raises(error, match=message):
-        ExperienceMaker(model)(batch)
+        ExperienceMaker(model, advantage="grpo")(batch)
     assert set(batch.keys(True)) == set(before.keys(True))
     assert bool((batch == before).all())
 
@@ -910,7 +910,8 @@ def test_shape_errors_name_the_keys_that_were_set(model, rows):
 def test_groups_that_differ_within_an_episode_are_named(model, rows):
     batch = rows()
     batch["group"][1] = 9
-    refused(ExperienceMaker(model), batch, "'group' must be the same .* in episode 0")
+    maker = ExperienceMaker(model, advantage="grpo")
+    refused(maker, batch, "'group' must be the same .* in episode 0")
 
 
 @pytest.mark.parametrize("advantage", ["gae", "turn_gae", "opo"])
@@ -941,10 +942,12 @@ def test_tokens_that_are_never_trained_enter_no_statistic(model, rows, spread, a
 
 def test_an_episode_alone_in_its_group_gets_the_lone_value(model, rows):
     batch = rows()
-    batch["group"] = batch["episode"].clone()
-    mask = batch["masks", "all_assistant_mask"]
-    out = ExperienceMaker(model, lone_value=-0.5)(batch)
-    assert torch.equal(out["advantage"].squeeze(-1), torch.where(mask, -0.5, 0.0))
+    lone = batch["episode"] < 3
+    assert 0 < len(batch["episode"][~lone].unique()) < len(batch["episode"].unique())
+    batch["group"] = torch.where(lone, batch["episode"], 3)
+    mask = batch["masks", "all_assistant_mask"] & lone[:, None]
+    out = ExperienceMaker(model, advantage="grpo", lone_value=-0.5)(batch)
+    assert torch.equal(out["advantage"][lone].squeeze(-1), torch.where(mask[lone], -0.5, 0.0))
     with pytest.raises(ValueError, match="lone_value must be finite"):
         ExperienceMaker(model, lone_value=float("nan"))
 
@@ -1058,7 +1061,7 @@ def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
 def test_metrics_show_how_whole_the_groups_are(model, rows):
     batch = rows(n=12)
     batch["group"] = torch.tensor([10**6, 7, -3])[batch["episode"] % 3]
-    maker = ExperienceMaker(model)
+    maker = ExperienceMaker(model, advantage="grpo")
     batch["valid"] = torch.arange(12) != 11
     maker(batch)
     of = {}
@@ -1076,7 +1079,7 @@ def test_metrics_show_how_whole_the_groups_are(model, rows):
     assert got["episodes_per_group/std"] > 0
     turns = ExperienceMaker(model, advantage="turn")
     turns(rows())
-    assert "episodes_per_group/mean" not in turns.metrics
+    assert not {"episodes_per_group/mean", "groups/without_spread"} & turns.metrics.keys()
 
 
 def test_the_actor_as_its_own_reference_is_warned_of(model, other_model, caplog):

@@ -69,7 +69,7 @@ def test_equal_scores_are_no_spread_in_whatever_order_they_were_earned(model, ro
     for n, order in enumerate((parts, parts[::-1])):
         places = batch["masks", "all_assistant_mask"][n].nonzero()[: len(parts), 0]
         batch["rewards", "full"][n, places] = torch.tensor(order)
-    out = ExperienceMaker(model, filters="dynamic_sampling")(batch)
+    out = ExperienceMaker(model, advantage="grpo", filters="dynamic_sampling")(batch)
     assert not out["weights", "full"].any()
     assert not out["advantage"].any()
 

@@ -43,6 +43,7 @@ def test_every_metric_is_on_the_page(model, other_model, rows):
         ref=other_model,
         with_entropy=True,
         reward={"maths": [("episode", 1.0)]},
+        advantage="grpo",
         filters="top_entropy",
     )
     batch = rows()

@@ -142,6 +142,23 @@ def test_out_keys_are_what_comes_out(model, experience):
         assert set(loss(experience()).keys()) == set(loss.out_keys)
 
 
+@pytest.mark.parametrize("kl_coef", [0, 0.0, ConstantKLController(kl_coef=0.0)])
+def test_a_kl_that_counts_for_nothing_needs_no_reference(model, experience, kl_coef):
+    loss, plain = MultiTurnLoss(model, kl_coef=kl_coef), MultiTurnLoss(model)
+    assert ("log_probs", "ref") not in loss.in_keys
+    assert ("log_probs", "ref") in loss.optional_in_keys
+    batch = experience()
+    reported = loss(batch)["kl_to_ref"]
+    torch.testing.assert_close(reported, MultiTurnLoss(model, kl_coef=0.3)(batch)["kl_to_ref"])
+    batch = batch.exclude(("log_probs", "ref"))
+    out, expected = loss(batch), plain(batch)
+    assert set(out.keys()) == set(expected.keys())
+    assert all(torch.equal(out[key], value) for key, value in expected.items())
+    loss.kl_coef = 0.1
+    with pytest.raises(KeyError, match="'ref'"):
+        loss(batch)
+
+
 def test_set_keys_changes_what_is_read(model, experience):
     batch = experience()
     expected = MultiTurnLoss(model)(batch)["loss_objective"]

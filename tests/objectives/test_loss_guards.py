@@ -294,3 +294,42 @@ def test_the_pages_example_leads_the_kl_to_its_target(model, batch):
         # One step of a horizon of 10, by the relative error of the KL.
         expected = 0.05 * (1 + (share - 1) / 10)
         assert float(names["controller"].coef) == pytest.approx(expected, rel=1e-5)
+
+
+class Spoiled(nn.Module):
+    """A model whose output is no number after one token."""
+
+    def __init__(self, model, row, token, bad):
+        super().__init__()
+        self.model, self.place, self.bad = model, (row, token), bad
+
+    def forward(self, input_ids, attention_mask):
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        out = getattr(out, "logits", out).clone()
+        out[self.place] = self.bad
+        return out
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_actor_that_gives_no_number_is_named(model, batch, objective, bad):
+    mask = batch["masks", "all_assistant_mask"]
+    row, token = (mask & (torch.arange(12) > 1)).nonzero()[3].tolist()
+    # Logits lie one place before the token that they predict.
+    spoiled = Spoiled(model, row, token - 1, bad)
+    loss = MultiTurnLoss(spoiled, objective=objective)
+    where = (
+        rf"log-probabilities must be finite .*\(row {row}, token {token}\) and 0 more: the model"
+    )
+    with pytest.raises(ValueError, match=where):
+        loss(batch)
+    batch["valid"] = torch.arange(len(batch)) != row
+    assert all(value.isfinite() for value in loss(batch).values())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_critic_that_gives_no_number_is_named(model, batch, bad):
+    row, token = batch["masks", "all_assistant_mask"].nonzero()[3].tolist()
+    loss = MultiTurnLoss(model, critic=Spoiled(Critic(), row, token - 1, bad))
+    with pytest.raises(ValueError, match=rf"the critic's values must be .*token {token}\)"):
+        loss(batch)

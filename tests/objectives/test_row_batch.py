@@ -311,7 +311,7 @@ def test_what_a_function_says_of_tokens_that_are_never_trained_is_not_read(model
         ("episode", {}),
         ("episode_index", {}),
         ("fork", {}),
-        ("group", {}),
+        ("group", {"advantage": "grpo"}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

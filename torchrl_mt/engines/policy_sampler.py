@@ -19,7 +19,7 @@ from torchrl.modules.llm import LLMWrapperBase, SGLangWrapper, TransformersWrapp
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_arguments import NEUTRAL
+from torchrl_mt.engines.sampling_arguments import bending
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
@@ -174,9 +174,15 @@ def generate_kwargs_of(policy: Any) -> Mapping[str, Any]:
     if isinstance(kwargs, Mapping):
         return {name: value for name, value in kwargs.items() if value is not None}
     params = getattr(policy, "sampling_params", None)  # vLLM's
-    names = {name: name for name in (*NEUTRAL, "temperature", "top_k", "top_p", "stop_token_ids")}
-    names |= {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
-    return {names[name]: getattr(params, name) for name in names if hasattr(params, name)}
+    fields = getattr(params, "__struct_fields__", None) or getattr(params, "__dict__", {})
+    said = {name: getattr(params, name) for name in fields if not name.startswith("_")}
+    names = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
+    # A field is there whether it was set or not: one that is empty was not.
+    return {
+        names.get(name, name): value
+        for name, value in said.items()
+        if value or (name == "temperature" and value is not None)
+    }
 
 
 def require_own_distribution(arguments: Mapping[str, Any]) -> None:
@@ -188,13 +194,9 @@ def require_own_distribution(arguments: Mapping[str, Any]) -> None:
         arguments: how a policy samples, by :func:`generate_kwargs_of`.
 
     Raises:
-        ValueError: if it penalises, searches, or truncates otherwise.
+        ValueError: if it penalises, searches, or truncates otherwise, or may, for all that is known.
     """
-    bent = {
-        name: arguments[name]
-        for name, neutral in NEUTRAL.items()
-        if name in arguments and arguments[name] not in neutral
-    }
+    bent = bending(arguments)
     if bent:
         raise ValueError(
             f"policy must sample from its model's own distribution, got generate_kwargs {bent}: "

@@ -1,7 +1,7 @@
 """What a sampler's arguments say of the distribution that its tokens are drawn from.
 
 Whatever makes it another than the model's own is in the record that goes with the tokens, under the
-name that the sampler has for it.
+name that the sampler has for it; so is whatever is not known to leave it alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrl_mt.engines.sampling import Sampling
 
-__all__ = ["NEUTRAL", "TruncationWarning", "sampling_of", "sampling_record"]
+__all__ = ["IDLE", "NEUTRAL", "TruncationWarning", "bending", "sampling_of", "sampling_record"]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -62,10 +62,121 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "json_schema": (None,),
     "regex": (None,),
     "ebnf": (None,),
+    "num_beam_groups": (None, 1),
+    "best_of": (None, 1),
+    "remove_invalid_values": (None, False),
+    "token_healing": (None, False),
+    "truncate_prompt_tokens": (None, -1),
+    "constraints": (None, []),
+    "extra_args": (None, {}),
+    "vllm_xargs": (None, {}),
+    "custom_params": (None, {}),
 }
 """Of what bends a distribution in another way than :class:`Sampling` does, the values that do not.
 
 The names are those of transformers, vLLM and SGLang.
+"""
+
+_LAW = frozenset({"temperature", "top_k", "top_p", "do_sample"})
+"""What :func:`sampling_of` reads."""
+
+_ENDS = {
+    "early_stopping",
+    "eos_token_id",
+    "max_completion_tokens",
+    "max_length",
+    "max_new_tokens",
+    "max_time",
+    "max_tokens",
+    "stop",
+    "stop_regex",
+    "stop_sequences",
+    "stop_strings",
+    "stop_token_ids",
+    "stopping_criteria",
+}
+_SHOWS = {
+    "detokenize",
+    "echo",
+    "flat_logprobs",
+    "include_stop_str_in_output",
+    "logprob_start_len",
+    "logprobs",
+    "no_stop_trim",
+    "output_attentions",
+    "output_hidden_states",
+    "output_kind",
+    "output_logits",
+    "output_scores",
+    "prompt_logprobs",
+    "return_dict_in_generate",
+    "return_hidden_states",
+    "return_logprob",
+    "return_text_in_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream",
+    "stream_interval",
+    "stream_options",
+    "streamer",
+    "token_ids_logprob",
+    "top_logprobs",
+    "top_logprobs_num",
+}
+_RUNS = {
+    "add_special_tokens",
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "cache_salt",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "kv_transfer_params",
+    "low_memory",
+    "max_cache_len",
+    "metadata",
+    "model",
+    "n",
+    "num_return_sequences",
+    "pad_token_id",
+    "prefill_chunk_size",
+    "priority",
+    "prompt",
+    "renormalize_logits",
+    "request_id",
+    "rid",
+    "sampling_seed",
+    "seed",
+    "service_tier",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "store",
+    "synced_gpus",
+    "tokenizer",
+    "transformers_version",
+    "use_cache",
+    "user",
+}
+_DRAFTS = {
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "is_assistant",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "prompt_lookup_num_tokens",
+    "target_lookbehind",
+}
+IDLE = frozenset(_ENDS | _SHOWS | _RUNS | _DRAFTS)
+"""What leaves the distribution of the next token alone, whatever its value.
+
+It says when an answer ends, what of it is shown, how and for whom it is computed, or how tokens are
+drafted that are then accepted with the model's own probability (https://arxiv.org/abs/2211.17192).
 """
 
 
@@ -102,7 +213,8 @@ def sampling_record(arguments: Mapping[str, Any], vocab_size: int | None = None)
         vocab_size: as in :func:`sampling_of`.
 
     Returns:
-        The arguments that make a difference to plain sampling at temperature 1.
+        The arguments that make a difference to plain sampling at temperature 1, or that may: those
+        that are not known here, and are not ``None``, are among them.
 
     Raises:
         TypeError: if one is no number.
@@ -111,12 +223,29 @@ def sampling_record(arguments: Mapping[str, Any], vocab_size: int | None = None)
     Examples:
         >>> sampling_record({"temperature": 1, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3})
         {'top_p': 0.9, 'repetition_penalty': 1.1}
+        >>> sampling_record({"top_n_sigma": 1.0, "max_tokens": 8, "stop": ["."]})
+        {'top_n_sigma': 1.0}
     """
-    record = sampling_of(arguments, vocab_size).record()
-    return record | {
+    return sampling_of(arguments, vocab_size).record() | bending(arguments)
+
+
+def bending(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Find what is not known to leave a distribution what temperature and truncation make it.
+
+    Args:
+        arguments: as in :func:`sampling_of`.
+
+    Returns:
+        All but temperature, ``top_k`` and ``top_p``, what is ``None``, what is :data:`IDLE`, and what
+        has one of its :data:`NEUTRAL` values.
+    """
+    return {
         name: value
         for name, value in arguments.items()
-        if name in NEUTRAL and value not in NEUTRAL[name]
+        if name not in _LAW
+        and name not in IDLE
+        and value is not None
+        and value not in NEUTRAL.get(name, ())
     }
 
 

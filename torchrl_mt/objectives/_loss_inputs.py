@@ -1,12 +1,12 @@
-"""The entries of rows that the loss reads: there, of one shape, and finite on the tokens that count.
+"""What the loss is made of, entries of rows and outputs of models: there, of one shape, and finite.
 
-Everything is checked before anything is computed.
+Only the tokens that count matter. Entries are all checked before anything is computed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrl_mt.objectives._rows import (
     LOG_PROB_ROUNDING,
+    MODEL_FAULT,
     NO_LOG_PROB,
     check_like,
     read_entry,
@@ -125,6 +126,21 @@ def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> b
             keys.sampler_log_prob,
         )
     return tells
+
+
+def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:
+    """Refuse what models gave, ``[N, S]`` each by its name, that is no number on a token that counts.
+
+    In one look at the device. The loss might hide it: a ratio of 0 trains nothing, and says nothing.
+    """
+    counts = torch.stack([(mask & ~x.detach().isfinite()).sum() for x in outputs.values()]).tolist()
+    for (name, value), count in zip(outputs.items(), counts, strict=True):
+        if count:
+            row, token = (mask & ~value.detach().isfinite()).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} must be finite on sampled tokens, got {value[row, token].item()} (row {row}, "
+                f"token {token}) and {count - 1} more: {MODEL_FAULT}"
+            )
 
 
 def check_total(total: object) -> None:

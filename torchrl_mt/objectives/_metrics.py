@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrl_mt.objectives.functional import dynamic_sampling_mask
 from torchrl_mt.objectives.row_batch import RowBatch
 
 
@@ -41,3 +42,16 @@ def episodes_per_group(batch: RowBatch) -> dict[str, float]:
     episode = batch.episodes.of_row[batch.valid]
     of_group = torch.stack([group, episode], dim=1).unique(dim=0)[:, 0]
     return summary("episodes_per_group", of_group.unique(return_counts=True)[1].double())
+
+
+def groups_without_spread(batch: RowBatch, outcome: Tensor) -> dict[str, float]:
+    """Which share of the groups has episodes that all came to the same: comparing them says nothing.
+
+    Args:
+        batch: The rows.
+        outcome: ``[N]`` floating: what each row's episode came to.
+    """
+    group = batch.group()
+    teaches = group[dynamic_sampling_mask(outcome, group, valid=batch.valid)].unique()
+    number = len(group[batch.valid].unique())
+    return {"groups/without_spread": 1 - len(teaches) / number if number else 0.0}

@@ -20,6 +20,7 @@ TOKENS = ("tokens", "full")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 SAMPLER_LOG_PROBS = ("log_probs", "full")
+VERSIONS = ("versions", "full")
 OLD_LOG_PROBS = ("log_probs", "old")
 REF_LOG_PROBS = ("log_probs", "ref")
 TURNS = ("turns", "full")
@@ -64,6 +65,11 @@ WRITERS: dict[NestedKey, str] = {
 
 LOG_PROB_ROUNDING = 0.5
 """How far above 0 half precision may put the log-probability of a certain token, and more."""
+MODEL_FAULT = (
+    "the model is at fault; look for NaN in its weights, as a gradient that was not finite leaves it, "
+    "or try another dtype."
+)
+"""What to do about a model that gives no numbers."""
 NO_LOG_PROB = "be log-probabilities, 0 or less", "Were they stored with the other sign?"
 """What those further above are not, and what they may be."""
 

@@ -81,6 +81,34 @@ class Credit:
         """Whether the rows' groups are."""
         return self.kind in GROUP_KINDS
 
+    def check(self, batch: RowBatch) -> None:
+        """Refuse episodes of which each is alone in its group, if groups are what is compared.
+
+        One episode by itself is no sign of a fault: others may have been rejected or filtered out.
+        Rejected episodes are members all the same, and copies of one episode are one.
+
+        Args:
+            batch: The rows.
+
+        Raises:
+            ValueError: If there are several and no two of one group.
+        """
+        if not self.reads_group:
+            return
+        member = torch.stack([batch.group(), batch.episode_id], dim=1).unique(dim=0)
+        if len(member) > 1 and len(member[:, 0].unique()) == len(member):
+            raise ValueError(
+                f"advantage={self.kind!r} compares the episodes of a group, but each of these "
+                f"{len(member)} episodes is alone in its group ({batch.keys.group!r}), where there is "
+                "nothing to learn. Collect with group_size=8, say, and give the maker whole groups "
+                "(EpisodeSampler(group_key='group')); or choose an advantage that needs no groups: "
+                "'turn', 'batch' or, with a critic, 'gae'."
+            )
+
+    def outcome(self, batch: RowBatch, reward: Tensor) -> Tensor:
+        """Return of each row's episode before any KL, ``[N]``: what is compared within groups."""
+        return batch.opening(self._returns_to_go(batch, reward, torch.zeros_like(reward)))
+
     def give(
         self,
         batch: RowBatch,

@@ -17,8 +17,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._metrics import episodes_per_group, sampled_tokens, summary
-from torchrl_mt.objectives._rows import check_temperature
+from torchrl_mt.objectives._doubts import Doubts
+from torchrl_mt.objectives._metrics import (
+    episodes_per_group,
+    groups_without_spread,
+    sampled_tokens,
+    summary,
+)
+from torchrl_mt.objectives._rows import MODEL_FAULT, check_temperature
 from torchrl_mt.objectives._writes import (
     check_writable,
     restored_on_failure,
@@ -57,7 +63,6 @@ OldLogProbs = Literal["sampler", "actor"]
 _SAMPLER_FAULT = (
     "the sampler is at fault; drop the episode, or score the rows again with old_log_probs='actor'."
 )
-_MODEL_FAULT = "the model is at fault; look for NaN in its weights, or try another dtype."
 
 
 class ExperienceMaker(TensorDictModuleBase):
@@ -68,15 +73,17 @@ class ExperienceMaker(TensorDictModuleBase):
     :class:`~torchrl_mt.transforms.MergeTurns` call. An episode that was truncated counts like one
     that was terminated: what it might still have earned is taken as 0. The advantage is
 
+    - ``"turn"``, the default, which needs neither groups nor a critic: each turn's return, normalised
+      among the turns of the batch that have the same turn id
+      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward`` and
+      ``reward_transform``, the rows' own ``("rewards", "to_go")`` are used where present, in place of
+      ``("rewards", "full")`` and ``gamma``;
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
       episode's return (that of its first turn) compared with its group, each episode counting once,
       on all of its sampled tokens (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
-      :func:`~torchrl_mt.objectives.functional.group_advantage`); ``"batch"`` or ``"reinforce++"``:
-      with the whole batch;
-    - ``"turn"``: each turn's return, normalised among the turns of the batch that have the same turn
-      id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward`` and
-      ``reward_transform``, the rows' own ``("rewards", "to_go")`` are used where present, in place of
-      ``("rewards", "full")`` and ``gamma``;
+      :func:`~torchrl_mt.objectives.functional.group_advantage`). Several episodes of which each is
+      alone in its group are refused: collect with a ``group_size``;
+    - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
     - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the episode's sampled tokens,
       its turns, or one inside the other, through all its rows
       (:func:`~torchrl_mt.objectives.functional.episode_gae`,
@@ -116,6 +123,7 @@ class ExperienceMaker(TensorDictModuleBase):
             state that a plain function reaches is not.
         advantage: See above.
         gamma: Discount in [0, 1]: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token.
+            ``None`` is 1, or what the rows' own returns were made with where these are used.
         lmbda: Trace decay in [0, 1]: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of
             ``"turn_gae"`` per turn.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
@@ -196,8 +204,8 @@ class ExperienceMaker(TensorDictModuleBase):
         critic: nn.Module | None = None,
         reward: Recipe | None = None,
         reward_transform: RewardTransform | None = None,
-        advantage: AdvantageKind | Callable[[TensorDictBase], Tensor] = "grpo",
-        gamma: float = 1.0,
+        advantage: AdvantageKind | Callable[[TensorDictBase], Tensor] = "turn",
+        gamma: float | None = None,
         lmbda: float = 0.95,
         turn_gamma: float = 1.0,
         turn_lmbda: float = 0.95,
@@ -261,6 +269,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.with_entropy = with_entropy
         self.temperature = temperature
         self.metrics: dict[str, float] = {}
+        self._doubts = Doubts()
         self.tensor_keys = ExperienceKeys()
         self._set_in_and_out_keys()
 
@@ -269,7 +278,7 @@ class ExperienceMaker(TensorDictModuleBase):
         """How credit is given, by the attributes as they are now."""
         return Credit(
             self.advantage,
-            self.gamma,
+            1.0 if self.gamma is None else self.gamma,
             self.lmbda,
             self.turn_gamma,
             self.turn_lmbda,
@@ -323,7 +332,7 @@ class ExperienceMaker(TensorDictModuleBase):
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
         write += ["weight"] * bool(self.filters)
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
-        may = ["episode_index", "fork", "valid", "sampling_temperature"]
+        may = ["episode_index", "fork", "valid", "sampling_temperature", "versions"]
         may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
         may += ["turn_return"] * (self.own_reward and self.credit.kind == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
@@ -341,10 +350,11 @@ class ExperienceMaker(TensorDictModuleBase):
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together, a row is there twice, no token was sampled, a
-                reward, log-probability, value or advantage that counts is not finite, or a reward
-                source answers what it must not, or the rows are locked or something else lies where an
-                output goes; the rows are then unchanged.
+            ValueError: If entries do not fit together, a row is there twice, no token was sampled, all
+                episodes are alone in their groups where groups are compared, a reward, log-probability,
+                value or advantage that counts is not finite, a reward source answers what it must not,
+                or the rows are locked or something else lies where an output goes; the rows are then
+                unchanged.
             RewardError: If a reward server fails; the rows are then unchanged, so that calling again
                 is safe.
         """
@@ -366,6 +376,7 @@ class ExperienceMaker(TensorDictModuleBase):
         """All that is written, by name, and the metrics."""
         out: dict[str, Tensor] = {}
         metrics = sampled_tokens(batch)
+        self.credit.check(batch)
         if self.reads_entropy:
             batch.read("entropy")
         if self.reads_group:
@@ -389,21 +400,22 @@ class ExperienceMaker(TensorDictModuleBase):
                 mask_key=self.tensor_keys.assistant_mask,
             )
             metrics |= scores
-
+        elif self.gamma is not None:
+            self._doubts.of_gamma(batch, self.gamma)
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
             if self.old_log_probs == "actor":
                 old = log_prob
                 out["sample_log_prob"] = batch.settled(
-                    "sample_log_prob", old, batch.scored, _MODEL_FAULT
+                    "sample_log_prob", old, batch.scored, MODEL_FAULT
                 )
             if entropy is not None:
-                out["entropy"] = batch.settled("entropy", entropy, batch.scored, _MODEL_FAULT)
+                out["entropy"] = batch.settled("entropy", entropy, batch.scored, MODEL_FAULT)
                 metrics |= summary("entropy", out["entropy"][batch.scored])
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             ref = self._score(self.ref, batch)[0]
-            out["ref_log_probs"] = batch.settled("ref_log_probs", ref, batch.scored, _MODEL_FAULT)
+            out["ref_log_probs"] = batch.settled("ref_log_probs", ref, batch.scored, MODEL_FAULT)
             # Of what the models gave: zeros that stand for no number are no log-probabilities.
             kl = kl_estimate(old.float(), ref, self.kl_kind)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
@@ -415,12 +427,18 @@ class ExperienceMaker(TensorDictModuleBase):
                 kl_reward = torch.where(batch.counted, -coefficient * kl, 0.0)
         if self.critic is not None:
             value = self._values(self.critic, batch)
-            out["value"] = batch.settled("value", value, batch.counted, _MODEL_FAULT)
+            out["value"] = batch.settled("value", value, batch.counted, MODEL_FAULT)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
             reward = out["shaped_reward"] = self.reward.transformed(
                 reward, batch.episodes, batch.valid
             )
+        if self.reads_group:
+            if reward is not None and self.credit.reads_group:
+                outcome = self.credit.outcome(batch, reward)
+            else:
+                outcome = batch.scores(reward)
+            metrics |= groups_without_spread(batch, outcome)
         advantage, out["value_target"] = self.credit.give(batch, reward, kl_reward, out)
         out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
@@ -429,6 +447,9 @@ class ExperienceMaker(TensorDictModuleBase):
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
+        self._doubts.of_advantage(batch, advantage, out.get("weight"))
+        if batch.has("versions"):
+            self._doubts.of_versions(batch, self.actor)
         return out, metrics
 
     def _score(

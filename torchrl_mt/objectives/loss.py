@@ -24,6 +24,7 @@ from torchrl_mt.objectives._loss_diagnostics import (
     policy_diagnostics,
 )
 from torchrl_mt.objectives._loss_inputs import (
+    check_outputs,
     check_total,
     counted_tokens,
     read_inputs,
@@ -112,7 +113,8 @@ class MultiTurnLoss(LossModule):
         sequence: What is one sequence to an objective or correction of whole sequences: a row, or a
             turn of a row by ``("turns", "full")``.
         kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``. ``None``
-            reads and writes nothing of it; at 0 ``"kl_to_ref"`` is still reported. Of a TorchRL
+            reads and writes nothing of it. At 0 no reference is needed; rows that have one
+            nevertheless have ``"kl_to_ref"`` reported, others neither of the two. Of a TorchRL
             controller the ``coef`` of the moment is used. To update it after a step is the caller's:
             ``controller.update([-controller.coef * kl])``, for TorchRL's takes the reward's KL term.
         kl_kind: The estimator that is minimised: k3 varies little and is never negative
@@ -272,7 +274,7 @@ class MultiTurnLoss(LossModule):
     def _names(self) -> list[str]:
         """Name the entries that are read, as ``set_keys`` does."""
         needed = {
-            "ref_log_probs": self.kl_coef is not None,
+            "ref_log_probs": self.kl_coef is not None and not self._ref_is_optional,
             "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),
             "turns": self.sequence == "turn",
             "group": self.aggregation == "prompt_mean",
@@ -282,6 +284,11 @@ class MultiTurnLoss(LossModule):
         always = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
         return always + [name for name, is_needed in needed.items() if is_needed]
 
+    @property
+    def _ref_is_optional(self) -> bool:
+        """Whether the KL to the reference is reported, but counts for nothing."""
+        return self.kl_coef is not None and not kl_coefficient(self.kl_coef)
+
     def _set_in_keys(self) -> None:
         """List the entries that are read; the base class calls this after ``set_keys``."""
         self.in_keys = [getattr(self.tensor_keys, name) for name in self._names()]
@@ -290,7 +297,8 @@ class MultiTurnLoss(LossModule):
     def optional_in_keys(self) -> list[NestedKey]:
         """The entries that are read where they are there, and count then."""
         keys = self.tensor_keys
-        return [keys.weight, keys.valid, keys.sampling_temperature, *self._loss_mask_keys()]
+        ref = [keys.ref_log_probs] * self._ref_is_optional
+        return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *self._loss_mask_keys()]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.
@@ -337,13 +345,16 @@ class MultiTurnLoss(LossModule):
         Raises:
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together, one is not finite on a sampled token or carries
-                a graph, rows were sampled at another temperature, or the actor returns logits of
-                another shape than its input's.
+                a graph, rows were sampled at another temperature, or a model returns logits of another
+                shape than its input's, or what is not finite.
             TypeError: If ``total`` is no number or tensor, or the actor returns no logits.
         """
         check_total(total)
         keys = self.tensor_keys
-        rows, mask = read_inputs(tensordict, keys, self._names(), self._loss_mask_keys())
+        names = self._names()
+        if self._ref_is_optional and tensordict.get(keys.ref_log_probs, None) is not None:
+            names.append("ref_log_probs")
+        rows, mask = read_inputs(tensordict, keys, names, self._loss_mask_keys())
         check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)
@@ -357,6 +368,11 @@ class MultiTurnLoss(LossModule):
             **self.passes,
         )
         assert entropy is not None
+        outputs = {"the actor's log-probabilities": log_prob, "the actor's entropies": entropy}
+        if self.critic_network is not None:
+            value = row_values(self.critic_network, *inputs, **self.passes)
+            outputs["the critic's values"] = value
+        check_outputs(outputs, mask)
         group = rows.get("group")
         if total is None:
             total = aggregation_total(mask, self.aggregation, group=group)
@@ -385,7 +401,7 @@ class MultiTurnLoss(LossModule):
         if "weight" in rows:
             loss = loss * torch.where(mask, rows["weight"], 0.0)
         out["loss_objective"] = reduce(loss)
-        if self.kl_coef is not None:
+        if self.kl_coef is not None and "ref_log_probs" in rows:
             ref = torch.where(mask, rows["ref_log_probs"], 0.0)
             kl = kl_estimate(log_prob, ref, self.kl_kind)
             out["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(kl)
@@ -393,10 +409,7 @@ class MultiTurnLoss(LossModule):
         if self.entropy_coef is not None:
             out["loss_entropy"] = -self.entropy_coef * reduce(entropy)
         if self.critic_network is not None:
-            value, returns = (
-                row_values(self.critic_network, *inputs, **self.passes),
-                rows["value_target"],
-            )
+            returns = rows["value_target"]
             error, cut = value_loss(
                 value, returns, mask, old_value=rows.get("value"), clip_value=self.clip_value
             )

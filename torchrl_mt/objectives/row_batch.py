@@ -32,6 +32,7 @@ class ExperienceKeys:
     attention_mask: NestedKey = _rows.ATTENTION_MASK
     assistant_mask: NestedKey = _rows.ASSISTANT_MASK
     sampler_log_prob: NestedKey = _rows.SAMPLER_LOG_PROBS
+    versions: NestedKey = _rows.VERSIONS
     turns: NestedKey = _rows.TURNS
     reward: NestedKey = _rows.REWARDS
     turn_return: NestedKey = _rows.TURN_RETURNS
@@ -93,6 +94,11 @@ class RowBatch:
         return self.tokens, self.attention_mask, self.mask
 
     @property
+    def episode_id(self) -> Tensor:
+        """What the rows call their episodes, ``[N]``: copies have one name."""
+        return _read(self.rows, self.keys, "episode")
+
+    @property
     def counted(self) -> Tensor:
         """The sampled tokens that enter statistics, ``[N, S]`` bool: those of valid rows."""
         return self.mask & self.valid.unsqueeze(-1)
@@ -104,8 +110,7 @@ class RowBatch:
 
     def check_finite(self, name: str, value: Tensor, where: Tensor, hint: str) -> None:
         """Refuse values ``[N, S]`` that are not finite on some tokens, by the name of their key."""
-        episode = _read(self.rows, self.keys, "episode")
-        check_finite(getattr(self.keys, name), value, where, episode, hint)
+        check_finite(getattr(self.keys, name), value, where, self.episode_id, hint)
 
     def settled(self, name: str, value: Tensor, where: Tensor, hint: str) -> Tensor:
         """Write values ``[N, S]`` as finite float32, by the name of their key.
@@ -147,7 +152,7 @@ class RowBatch:
             raise ValueError(
                 f"{self.keys.group!r} must be the same on all rows of an episode, got {int(group[n])} "
                 f"(row {n}) and {int(one[of_row[n]])} in episode "
-                f"{int(_read(self.rows, self.keys, 'episode')[n])}."
+                f"{int(self.episode_id[n])}."
             )
         return group
 
@@ -187,14 +192,19 @@ class RowBatch:
             total = index.total(reward.to(accumulation_dtype(reward.device))).float()[index.of_row]
             bad = (~total.isfinite()).nonzero()
             if len(bad):
-                episode = int(_read(self.rows, self.keys, "episode")[bad[0, 0]])
+                episode = int(self.episode_id[bad[0, 0]])
                 raise ValueError(
                     f"the rewards of an episode must add up to a finite score for filters, got "
                     f"{float(total[bad[0, 0]])} in episode {episode}; scale the rewards down."
                 )
             return total
+        return self.opening(self.read("turn_return").float())
+
+    def opening(self, per_token: Tensor) -> Tensor:
+        """Read values ``[N, S]`` at the first sampled token of each row's episode, ``[N]``."""
+        index = self.episodes
         begins = index.ends().roll(1)
-        first = self.read("turn_return").float().flatten()[index.token[begins]]
+        first = per_token.flatten()[index.token[begins]]
         return first.new_zeros(len(index.last_token)).index_copy(0, index.of_token[begins], first)[
             index.of_row
         ]

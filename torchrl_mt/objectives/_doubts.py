@@ -1,0 +1,144 @@
+"""Training that learns nothing, or from other numbers than was meant, without an error: said once.
+
+Looking changes nothing, and ends where there is nothing more to be said.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_mt.objectives.functional import turn_returns
+from torchrl_mt.objectives.row_batch import RowBatch
+
+_logger = logging.getLogger("torchrl_mt")
+
+_BATCHES = 4
+"""So many batches of new episodes from one weight version, the weights changing in between, are no
+accident: a collector that runs ahead by less is told of new weights before the last of them."""
+_NEW = 0.25
+"""The share of a batch's episodes that must be newer than all before: those of a buffer are mixed."""
+_WEIGHTS = 64
+"""How many numbers of each parameter are compared: every step of an optimizer changes some."""
+
+
+class Doubts:
+    """What one :class:`~torchrl_mt.objectives.ExperienceMaker` warns of, each once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._versions = VersionWatch()
+
+    def of_advantage(self, batch: RowBatch, advantage: Tensor, weight: Tensor | None) -> None:
+        """Warn of a batch in which no token that is trained has an advantage and a weight.
+
+        Args:
+            batch: The rows.
+            advantage: ``[N, S]`` float32.
+            weight: ``[N, S]`` float32 of the filters, if there are any.
+        """
+        counts = advantage if weight is None else advantage * weight
+        if "advantage" in self._said or not bool(batch.scored.any()):
+            return
+        if not bool(counts[batch.scored].any()):
+            self._said.add("advantage")
+            _logger.warning(
+                "The advantage%s is 0 on all %d trained tokens of a batch: nothing is learned from it. "
+                "Do the rewards differ (maker.metrics['reward/<label>/std'])? Are there several "
+                "episodes to compare, and several of each group? This is said once.",
+                "" if weight is None else ", or the filters' weight,",
+                int(batch.scored.sum()),
+            )
+
+    def of_gamma(self, batch: RowBatch, gamma: float) -> None:
+        """Warn if the rows' own returns, which are used, are not those that a discount would make.
+
+        Args:
+            batch: The rows, with returns.
+            gamma: Discount per turn that was asked for.
+        """
+        if "gamma" in self._said or not bool(batch.counted.any()):
+            return
+        if batch.has("reward"):
+            reward = torch.where(batch.counted, batch.read("reward").float(), 0.0)
+            asked = turn_returns(reward, batch.mask, batch.turns, gamma, episode=batch.episode)
+            asked, used = asked[batch.counted], batch.turn_returns()[batch.counted]
+            if bool(((asked - used).abs() <= 1e-3 * used.abs().max()).all()):
+                return
+        self._said.add("gamma")
+        _logger.warning(
+            "gamma=%s does not discount the rewards: the rows carry returns, %r, that were made with "
+            "another gamma (of DiscountedReturn, in the writer or the buffer), and these are used. "
+            "Leave gamma out, or drop the entry from the rows, and gamma counts. This is said once.",
+            gamma,
+            batch.keys.turn_return,
+        )
+
+    def of_versions(self, batch: RowBatch, actor: nn.Module) -> None:
+        """Warn if new episodes go on coming from one weight version though the actor is trained.
+
+        Args:
+            batch: The rows, with versions.
+            actor: What is trained.
+        """
+        version = self._versions(batch, actor)
+        if version is not None:
+            _logger.warning(
+                "%r has been %d in %d batches of ever new episodes, though the actor's weights changed "
+                "between them: what samples was not told. Call "
+                "collector.update_policy_weights_(model) after training, or, where there is no "
+                "collector, engine.update_weights(model); also with share_weights=True, where it makes "
+                "the engine drop what it cached under the old weights. If the episodes are a data "
+                "set's, all is well. This is said once.",
+                batch.keys.versions,
+                version,
+                _BATCHES,
+            )
+
+
+class VersionWatch:
+    """Look for batches of new episodes that all come from the first one's weight version.
+
+    New are those whose ids are above all before. The same episodes again (epochs of training), a
+    buffer's mixture of old and new ones, and weights that do not change prove nothing. Once another
+    version is seen, the sampler evidently is told of new weights, and the watch is over.
+    """
+
+    def __init__(self) -> None:
+        self._over = False
+        self._version: int | None = None
+        self._highest = 0
+        self._batches = 0
+        self._weights = torch.empty(0)
+
+    def __call__(self, batch: RowBatch, actor: nn.Module) -> int | None:
+        """Look at a batch; give the version, once, when too many batches had it."""
+        if self._over or not bool(batch.counted.any()):
+            return None
+        version = int(batch.read("versions")[batch.counted].max())
+        if version < 0:
+            return None
+        episodes = batch.episode_id[batch.valid].unique()
+        is_new = True
+        if self._version is None:
+            self._version = version
+        else:
+            is_new = float((episodes > self._highest).double().mean()) >= _NEW
+        self._highest = max(self._highest, int(episodes.max()))
+        if version != self._version:
+            self._over = True
+        elif is_new and not torch.equal(weights := some_weights(actor), self._weights):
+            self._batches, self._weights = self._batches + 1, weights
+            if self._batches == _BATCHES:
+                self._over = True
+                return version
+        return None
+
+
+def some_weights(model: nn.Module) -> Tensor:
+    """Copy some numbers of each parameter that is trained, ``[K]`` float32 on the CPU."""
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    some = [p.flatten()[:_WEIGHTS].to(trained[0].device, torch.float32) for p in trained]
+    return torch.cat(some).cpu() if some else torch.empty(0)
