@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._doubts import Doubts
+from torchrl_mt.objectives._warnings import Warnings
 from torchrl_mt.objectives._metrics import (
     episodes_per_group,
     groups_without_spread,
@@ -269,7 +269,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.with_entropy = with_entropy
         self.temperature = temperature
         self.metrics: dict[str, float] = {}
-        self._doubts = Doubts()
+        self._warnings = Warnings()
         self.tensor_keys = ExperienceKeys()
         self._set_in_and_out_keys()
 
@@ -401,7 +401,7 @@ class ExperienceMaker(TensorDictModuleBase):
             )
             metrics |= scores
         elif self.gamma is not None:
-            self._doubts.of_gamma(batch, self.gamma)
+            self._warnings.of_gamma(batch, self.gamma)
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
             if self.old_log_probs == "actor":
@@ -447,9 +447,9 @@ class ExperienceMaker(TensorDictModuleBase):
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
-        self._doubts.of_advantage(batch, advantage, out.get("weight"))
+        self._warnings.of_advantage(batch, advantage, out.get("weight"))
         if batch.has("versions"):
-            self._doubts.of_versions(batch, self.actor)
+            self._warnings.of_versions(batch, self.actor)
         return out, metrics
 
     def _score(

@@ -24,7 +24,7 @@ _WEIGHTS = 64
 """How many numbers of each parameter are compared: every step of an optimizer changes some."""
 
 
-class Doubts:
+class Warnings:
     """What one :class:`~torchrl_mt.objectives.ExperienceMaker` warns of, each once."""
 
     def __init__(self) -> None:
