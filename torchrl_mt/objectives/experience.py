@@ -17,7 +17,6 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._warnings import Warnings
 from torchrl_mt.objectives._metrics import (
     episodes_per_group,
     groups_without_spread,
@@ -25,6 +24,7 @@ from torchrl_mt.objectives._metrics import (
     summary,
 )
 from torchrl_mt.objectives._rows import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives._warnings import Warnings
 from torchrl_mt.objectives._writes import (
     check_writable,
     restored_on_failure,
