@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from tensordict import TensorDictBase
 from torch.nn.utils.rnn import pad_sequence
@@ -44,8 +43,13 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+try:
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("Agg")
+except ImportError:
+    plt = None
 
 GAMMA = 0.9
 EPISODES_PER_UPDATE = 128
@@ -272,8 +276,9 @@ class Report:
             writer = csv.DictWriter(file, self.metrics[0])
             writer.writeheader()
             writer.writerows(self.metrics)
-        with replacing(self.out / "curve.png") as path:
-            self.draw(path)
+        if plt is not None:
+            with replacing(self.out / "curve.png") as path:
+                self.draw(path)
 
     def finish(self, after: dict[str, Any]) -> dict[str, float]:
         """Write games of before and after, and say what was reached."""
@@ -293,6 +298,8 @@ class Report:
             f"{self.seconds['training']:.0f} training"
         )
         print(f"written to  {self.out}")
+        if plt is None:
+            print("no figure   it needs matplotlib: pip install 'torchrl-mt[examples]'")
         return {
             "before": self.before["return"],
             "after": after["return"],

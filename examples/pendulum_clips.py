@@ -15,7 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -26,8 +25,13 @@ from tqdm import tqdm
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+try:
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("Agg")
+except ImportError:
+    plt = None
 
 NUM_ENVS = 4
 EPISODE_LENGTH = 100
@@ -183,12 +187,15 @@ def train(args: argparse.Namespace) -> None:
         if step % every == 0 or step == args.steps:
             curve.append((step, validate().mean().item()))
 
-    path = args.out / "curve.png"
     still = squared_error(Standstill(), held_out)
-    plot(path, curve, before, validate(), still)
     first, last = curve[0][1], curve[-1][1]
     print(f"validation error, {args.slice_len} steps open loop: {first:.4g} -> {last:.4g}")
     print(f"the forecast that nothing moves: {still.mean():.4g}")
+    if plt is None:
+        print("no curve: it needs matplotlib: pip install 'torchrl-mt[examples]'")
+        return
+    path = args.out / "curve.png"
+    plot(path, curve, before, validate(), still)
     print(f"curve: {path}")
 
 

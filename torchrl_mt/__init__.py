@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrl_mt import collectors as collectors
+    from torchrl_mt import data as data
+    from torchrl_mt import engines as engines
+    from torchrl_mt import envs as envs
+    from torchrl_mt import objectives as objectives
+    from torchrl_mt import testing as testing
+    from torchrl_mt import transforms as transforms
 
 __version__ = "0.1.0"
 

@@ -1,109 +1,87 @@
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
-from torchrl.data.replay_buffers.samplers import prioritized
 
-from torchrl_mt.data import segment_trees as module
-from torchrl_mt.data.segment_trees import segment_trees
+from torchrl_mt.data.segment_trees import MinTree, SumTree
 
-
-def run(code):
-    """What a fresh interpreter prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    # TorchRL logs to the standard output, too.
-    return [line[6:] for line in done.stdout.splitlines() if line.startswith("told: ")]
+SIZES = [1, 2, 31, 2047, 2048, 2049, 40_000, 140_000]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_trees_give_sums_and_minima(dtype):
-    sums, minima = (cls(11) for cls in segment_trees(dtype))
-    values = torch.rand(11, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    index = torch.randperm(11)
-    sums[index], minima[index] = values, values
-    assert torch.equal(sums[index], values)
-    assert minima.query(0, 11) == values.min()
-    assert sums.query(0, 11) == pytest.approx(values.sum().item())
-    ordered = torch.empty_like(values)
-    ordered[index] = values
-    mass = torch.rand(100, dtype=dtype) * ordered.sum() * 0.999
-    expected = torch.searchsorted(ordered.cumsum(0), mass)
-    assert torch.equal(sums.scan_lower_bound(mass), expected)
+@pytest.mark.parametrize("size", SIZES)
+def test_trees_follow_what_changes(size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    leaves = torch.rand(size, dtype=dtype, generator=generator)
+    # Eighths add up exactly, in whatever order.
+    leaves = (leaves * 64).round() / 8
+    sums, minima = SumTree(leaves), MinTree(leaves - 4)
+    for _ in range(5):
+        index = torch.randperm(size, generator=generator)[: size // 3 + 1]
+        changed = torch.randint(0, 64, index.shape, generator=generator).to(dtype) / 8
+        leaves[index] = changed
+        sums[index], minima[index] = changed, changed - 4
+        assert sums.root == float(leaves.sum())
+        assert minima.root == float(leaves.min() - 4)
+        assert torch.equal(sums[torch.arange(size)], leaves)
+    mass = torch.rand(500, dtype=dtype, generator=generator) * leaves.sum() + 1e-3
+    mass = torch.cat([mass.clamp_(max=float(leaves.sum())), leaves.cumsum(0)[leaves > 0]])
+    expected = torch.searchsorted(leaves.cumsum(0), mass)
+    assert torch.equal(sums.find(mass), expected)
 
 
-def test_other_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"torch.float32 or torch.float64, got torch.float16"):
-        segment_trees(torch.float16)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_single_leaf_counts_wherever_it_is(size):
+    for place in {0, size // 2, size - 1}:
+        sums, minima = SumTree(torch.zeros(size)), MinTree(torch.full((size,), float("inf")))
+        assert (sums.root, minima.root) == (0.0, float("inf"))
+        index = torch.tensor([place])
+        sums[index], minima[index] = torch.tensor([0.1]), -2.0
+        assert (sums.root, minima.root) == (pytest.approx(0.1), -2.0)
+        assert sums.find(torch.tensor([1e-6, sums.root])).tolist() == [place, place]
 
 
-def test_the_trees_of_torchrl_are_preferred(monkeypatch):
-    monkeypatch.setattr(prioritized, "SumSegmentTreeFp32", "sums")
-    monkeypatch.setattr(prioritized, "MinSegmentTreeFp32", "minima")
-    assert segment_trees(torch.float32) == ("sums", "minima")
+@pytest.mark.parametrize("size", [2000, 40_000, 140_000])
+def test_rounded_sums_lead_to_leaves(size):
+    generator = torch.Generator().manual_seed(0)
+    leaves = torch.rand(size, generator=generator) ** 8
+    tree = SumTree(leaves)
+    mass = torch.rand(100_000, generator=generator) * tree.root
+    reached = leaves.double().cumsum(0)[tree.find(mass).clamp_(max=size - 1)]
+    assert (mass.double() - reached).max() < 1e-5 * tree.root
+    # A sum that was rounded up is reached by no leaf.
+    found = tree.find(torch.tensor([0.0, tree.root * 1.001]))
+    assert tree[found].shape == (2,)
 
 
-def test_without_the_extension_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr(prioritized, "SumSegmentTreeFp32", None)
-    monkeypatch.setattr(module, "_loaded", None)
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="install torchrl from a wheel"):
-        segment_trees(torch.float32)
+def test_leaves_are_copied():
+    leaves = torch.ones(3)
+    tree = SumTree(leaves)
+    leaves[0] = 5.0
+    assert tree[torch.tensor([0])] == 1.0
 
 
-def test_an_extension_that_does_not_load_is_named(monkeypatch, tmp_path):
-    broken = tmp_path / "_torchrl.so"
-    broken.write_bytes(b"nothing")
-    flags = sys.getdlopenflags()
-    monkeypatch.setattr(prioritized, "SumSegmentTreeFp32", None)
-    monkeypatch.setattr(module, "_loaded", None)
-    monkeypatch.setattr(module, "find_spec", lambda name: type("", (), {"origin": str(broken)}))
-    with pytest.raises(RuntimeError, match="the releases of torch and torchrl that belong"):
-        segment_trees(torch.float32)
-    assert sys.getdlopenflags() == flags
-
-
-def test_torchrl_is_left_as_it_was():
-    told = run(
-        """
-        import sys
-        import torch, torchrl
-        from torchrl.data.replay_buffers.samplers import prioritized
-        before = {k: v for k, v in vars(prioritized).items() if "Tree" in k}
-        known = "torchrl._torchrl" in sys.modules, hasattr(torchrl, "_torchrl")
-        flags = sys.getdlopenflags()
-        from torchrl_mt.data.segment_trees import segment_trees
-        segment_trees(torch.float32)
-        print("told:", before == {k: v for k, v in vars(prioritized).items() if "Tree" in k})
-        print("told:", flags == sys.getdlopenflags())
-        print("told:", known == ("torchrl._torchrl" in sys.modules, hasattr(torchrl, "_torchrl")))
-        """
-    )
-    assert told == ["True", "True", "True"]
-
-
-def test_the_rest_of_torchrl_still_works():
-    told = run(
-        """
-        import torch
-        from torchrl_mt.data import PrioritizedClipSampler
-        PrioritizedClipSampler(slice_len=2)
-        from torchrl.modules import TanhNormal
-        from torchrl.modules.distributions.utils import safeatanh, safetanh
-        from torchrl.data import LazyTensorStorage, ReplayBuffer
-        loc = torch.zeros(4, requires_grad=True)
-        dist = TanhNormal(loc, torch.ones(4))
-        dist.log_prob(dist.rsample()).sum().backward()
-        print("told:", bool(loc.grad.isfinite().all()))
-        x = torch.tensor([0.3])
-        print("told:", torch.allclose(safeatanh(safetanh(x, 1e-6), 1e-6), x))
-        rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-        rb.extend(torch.arange(4))
-        print("told:", len(rb.sample()))
-        """
-    )
-    assert told == ["True", "True", "2"]
+def test_priorities_need_no_extension_of_torchrl():
+    code = """
+import sys
+sys.modules["torchrl._torchrl"] = None  # its import fails
+import torch
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import prioritized
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+assert prioritized.SumSegmentTreeFp32 is None
+buffer = TensorDictReplayBuffer(
+    storage=EpisodeStorage(100), writer=EpisodeWriter(), batch_size=8,
+    sampler=PrioritizedClipSampler(alpha=1.0, eps=0.0, slice_len=1),
+)
+done = torch.arange(10).view(10, 1) == 9
+buffer.extend(TensorDict({"step": torch.arange(10), "next": {"done": done}}, [10]))
+data = buffer.sample()
+data["td_error"] = torch.zeros(8)
+buffer.update_tensordict_priority(data)
+assert not set(buffer.sample()["step"].tolist()) & set(data["step"].tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -17,12 +17,16 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "guess_number.py"
 QUICK = ["--updates", "2", "--warm-start-steps", "5", "--eval-episodes", "16"]
 
 
-@pytest.fixture(scope="module")
-def example():
+def load():
     spec = importlib.util.spec_from_file_location("guess_number_example", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load()
 
 
 def test_it_learns(example, tmp_path):
@@ -51,6 +55,13 @@ def test_a_run_writes_what_it_says(example, tmp_path, capsys):
     printed = capsys.readouterr().out
     for name in ("return", "success", "optimum", "episodes", "tokens", "seconds"):
         assert f"\n{name} " in printed
+
+
+def test_without_matplotlib_a_run_says_how_to_get_the_figure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    assert load().main([*QUICK, "--out", str(tmp_path)]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["episodes.txt", "metrics.csv"]
+    assert "needs matplotlib: pip install 'torchrl-mt[examples]'" in capsys.readouterr().out
 
 
 def test_a_saved_model_is_trained_without_warm_start(example, tmp_path):

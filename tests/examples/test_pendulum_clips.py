@@ -12,13 +12,17 @@ import torch
 SCRIPT = Path(__file__).parents[2] / "examples" / "pendulum_clips.py"
 
 
-@pytest.fixture
-def script():
-    threads = torch.get_num_threads()
+def load():
     spec = importlib.util.spec_from_file_location("pendulum_clips", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
+    return module
+
+
+@pytest.fixture
+def script():
+    threads = torch.get_num_threads()
+    yield load()
     torch.set_num_threads(threads)
 
 
@@ -32,6 +36,15 @@ def test_the_error_falls_and_the_curve_is_drawn(script, tmp_path, capsys):
     assert last < first / 4
     assert last < still
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("script")
+def test_without_matplotlib_it_is_said_how_to_get_the_curve(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    arguments = f"--steps 2 --episodes 4 --slice-len 8 --clips 4 --out {tmp_path}"
+    assert load().main(arguments.split()) == 0
+    assert not list(tmp_path.iterdir())
+    assert "needs matplotlib: pip install 'torchrl-mt[examples]'" in capsys.readouterr().out
 
 
 def test_the_buffer_holds_whole_episodes_that_the_collector_cut(script):

@@ -22,7 +22,6 @@ from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.draw_log import Draw, DrawLog
 from torchrl_mt.data.priorities import check_index, check_priority, reduce_by_clip
 from torchrl_mt.data.sampling import episode_storage
-from torchrl_mt.data.segment_trees import segment_trees
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["PrioritizedClipSampler"]
@@ -68,7 +67,6 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     Raises:
         TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given.
         ValueError: if an argument is out of range, or does not go with another.
-        RuntimeError: if TorchRL's segment trees cannot be loaded.
 
     Examples:
         >>> import torch
@@ -129,7 +127,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             raise ValueError(
                 f'reduction must be "max", "min", "mean" or "median", got {reduction!r}'
             )
-        segment_trees(dtype)
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         self._beta = _not_negative("beta", beta)
         self._max_capacity = max_capacity
         self.dtype = dtype

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data.sampling import draw_uniform
-from torchrl_mt.data.segment_trees import segment_trees
+from torchrl_mt.data.segment_trees import MinTree, SumTree
 
 __all__ = ["PriorityRing"]
 
@@ -48,20 +48,18 @@ class PriorityRing:
         """By slot: priorities as given."""
         self.weight = torch.zeros(capacity, dtype=dtype, device="cpu")
         """By slot: weights, of open steps and others."""
-        self._never = torch.finfo(dtype).max
-        """What the trees of minima hold for a step that is not open."""
         self._build(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     @property
     def least(self) -> float:
         """The least positive weight of an open step."""
-        return self._least.query(0, self.capacity)
+        return self._least.root
 
     @property
     def largest(self) -> float | None:
         """The largest priority of an open step; None if none is open."""
-        negated = self._negated.query(0, self.capacity)
-        return None if negated == self._never else -negated
+        negated = self._negated.root
+        return None if negated == math.inf else -negated
 
     def slots(self, numbers: Tensor) -> Tensor:
         """Where the steps of these numbers are kept: int64 ``[n]``."""
@@ -84,7 +82,7 @@ class PriorityRing:
         """Forget the steps whose number is below ``first``."""
         left = torch.arange(self.first, min(first, self.end), device="cpu")
         if left.shape[0]:
-            self._enter(self.slots(left), 0.0, self._never, self._never)
+            self._enter(self.slots(left), 0.0, math.inf, math.inf)
         self.first, self.end = max(self.first, first), max(self.end, first)
 
     def admit(self, end: int, priority: float, weight: float) -> None:
@@ -134,7 +132,7 @@ class PriorityRing:
         Raises:
             RuntimeError: if the weights of the open steps add up to zero or overflow.
         """
-        total = self._sum.query(0, self.capacity)
+        total = self._sum.root
         if total <= 0:
             raise RuntimeError(
                 "no clip can be drawn: all priorities are zero; use eps > 0, or update some"
@@ -146,24 +144,19 @@ class PriorityRing:
             )
         slots = self._scan(num, total, generator)
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
-        while bool((missed := self._open_weight(slots) <= 0).any()):
+        while bool((missed := self._sum[slots] <= 0).any()):
             slots[missed] = self._scan(int(missed.sum()), total, generator)
         return self.first + (slots - self.first) % self.capacity
 
     def _scan(self, num: int, total: float, generator: torch.Generator | None) -> Tensor:
         """Slots at random places of the cumulative weights."""
         mass = ((1.0 - draw_uniform(num, generator)) * total).to(self.dtype)
-        # Of a single number the trees make a Python number.
-        return torch.as_tensor(self._sum.scan_lower_bound(mass), device="cpu").view(num)
-
-    def _open_weight(self, slots: Tensor) -> Tensor:
-        """Weights of slots, 0 where no step is open."""
-        return torch.as_tensor(self._sum[slots], device="cpu").view(slots.shape)
+        return self._sum.find(mass)
 
     def _leaves(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the trees hold for open steps."""
         weight = self.weight[slots]
-        least = torch.where(weight > 0, weight, self._never)
+        least = torch.where(weight > 0, weight, math.inf)
         return weight, least, -self.priority[slots]
 
     def _enter(self, slots: Tensor, *leaves: Any) -> None:
@@ -171,16 +164,16 @@ class PriorityRing:
         for tree, values in zip((self._sum, self._least, self._negated), leaves, strict=True):
             tree[slots] = values
 
+    @torch.inference_mode(False)
     def _build(self, slots: Tensor) -> None:
         """Make trees in which these slots are open."""
-        sums, minima = segment_trees(self.dtype)
-        classes, nothing = (sums, minima, minima), (0.0, self._never, self._never)
-        trees = []
-        for cls, empty, values in zip(classes, nothing, self._leaves(slots), strict=True):
+
+        def full(empty: float, values: Tensor) -> Tensor:
             leaves = torch.full((self.capacity,), empty, dtype=self.dtype, device="cpu")
             leaves[slots] = values
-            # As when unpickled: one pass, where setting the leaves would take log(capacity).
-            tree = cls.__new__(cls)
-            tree.__setstate__((leaves.numpy(),))
-            trees.append(tree)
-        self._sum, self._least, self._negated = trees
+            return leaves
+
+        weight, least, negated = self._leaves(slots)
+        self._sum = SumTree(full(0.0, weight))
+        self._least = MinTree(full(math.inf, least))
+        self._negated = MinTree(full(math.inf, negated))

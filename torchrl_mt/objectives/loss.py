@@ -146,6 +146,7 @@ class MultiTurnLoss(LossModule):
         ...     def forward(self, input_ids, attention_mask):
         ...         return super().forward(input_ids)
         >>> actor = Bigrams(8, 8)
+        >>> _ = nn.init.zeros_(actor.weight)
         >>> sampled = torch.tensor([[False, True], [False, True]])
         >>> rows = TensorDict(
         ...     {

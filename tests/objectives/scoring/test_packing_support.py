@@ -58,7 +58,7 @@ def build():
         ("Llama", {"attn_implementation": "eager"}),
         ("Mistral", {"sliding_window": 3}),
         ("GPT2", {}),
-        ("GraniteMoe", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -23,15 +23,9 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.4,
 }
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [8.0] * 4,
-    "original_max_position_embeddings": ORIGINAL,
-    "factor": 8.0,
-}
+# As transformers 4 has it; 5 makes its rope_parameters of it.
+DYNAMIC = {"rope_type": "dynamic", "factor": 8.0}
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 KINDS = {
     "longrope": (
         "Phi3",
@@ -45,10 +39,7 @@ KINDS = {
         "Gemma3ForCausalLM",
         {"max_position_embeddings": ORIGINAL, "head_dim": 8, "sliding_window": 64}
         | {"layer_types": ["sliding_attention", "full_attention"]},
-        {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": DYNAMIC,
-        },
+        DYNAMIC,
     ),
 }
 SHORT, EDGE, LONGER, LONGEST = 9, ORIGINAL, 20, 24
@@ -65,9 +56,8 @@ def build(kind):
 
     def make():
         torch.manual_seed(0)
-        rope_parameters = copy.deepcopy(rope)
         config = getattr(transformers, f"{family}Config")(
-            **SIZES | options, rope_parameters=rope_parameters
+            **SIZES | options, rope_theta=10000.0, rope_scaling=copy.deepcopy(rope)
         )
         return getattr(transformers, name)._from_config(config).eval()
 

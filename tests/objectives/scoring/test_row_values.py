@@ -1,5 +1,7 @@
 """The value at a sampled token depends on the attended tokens before it and on nothing else."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -17,9 +19,9 @@ def critic(request, model):
         nn.init.normal_(critic.head.bias)
         return critic
     torch.manual_seed(0)
-    return AutoModelForTokenClassification.from_config(
-        model.config.__class__(**model.config.to_dict() | {"num_labels": 1})
-    ).eval()
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    return AutoModelForTokenClassification.from_config(config).eval()
 
 
 def entries(rows):

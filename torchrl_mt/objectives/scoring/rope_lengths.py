@@ -59,10 +59,9 @@ def _ropes(model: nn.Module) -> list[_Rope]:
         kinds = module.__dict__.get("rope_type")
         if kinds is None:
             continue
-        parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
         if isinstance(kinds, str):
-            kinds, parameters = {"": kinds}, {"": parameters}
-        if not isinstance(kinds, dict) or not isinstance(parameters, dict):
+            kinds = {"": kinds}
+        if not isinstance(kinds, dict):
             continue
         for layer, kind in kinds.items():
             prefix = f"{layer}_" if layer else ""
@@ -71,9 +70,17 @@ def _ropes(model: nn.Module) -> list[_Rope]:
             if "dynamic" in kind:
                 out.append(_Rope(module, prefix, True, int(vars(module)["original_max_seq_len"])))
             elif kind == "longrope":
-                original = parameters[layer]["original_max_position_embeddings"]
-                out.append(_Rope(module, prefix, False, int(original)))
+                out.append(_Rope(module, prefix, False, _short_frequencies(module.config, layer)))
     return out
+
+
+def _short_frequencies(config: Any, layer: str) -> int:
+    """Most tokens of a row that has LongRoPE's short frequencies."""
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None:  # transformers 4
+        own = getattr(config, "original_max_position_embeddings", None)
+        return int(config.max_position_embeddings if own is None else own)
+    return int((parameters[layer] if layer else parameters)["original_max_position_embeddings"])
 
 
 def _row_lengths(inputs: dict[str, Any]) -> Tensor:

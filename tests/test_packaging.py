@@ -1,0 +1,40 @@
+"""What is installed, and what the package does without."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import metadata, requires
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_everything_is_imported_without_the_extras():
+    code = """
+import importlib, pkgutil, sys
+for name in ("gymnasium", "httpx", "matplotlib", "psutil"):
+    sys.modules[name] = None  # its import fails
+import torchrl_mt
+for module in pkgutil.walk_packages(torchrl_mt.__path__, "torchrl_mt."):
+    importlib.import_module(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", [p.relative_to(ROOT) for p in (*ROOT.glob("*.md"), ROOT / ".ci" / "run")], ids=str
+)
+def test_commands_install_extras_that_there_are(path):
+    named = re.findall(r"pip install [^\n]*?\.\[([\w,]+)\]", (ROOT / path).read_text())
+    known = set(metadata("torchrl-mt").get_all("Provides-Extra"))
+    assert {extra for extras in named for extra in extras.split(",")} <= known
+
+
+def test_the_core_asks_for_little_and_excludes_no_later_release():
+    core = [line for line in requires("torchrl-mt") if "extra ==" not in line]
+    names = {re.match(r"[\w-]+", line).group() for line in core}
+    assert names == {"torch", "torchrl", "tensordict", "transformers", "numpy", "tqdm"}
+    assert [line for line in core if re.search("<|==|~=", line)] == ["torchrl<0.15,>=0.14.1"]
