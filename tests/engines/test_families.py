@@ -217,10 +217,14 @@ def test_answers_are_exact_before_and_after_an_update(family):
 
 def test_long_rope_is_sampled_as_long_as_its_frequencies_stay():
     """They would change for every row of a batch with the longest, and for what is in the cache."""
-    rope = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    rope |= {"rope_type": "longrope", "type": "longrope", "original_max_position_embeddings": 64}
-    settings = {**GROUPED, "rope_scaling": rope, "original_max_position_embeddings": 64}
-    model = build("Phi3Config", "Phi3ForCausalLM", {**settings, "rope_parameters": rope})
+    rope: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    settings = {**GROUPED, "original_max_position_embeddings": 64}
+    if transformers.__version__.startswith("4."):
+        settings["rope_scaling"] = {**rope, "type": "longrope"}
+    else:
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 64}
+        settings["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
+    model = build("Phi3Config", "Phi3ForCausalLM", settings)
     engine = TransformersEngine(model, TOKENIZER, max_new_tokens=14)
     assert engine.max_total_tokens == 64
     prompts = texts([50, 9], 0)

@@ -20,7 +20,7 @@ def state_of(model: Qwen2ForCausalLM) -> dict:
         "training": [module.training for module in model.modules()],
         "attention": model.config._attn_implementation,
         "use_cache": model.config.use_cache,
-        "checkpointing": model.is_activation_checkpointing,
+        "checkpointing": model.is_gradient_checkpointing,
         "requires_grad": [p.requires_grad for p in model.parameters()],
         "parameters": [id(p) for p in model.parameters()],
         "forward": model.forward.__func__,
@@ -43,7 +43,7 @@ def test_training_and_rollout_leave_each_other_alone(tokenizer, attention, check
     )[0]
     model.model.embed_tokens.weight.requires_grad_(False)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     model.train()
     engine = TransformersEngine(model, tokenizer, max_new_tokens=8)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
