@@ -43,7 +43,7 @@ def test_training_and_rollout_leave_each_other_alone(tokenizer, attention, check
     )[0]
     model.model.embed_tokens.weight.requires_grad_(False)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     engine = TransformersEngine(model, tokenizer, max_new_tokens=8)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
