@@ -380,7 +380,7 @@ class BatchScheduler:
         for i, piece in zip(new, pieces, strict=True):
             self._kept.add(texts[i], piece, copied=copied)
             self._seen.add(texts[i])
-        self._seen.evict(max(0, len(self._seen) - _MEMORY * self._room))
+        _shrink(self._seen, _MEMORY * self._room)
         self._evict()
 
     def _num_held(self) -> int:
@@ -389,9 +389,7 @@ class BatchScheduler:
 
     def _evict(self) -> None:
         """Give up what is kept in case it is needed, where requests need the room."""
-        missing = self._num_held() + len(self._kept) - self._room
-        if missing > 0:
-            self._kept.evict(max(missing, self._room // 64))
+        _shrink(self._kept, self._room - self._num_held())
 
     def _preempt(self) -> None:
         """Have room for a token of each request; who came last goes back to the queue for it."""
@@ -404,3 +402,9 @@ class BatchScheduler:
             self._waiting = {last: None, **self._waiting}
             self._leave([last])
         self._evict()
+
+
+def _shrink(tree: PrefixTree, size: int) -> None:
+    """Have a tree know no more tokens than that; some are given up ahead, as looking for them is slow."""
+    if len(tree) > size:
+        tree.evict(len(tree) - size + size // 64)
