@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,11 +30,11 @@ actions = st.lists(
 
 
 class Rows:
-    """A batch, and what should be in it; every token is new numbers."""
+    """A cache, and what should be in it; every token is new numbers."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.batch = PaddedCache(LAYOUT)
+        self.cache = PaddedCache(LAYOUT)
         self.expected: list[torch.Tensor] = []
 
     def new(self, *size: int) -> torch.Tensor:
@@ -48,9 +49,9 @@ class Rows:
                 part.unflatten(-1, shape).transpose(1, 2)
                 for part, shape in zip((keys, values), SHAPES[layer], strict=True)
             ]
-            read = self.batch.update(*given, layer)
-            assert self.batch.get_mask_sizes(torch.arange(new.shape[1]), layer)[0] == mask.shape[1]
-            assert self.batch.get_seq_length(layer) == mask.shape[1] - new.shape[1]
+            read = self.cache.update(*given, layer)
+            assert self.cache.get_mask_sizes(torch.arange(new.shape[1]), layer)[0] == mask.shape[1]
+            assert self.cache.get_seq_length(layer) == mask.shape[1] - new.shape[1]
             for memory in read:
                 assert memory.shape[2] == mask.shape[1]
                 assert memory.isfinite().all()
@@ -72,12 +73,12 @@ class Rows:
             lengths.append(known + count)
             self.expected.append(torch.cat([past, computed[i, new - count :]]))
             computed[i, : new - count] = torch.nan  # what a model makes of padding
-        rows = self.batch.join(lengths, pasts)
+        rows = self.cache.join(lengths, pasts)
         for begin in range(0, new, chunk):
             part = computed[:, begin : begin + chunk]
             tokens = torch.zeros(part.shape[:2], dtype=torch.int64)
             left = new - begin - part.shape[1]
-            inputs = self.batch.fill(rows, tokens, [count for _, count in sizes], left)
+            inputs = self.cache.fill(rows, tokens, [count for _, count in sizes], left)
             full = list(self.expected)
             for i, row in enumerate(rows):  # at first only so much of it is there
                 known, count = sizes[i]
@@ -93,7 +94,7 @@ class Rows:
         new = self.new(len(self.expected), 1)
         self.expected = [torch.cat([a, b]) for a, b in zip(self.expected, new, strict=True)]
         tokens = torch.zeros((len(new), 1), dtype=torch.int64)
-        self.compute(self.batch.extend(tokens), new, range(len(new)))
+        self.compute(self.cache.extend(tokens), new, range(len(new)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,7 +110,7 @@ def test_rows_stay_what_they_are(script, seed):
             for _ in range(number):
                 rows.extend()
         elif action == "remove" and count:
-            order = rows.batch.remove(sorted({item % count for item in items}))
+            order = rows.cache.remove(sorted({item % count for item in items}))
             rows.expected = [rows.expected[row] for row in order]
             assert len(order) == count - len({item % count for item in items})
         elif action == "absorb" and count:
@@ -117,30 +118,35 @@ def test_rows_stay_what_they_are(script, seed):
             if not number:
                 other.join([(3, 7), (0, 40)], 9)
             picked = [item % len(other.expected) for item in items]
-            rows.batch.absorb(other.batch, picked)
+            rows.cache.absorb(other.cache, picked)
             rows.expected += [other.expected[row] for row in picked]
-        assert len(rows.batch) == len(rows.expected)
-        assert rows.batch.width == max(map(len, rows.expected), default=0)
+        assert len(rows.cache) == len(rows.expected)
+        assert rows.cache.width == max(map(len, rows.expected), default=0)
     if rows.expected:
         lengths = [len(row) for row in rows.expected]
         begins = [length // 3 for length in lengths]
-        pieces = rows.batch.pieces(range(len(lengths)), begins, lengths)
+        pieces = rows.cache.pieces(range(len(lengths)), begins, lengths)
         for row, begin, piece in zip(rows.expected, begins, pieces, strict=True):
             assert torch.equal(piece, row[begin:])
             assert piece.untyped_storage().nbytes() == piece.nbytes
         rows.extend()
 
 
-def test_nothing_of_earlier_rows_remains():
+@pytest.mark.parametrize("how", ["join", "absorb"])
+def test_nothing_of_earlier_rows_remains(how):
     """A mask does not hide what is not a number: a weight of 0 times it is none, either."""
     rows = Rows(torch.Generator().manual_seed(0))
     rows.join([(0, 50), (0, 30)], 50)
-    for memory in (rows.batch.layers[0].keys, rows.batch.layers[2].values):
-        memory[1, :, : rows.batch.end] = torch.nan
-    rows.batch.remove([1])
+    for layer in (0, 2):
+        rows.cache.layers[layer].keys[1] = torch.nan
+        rows.cache.layers[layer].values[1] = torch.nan
+    rows.cache.remove([1])
     rows.expected.pop()
-    rows.join([(2, 3)], 3)
-    rows.batch.remove([0])
-    rows.expected.pop(0)
-    rows.join([(0, 60)], 60)
+    if how == "join":
+        rows.join([(2, 3)], 3)
+    else:
+        other = Rows(rows.generator)
+        other.join([(2, 3)], 3)
+        rows.cache.absorb(other.cache, [0])
+        rows.expected += other.expected
     rows.extend()
