@@ -1,6 +1,6 @@
 """A word about limits that leave the environment nothing to say.
 
-Where nearly every episode is cut in its first turn, the model learns what it is to be cut and nothing else.
+Where nearly every episode is cut in its first turn, what the model learns is what a cut is worth.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CutWarning:
         reason = cut.most_common(1)[0][0]
         assert reason is not None
         _logger.warning(
-            "%d of the %d episodes of a batch were cut in their first turn, most of them by %s=%s: there "
-            "is little to learn from what the environment has no say in. %s.",
+            "%d of the %d episodes of a batch were cut in their first turn, most of them by %s=%s: "
+            "there is little to learn from what the environment has no say in. %s.",
             cut.total(),
             len(episodes),
             reason.value,

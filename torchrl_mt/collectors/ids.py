@@ -19,8 +19,8 @@ _LAST_BLOCK = 2**53 // _BLOCK - 1
 def unique_ids() -> Iterator[int]:
     """Count from a random multiple of a million, and from another one after a million ids.
 
-    Nothing is seeded: a run that is repeated, or that goes on from a saved state, has ids of its own. Two
-    iterators share one with a probability of about 1e-10; of a thousand, some two do with 6e-5.
+    No seed has a say in it: a run that is repeated, or that goes on from a saved state, has ids of its
+    own. Two iterators share some with a probability of about 1e-10; of a thousand, some two with 6e-5.
 
     Examples:
         >>> ids = unique_ids()

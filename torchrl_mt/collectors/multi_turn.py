@@ -235,6 +235,7 @@ class MultiTurnCollector(BaseCollector):
         self._extra = ExpectedExtra()
         self._numbers = Counter()
         self._group_ids, self._traj_ids = unique_ids(), unique_ids()
+        self._eval_group_ids, self._eval_traj_ids = unique_ids(), unique_ids()
         # A state is that before a delivery or after, never in between.
         self._delivering = threading.RLock()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
@@ -483,8 +484,8 @@ class MultiTurnCollector(BaseCollector):
             self.max_concurrency,
             self._eval_tally,
             numbers=Counter(),
-            group_ids=self._group_ids,
-            traj_ids=self._traj_ids,
+            group_ids=self._eval_group_ids,
+            traj_ids=self._eval_traj_ids,
             is_eval=True,
         )
         try:

@@ -241,9 +241,7 @@ class Scheduler:
             if not self._items.at_once and room() <= 0:  # it went while the data took its time
                 self._items.put_back(item.ticket)
                 return
-            self._begin(
-                Group(item.ticket, item.value, next(self._numbers), next(self._group_ids))
-            )
+            self._begin(Group(item.ticket, item.value, next(self._numbers), next(self._group_ids)))
 
     async def _next_item(self) -> Item | None:
         """The next item, or ``None`` at the end of the data or once the run has failed; nobody else
@@ -369,6 +367,7 @@ class Scheduler:
         """Play a member until it comes to its end; false if it failed too often."""
         policy = self.policy
         refills = MOST_REFILLS if policy.incomplete == "refill" else 0
+        failure: BaseException | None = None
         for attempt in range(policy.max_retries + refills + 1):
             async with self._slots:
                 episode = Episode(
@@ -386,20 +385,26 @@ class Scheduler:
             if error is None:
                 if self._any_judged:
                     self._failures = 0
+                elif failure is not None:
+                    self._enter_failure(failure)  # Played again, it was only cut.
                 group.episodes.append(episode)
                 return True
             self._tally.fail(episode, error)
-            self.last_failure = error
+            self.last_failure = failure = error
             if attempt < policy.max_retries:
                 continue
-            self._failures += 1
-            if self._failures >= policy.max_consecutive_failures:
-                so_far = "" if self._any_judged else " before the environment had judged any"
-                raise RuntimeError(
-                    f"{self._failures} episodes in a row were rejected{so_far}, the last for "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            self._enter_failure(error)
         return False
+
+    def _enter_failure(self, error: BaseException) -> None:
+        """Count a member that failed in spite of retries; raise once there are too many in a row."""
+        self._failures += 1
+        if self._failures >= self.policy.max_consecutive_failures:
+            so_far = "" if self._any_judged else " before the environment had judged any"
+            raise RuntimeError(
+                f"{self._failures} episodes in a row were rejected{so_far}, the last for "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     async def _played(self, episode: Episode) -> BaseException | None:
         """Play one episode, as a task of its own: a cancellation that the environment brought about
