@@ -246,6 +246,7 @@ class MultiTurnCollector(BaseCollector):
         self._lead = self._new_lead()
         self._stall = Stall(_STALL_SECONDS)
         self._warn_of_cuts = CutWarning()
+        self._updating = False
         self._admitting: Any = None
         self._running = threading.Event()
         self._running.set()
@@ -582,7 +583,26 @@ class MultiTurnCollector(BaseCollector):
                 "update_policy_weights_ takes the weights once, as policy_or_weights, weights or policy "
                 f"or the only value of weights_dict, got {len(given)} of them."
             )
-        self.engine.update_weights(given[0] if given else None)
+        self._updating = True
+        try:
+            self.engine.update_weights(given[0] if given else None)
+        finally:
+            self._updating = False
+
+    def increment_version(self) -> None:
+        """Count new weights that reached what samples without :meth:`update_policy_weights_`.
+
+        TorchRL's weight senders and updaters call it after they have sent weights, if the collector is
+        registered with them. Tokens that are sampled from then on have the new version. Within
+        :meth:`update_policy_weights_`, where the engine's ``on_update`` may use such a sender, the
+        update is counted already, and this does nothing.
+        """
+        if self._updating:
+            return
+        if hasattr(self.engine, "count_update"):
+            self.engine.count_update()
+        else:
+            self.engine.update_weights(None)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed torch's global generator and the order of the items, from the first one on.
