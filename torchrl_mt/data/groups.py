@@ -20,9 +20,9 @@ __all__ = ["Groups"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Episodes in groups that are numbered from 0, as each one's first comes; ``len(groups)`` counts them.
+    """Episodes in groups that are numbered from 0 by their first ones; ``len(groups)`` counts them.
 
-    The values that they share do not matter, so that draws of groups are the same whatever ids these have.
+    The values that they share do not matter: draws of groups are the same whatever ids these have.
 
     Examples:
         >>> groups = Groups.of_values(torch.tensor([9, 5, 9]), "group")

@@ -109,6 +109,12 @@ class EpisodeWriter(Writer):
         self._told_by: _ToldBy | None = None
         self._write_count = 0
 
+    @property
+    def open_lengths(self) -> dict[int, int]:
+        """How many steps came so far of each unfinished episode, by its id."""
+        with self._held():
+            return {key: episode.length for key, episode in self._open.items()}
+
     def register_storage(self, storage: Storage) -> None:
         """Called by the replay buffer."""
         if not isinstance(storage, EpisodeStorage):
