@@ -295,7 +295,9 @@ def test_sampling_while_no_episode_has_ended_names_flush(sampler, cls):
     rb = cls(storage=EpisodeStorage(9), writer=EpisodeWriter(), sampler=sampler, batch_size=4)
     rb.extend(batch(False, False, False, ids=[1, 1, 2]))
     assert rb.writer.open_lengths == {1: 2, 2: 1}
-    with pytest.raises(RuntimeError, match=r"none of the 2 open episodes \(with 3 steps.*flush\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"none of the 2 open episodes \(with 3 steps.*flush\(\)"
+    ):
         rb.sample()
     rb.writer.flush()
     assert rb.writer.open_lengths == {}
