@@ -251,7 +251,7 @@ def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column])
         if isinstance(value, Tensor):
             value = _plain(value)
             columns[where] = Rows(list(value.unbind(0))) if value.is_nested else value
-        elif isinstance(value, _Unread):
+        elif isinstance(value, _Unread) and value.is_unread:
             _unpack_tree(where, value.tree, columns)
         elif isinstance(value, NonTensorStack):
             columns[where] = Objects(value.tolist())
@@ -310,8 +310,10 @@ def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
 class _Unread:
     """A stack whose elements are made when somebody first asks for them.
 
-    From then on it is what its second base class says and nothing else.
+    From then on it is what its other base class says and nothing else.
     """
+
+    __slots__ = ()  # or it could not become the other class
 
     tree: Any
     """A column, or a tree of columns by name."""
@@ -328,19 +330,36 @@ class _Unread:
     def __getattr__(self, name: str) -> Any:
         if name != "tensordicts":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        made = self.__dict__.pop("make")()
-        del self.__dict__["tree"]
-        self.__dict__["tensordicts"] = made
-        self.__class__ = type(self).__mro__[2]
-        return made
+        self.read()
+        return self.tensordicts
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has asked yet; not so of what its methods make of it."""
+        return "tensordicts" not in self.__dict__
+
+    def read(self) -> None:
+        """Become the other class."""
+        if self.is_unread:
+            self.__dict__["tensordicts"] = self.make()
+            del self.tree, self.make
+        self.__class__ = type(self).__bases__[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.read()  # What is copied or sent elsewhere is not of this class.
+        return self.__reduce_ex__(protocol)
 
 
-class _UnreadNode(_Unread, LazyStackedTensorDict):
+class _UnreadNode(LazyStackedTensorDict, _Unread):
     """The steps of a node that has :class:`Rows`."""
 
+    __slots__ = ()
 
-class _UnreadObjects(_Unread, NonTensorStack):
+
+class _UnreadObjects(NonTensorStack, _Unread):
     """A column of :class:`Objects`."""
+
+    __slots__ = ()
 
 
 def _pack_node(
