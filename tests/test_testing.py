@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
@@ -75,3 +79,60 @@ def test_a_model_talks_to_a_tool():
         assert collector.stats()["forks"] == 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda tokenizer: tokenizer("look up red"),
+        lambda tokenizer: tokenizer(["look", "red up"]),
+        lambda tokenizer: tokenizer("look", "up"),
+        lambda tokenizer: tokenizer.encode("<user>up<end>look"),
+        lambda tokenizer: tokenizer([["look", "up"]], is_split_into_words=True),
+        lambda tokenizer: render(tokenizer, [{"role": "user", "content": "look up"}]),
+        lambda tokenizer: ChatTokens(tokenizer).open([{"role": "user", "content": "look up"}]),
+    ],
+)
+def test_an_unknown_word_is_named(encode):
+    _, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
+    with pytest.raises(ValueError, match="does not know the word 'up'"):
+        encode(tokenizer)
+
+
+def test_other_errors_of_encoding_stay_what_they_are():
+    with pytest.raises(Exception) as error:
+        tiny_chat_tokenizer(WORDS)(7)
+    assert "does not know" not in str(error.value)
+
+
+def test_an_environment_with_an_unknown_word_is_rejected_with_its_name():
+    class Lab(TextEnv):
+        def reset(self, data=None):
+            return [{"role": "user", "content": "look"}]
+
+        def step(self, response):
+            return TextStep([{"role": "user", "content": "green"}], 1.0, False)
+
+    model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
+    engine = TransformersEngine(model, tokenizer, max_new_tokens=64)
+    try:
+        with (
+            MultiTurnCollector(Lab, engine, episodes_per_batch=1) as collector,
+            pytest.raises(RuntimeError, match="does not know the word 'green'"),
+        ):
+            next(iter(collector))
+    finally:
+        engine.close()
+
+
+def test_it_is_copied_pickled_and_saved_like_any_other(tmp_path):
+    tokenizer = tiny_chat_tokenizer(WORDS)
+    for other in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert other("look red")["input_ids"] == [4, 5]
+        with pytest.raises(ValueError, match="'up'"):
+            other("up")
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is PreTrainedTokenizerFast
+    assert render(loaded, talk("assistant")) == render(tokenizer, talk("assistant"))
+    assert loaded.get_vocab() == tokenizer.get_vocab()

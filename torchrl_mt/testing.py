@@ -5,6 +5,7 @@ Nothing is downloaded, and everything that takes a Hugging Face model and tokeni
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,14 +34,15 @@ def tiny_chat_tokenizer(
     """Build a tokenizer whose tokens are whole words, with a chat template.
 
     Args:
-        words: every word it knows, separated by white space if given as one string; any other word
-            becomes padding.
+        words: every word it knows, separated by white space if given as one string. Any other is an
+            error where text is encoded.
         extra_roles: the roles that messages may have beside ``"user"`` and ``"assistant"``, such as
             ``"system"`` and ``"tool"``. Their tokens come after the words; a message of any other role
             is refused by the chat template.
 
     Returns:
-        A tokenizer with ``<pad>`` and ``<end>`` (end of sequence and of every message).
+        A tokenizer with ``<pad>`` and ``<end>`` (end of sequence and of every message). Encoding a word
+        that it does not know is a ``ValueError``.
 
     Examples:
         >>> tokenizer = tiny_chat_tokenizer("hello world")
@@ -49,14 +51,19 @@ def tiny_chat_tokenizer(
         >>> messages = [{"role": "user", "content": "hello"}]
         >>> tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         '<user> hello<end><assistant>'
+        >>> tokenizer("hello moon")
+        Traceback (most recent call last):
+            ...
+        ValueError: the tiny tokenizer does not know the word 'moon': make it with all words of prompts,
+            environments and answers.
     """
     roles = [*dict.fromkeys((*_ROLES, *_listed(extra_roles)))]
     role_tokens = [f"<{role}>" for role in roles]
     tokens = dict.fromkeys((*_SPECIAL, *_listed(words), *role_tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.WordLevel(vocabulary, _SPECIAL[0]))
+    backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = _WordTokenizer(
         tokenizer_object=backend,
         pad_token="<pad>",
         eos_token="<end>",
@@ -64,6 +71,44 @@ def tiny_chat_tokenizer(
     )
     tokenizer.chat_template = _TEMPLATE.replace("ROLES", str(roles))
     return tokenizer
+
+
+class _WordTokenizer(PreTrainedTokenizerFast):
+    """Names the word that it does not know; its backend has no token to put in its place."""
+
+    def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(text, *args, **kwargs)
+        except Exception:
+            self._refuse_unknown(text, args)
+            raise
+
+    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().encode(text, *args, **kwargs)
+        except Exception:
+            self._refuse_unknown(text, args)
+            raise
+
+    def _refuse_unknown(self, *texts: Any) -> None:
+        """Raise if there is an unknown word in texts or lists of them."""
+        for text in texts:
+            if isinstance(text, (list, tuple)):
+                self._refuse_unknown(*text)
+            if not isinstance(text, str):
+                continue
+            for word in re.sub(
+                "|".join(map(re.escape, self.all_special_tokens)), " ", text
+            ).split():
+                if word not in self.get_vocab():
+                    raise ValueError(
+                        f"the tiny tokenizer does not know the word {word!r}: make it with all words of "
+                        "prompts, environments and answers."
+                    ) from None
+
+
+_WordTokenizer.__name__ = PreTrainedTokenizerFast.__name__
+"""Under which it is saved: any program can load it."""
 
 
 def _listed(words: str | Iterable[str]) -> list[str]:

@@ -45,9 +45,21 @@ def tool(content: str) -> dict[str, str]:
     return {"role": "tool", "content": content}
 
 
+def forgiving(tokenizer):
+    """The tokenizer with padding in the place of words that it does not know."""
+    backend = Tokenizer(models.WordLevel(tokenizer.get_vocab(), "<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=tokenizer.eos_token, pad_token=tokenizer.pad_token
+    )
+    other.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    other.chat_template = tokenizer.chat_template
+    return other
+
+
 def as_template(tokenizer, template, *special):
     """A copy of the tokenizer with another chat template and further special tokens."""
-    other = copy.deepcopy(tokenizer)
+    other = forgiving(tokenizer)
     other.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", *special]})
     other.chat_template = template
     return other
@@ -168,7 +180,7 @@ def test_no_messages_lead_to_the_next_answer_too(tokenizer):
 
 def test_long_messages_are_not_kept(tokenizer):
     chat = ChatTokens(tokenizer)
-    for number in range(3):
+    for number in range(1, 4):
         chat.extend([user(f"{number} " + "higher " * 10_000)], last_token=None)
     assert chat._extend_cached.cache_info().currsize == 0
     chat.extend([user("higher")], last_token=None)
@@ -707,7 +719,7 @@ def test_control_words_that_overlap_stay_text(tokenizer):
 
 def test_no_part_of_a_control_word_is_lost(tokenizer):
     """A tokenizer that knows no word of it still has a token for each of the two halves."""
-    ids = ChatTokens(tokenizer).open([user("<end> 8")])
+    ids = ChatTokens(forgiving(tokenizer)).open([user("<end> 8")])
     names = ["<user>", "<pad>", "<pad>", "8", "<end>", "<assistant>"]
     assert ids == tokenizer.convert_tokens_to_ids(names)
 

@@ -229,7 +229,7 @@ def test_a_failing_member_takes_its_group_along_and_no_other(guesser):
     (batch,), stats = collect(
         OneFails, guesser, [{"turns": 2}], episodes_per_batch=6, group_size=3, total_episodes=6
     )
-    assert Counter(batch["group"].tolist()) == {1: 6, 2: 6}
+    assert Counter((batch["group"] % 1_000_000).tolist()) == {1: 6, 2: 6}
     assert stats["rejected/OSError"] == 1
     assert stats["rejected"] == 1 + stats["rejected/incomplete_group"]
     assert stats["accepted"] == 6
@@ -394,7 +394,9 @@ def test_state_is_restored(guesser):
         resumed.load_state_dict(state)
         batch = next(iter(resumed))
     assert list(batch["data"]) == list(expected["data"])
-    assert torch.equal(batch["collector", "traj_ids"], expected["collector", "traj_ids"])
+    # Of what was delivered after the state was taken, the first collector's ids are taken.
+    for key in (("collector", "traj_ids"), "group"):
+        assert not torch.isin(batch[key], expected[key]).any()
 
 
 def test_weights_reach_the_engine(guesser):
@@ -609,7 +611,7 @@ def test_siblings_that_swallow_their_cancellation_are_rejected_all_the_same(gues
         )
     )
     assert (stats["rejected/OSError"], stats["rejected/incomplete_group"]) == (1, 1)
-    assert batch["group"].tolist() == [1, 1]
+    assert (batch["group"] % 1_000_000).tolist() == [1, 1]
     assert settled(stats)
 
 

@@ -7,7 +7,13 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import (
+    ClipSampler,
+    EpisodeSampler,
+    EpisodeStorage,
+    EpisodeWriter,
+    PrioritizedClipSampler,
+)
 
 MAX_STEPS = 12
 
@@ -277,6 +283,25 @@ def test_sampling_an_empty_buffer(sampler, how):
         rb.sample()
     rb.extend(batch(False, True, ids=[1, 1]))
     assert len(rb.sample()) in (4, 8)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [ClipSampler(slice_len=2), PrioritizedClipSampler(slice_len=2), EpisodeSampler()],
+    ids=lambda sampler: type(sampler).__name__,
+)
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_sampling_while_no_episode_has_ended_names_flush(sampler, cls):
+    rb = cls(storage=EpisodeStorage(9), writer=EpisodeWriter(), sampler=sampler, batch_size=4)
+    rb.extend(batch(False, False, False, ids=[1, 1, 2]))
+    assert rb.writer.open_lengths == {1: 2, 2: 1}
+    with pytest.raises(
+        RuntimeError, match=r"none of the 2 open episodes \(with 3 steps.*flush\(\)"
+    ):
+        rb.sample()
+    rb.writer.flush()
+    assert rb.writer.open_lengths == {}
+    assert len(rb.sample()) >= 4
 
 
 @pytest.mark.parametrize("index", [8, -9, [0, 8], torch.tensor([-9]), 1.5, None])

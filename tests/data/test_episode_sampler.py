@@ -355,3 +355,21 @@ def test_a_group_that_cannot_be_hashed_is_refused():
     rb.extend(data)
     with pytest.raises(ValueError, match=r"group_key 'who' must hold values .* by hash"):
         rb.sample(1)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("trial", range(5))
+def test_which_groups_are_drawn_does_not_depend_on_their_ids(replacement, trial):
+    """Ids of collectors are random: a run that is repeated, or goes on, has others."""
+    draw = torch.Generator().manual_seed(trial)
+    group = torch.randint(6, (20,), generator=draw)
+    found = []
+    for _ in range(3):
+        names = torch.randint(2**53, (6,), generator=draw)
+        rb = buffer(replacement=replacement, group_key="group", batch_size=2)
+        done = torch.ones(20, dtype=torch.bool)
+        rb.extend(
+            TensorDict({"group": names[group], "k": torch.arange(20), "next": {"done": done}}, [20])
+        )
+        found.append([rb.sample()["k"].tolist() for _ in range(6)])
+    assert found[0] == found[1] == found[2]

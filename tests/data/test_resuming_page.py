@@ -80,7 +80,7 @@ def train(run, updates):
         weights = sum(float(p.detach().double().square().sum()) for p in run["loss"].parameters())
         version, stored = run["collector"].policy_version, len(run["buffer"])
         tokens = rows["tokens", "full"].tolist()
-        seen.append((rows["episode"].tolist(), tokens, version, stored))
+        seen.append((rows["episode_index"].tolist(), tokens, version, stored))
         lr = run["scheduler"].get_last_lr()[0]
         seen.append((weights, lr, run["maker"].metrics["kl_coef"]))
     return seen

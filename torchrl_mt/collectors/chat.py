@@ -281,9 +281,14 @@ class ChatTokens:
         A word is the true context, but a tokenizer that does not know it would not tell it from a
         longer one.
         """
-        texts = [ANSWER, str(self._tokenizer.eos_token)]
-        word, end = ((text, self._encode_plain(text)) for text in texts)
-        return [end] if self._special_ids.intersection(word[1]) else [word, end]
+        end = str(self._tokenizer.eos_token)
+        anchors = [(end, self._encode_plain(end))]
+        try:
+            word = self._encode_plain(ANSWER)
+        except Exception:  # A tokenizer may refuse what it does not know.
+            return anchors
+        known = not self._special_ids.intersection(word)
+        return [(ANSWER, word), *anchors] if known else anchors
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of rendered text that begins a prompt."""

@@ -71,10 +71,14 @@ class Episode:
     """Why it ended; ``None`` while it runs."""
     rank: int = 0
     """Its place in the group."""
+    group_number: int = 0
+    """The group's place among those of its run, whatever its id: what seeds follow from."""
     is_eval: bool = False
     """Whether it is played for evaluation."""
     extra: TensorDictBase | None = None
     """Entries that a workflow returned, ``[T]``: a step a turn."""
+    judged: bool = False
+    """Whether the environment has answered a response, or the workflow has returned a result."""
     _plan: RowPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

@@ -25,14 +25,17 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.chat import OnBreak
+from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
+from torchrl_mt.collectors.ids import unique_ids
 from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
 from torchrl_mt.collectors.player import EpisodePlayer
 from torchrl_mt.collectors.progress import Progress
+from torchrl_mt.collectors.recorder import limits_of_play
 from torchrl_mt.collectors.resumed_engine import ResumedEngine
 from torchrl_mt.collectors.scheduler import (
     CANCELLED,
@@ -76,15 +79,18 @@ class MultiTurnCollector(BaseCollector):
             Without data, every group is given ``{"seed": k}`` with a new ``k``.
         episodes_per_batch: how many episodes a batch has: so many, or more if the last group needs it.
         group_size: how many episodes share one item.
-        max_concurrency: how many episodes run at once; as many as a batch has if ``None``.
+        max_concurrency: how many episodes run at once; as many as a batch has if ``None``. More than
+            ``episodes_per_batch``, or ``max_staleness + 1`` times that, only evaluations can use.
         limits: what an episode may use.
         replay_buffer: where batches are written, if anywhere.
         total_episodes: end after this many accepted episodes; never if -1.
         accept: given an episode in TED, ``[T]``; false rejects it. May be ``async``.
         max_retries: how often an episode that was rejected is played again.
         max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
-            in spite of retries, and none came to its end meanwhile; ``None`` means 32, or twice
-            ``max_concurrency`` if that is more.
+            in spite of retries, and none came to its end meanwhile. Until the environment's ``step``
+            has returned once, or a workflow has, an episode that only a limit brought to its end
+            does not interrupt the row. ``None`` means 32, or twice ``max_concurrency`` if that is
+            more.
         max_staleness: let episodes go on while the policy is trained, so many batches ahead: at most
             ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
             at most ``max_staleness + updates + 1`` in all. With ``k`` updates a batch, tokens are at
@@ -184,6 +190,17 @@ class MultiTurnCollector(BaseCollector):
                 "version. Make the engine with share_weights=False.",
                 max_staleness,
             )
+        usable = episodes_per_batch * (1 + (max_staleness or 0))
+        if max_concurrency is not None and max_concurrency > usable:
+            _logger.warning(
+                "max_concurrency=%d is more than batches can use: with episodes_per_batch=%d and "
+                "max_staleness=%s at most %d episodes run at once. For more, ask for larger batches, or "
+                "for a higher max_staleness.",
+                max_concurrency,
+                episodes_per_batch,
+                max_staleness,
+                usable,
+            )
         self.limits = limits or Limits()
         self._player = EpisodePlayer(
             env,
@@ -214,10 +231,11 @@ class MultiTurnCollector(BaseCollector):
         )
         self._tally = Tally()
         self._eval_tally = Tally()
-        self._eval_traj_ids = Counter()
         self._accepted_before = 0
         self._extra = ExpectedExtra()
-        self._numbers, self._traj_ids = Counter(), Counter()
+        self._numbers = Counter()
+        self._group_ids, self._traj_ids = unique_ids(), unique_ids()
+        self._eval_group_ids, self._eval_traj_ids = unique_ids(), unique_ids()
         # A state is that before a delivery or after, never in between.
         self._delivering = threading.RLock()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
@@ -227,6 +245,8 @@ class MultiTurnCollector(BaseCollector):
         self._scheduler = self._new_scheduler()
         self._lead = self._new_lead()
         self._stall = Stall(_STALL_SECONDS)
+        self._warn_of_cuts = CutWarning()
+        self._updating = False
         self._admitting: Any = None
         self._running = threading.Event()
         self._running.set()
@@ -326,6 +346,8 @@ class MultiTurnCollector(BaseCollector):
                 self._items.done(group.ticket)
             if self._lead is not None:
                 self._lead.deliver(self._scheduler.given_out, version)
+        limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
+        self._warn_of_cuts(episodes, limits)
         self._record(episodes)
         if self._progress is not None:
             self._progress.show(
@@ -376,6 +398,7 @@ class MultiTurnCollector(BaseCollector):
             self.max_concurrency,
             self._tally,
             numbers=self._numbers,
+            group_ids=self._group_ids,
             traj_ids=self._traj_ids,
         )
 
@@ -462,6 +485,7 @@ class MultiTurnCollector(BaseCollector):
             self.max_concurrency,
             self._eval_tally,
             numbers=Counter(),
+            group_ids=self._eval_group_ids,
             traj_ids=self._eval_traj_ids,
             is_eval=True,
         )
@@ -559,7 +583,26 @@ class MultiTurnCollector(BaseCollector):
                 "update_policy_weights_ takes the weights once, as policy_or_weights, weights or policy "
                 f"or the only value of weights_dict, got {len(given)} of them."
             )
-        self.engine.update_weights(given[0] if given else None)
+        self._updating = True
+        try:
+            self.engine.update_weights(given[0] if given else None)
+        finally:
+            self._updating = False
+
+    def increment_version(self) -> None:
+        """Count new weights that reached what samples without :meth:`update_policy_weights_`.
+
+        TorchRL's weight senders and updaters call it after they have sent weights, if the collector is
+        registered with them. Tokens that are sampled from then on have the new version. Within
+        :meth:`update_policy_weights_`, where the engine's ``on_update`` may use such a sender, the
+        update is counted already, and this does nothing.
+        """
+        if self._updating:
+            return
+        if hasattr(self.engine, "count_update"):
+            self.engine.count_update()
+        else:
+            self.engine.update_weights(None)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed torch's global generator and the order of the items, from the first one on.
@@ -590,13 +633,13 @@ class MultiTurnCollector(BaseCollector):
         """Counters, the weight version and the position in the data; the weights are the model's.
 
         Items whose episodes were not delivered yet count as not taken: a collector that goes on from
-        this state plays them again.
+        this state plays them again. Its groups and episodes have new ids: what was delivered after the
+        state was taken keeps its own.
         """
         with self._delivering:
             return OrderedDict(
                 counts=self._tally.stats(),
                 numbers=self._numbers.next,
-                traj_ids=self._traj_ids.next,
                 items=self._items.state_dict(),
                 policy_version=self.policy_version,
             )
@@ -612,7 +655,7 @@ class MultiTurnCollector(BaseCollector):
         """
         self._stop_for("load_state_dict")
         self._items.load_state_dict(state_dict["items"])
-        self._numbers.next, self._traj_ids.next = state_dict["numbers"], state_dict["traj_ids"]
+        self._numbers.next = state_dict["numbers"]
         self._tally.load(state_dict["counts"])
         updates = state_dict["policy_version"] - self.engine.version
         self._player.engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine

@@ -22,7 +22,7 @@ from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.engines.requests import integers
 from torchrl_mt.engines.sampling import random_word
 
-__all__ = ["LimitReached", "Recorder", "within"]
+__all__ = ["LimitReached", "Recorder", "limits_of_play", "within"]
 
 _T = TypeVar("_T")
 
@@ -52,7 +52,7 @@ class Recorder:
             has such, bound the conversation and each response like the limits of the same meaning.
         sampling: arguments for every call, unless the call has its own. ``max_new_tokens`` bounds the
             responses like ``limits.max_response_tokens``. ``seed`` stands for a seed of 31 bits for each
-            call, which follows from it, the episode's group and rank, and the call's number.
+            call, which follows from it, the group's number, the episode's rank and the call's number.
 
     Raises:
         ValueError: if ``max_new_tokens`` is below 1.
@@ -71,7 +71,7 @@ class Recorder:
         self._sampling = dict(sampling or {})
         self._seed = _member_seed(self._sampling.pop("seed", None), episode)
         longest = self._sampling.pop("max_new_tokens", None)
-        self.limits = _bounded(limits, longest).within(engine)
+        self.limits = limits_of_play(limits, longest, engine)
         self.reached: StopReason | None = None
         """The limit that the last calls were refused for, or that one ran into; a limit of time is never
         forgotten."""
@@ -200,14 +200,23 @@ class Recorder:
         return line
 
 
-def _bounded(limits: Limits, max_new_tokens: int | None) -> Limits:
-    """The limits, with responses no longer than ``max_new_tokens``."""
-    if max_new_tokens is None:
-        return limits
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    longest = min(max_new_tokens, limits.max_response_tokens or max_new_tokens)
-    return replace(limits, max_response_tokens=longest)
+def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -> Limits:
+    """The limits that hold: the tightest of these, of the sampling and of the engine.
+
+    Args:
+        limits: what an episode may use.
+        max_new_tokens: that of the arguments for every call.
+        engine: who answers.
+
+    Raises:
+        ValueError: if ``max_new_tokens`` is below 1.
+    """
+    if max_new_tokens is not None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        longest = min(max_new_tokens, limits.max_response_tokens or max_new_tokens)
+        limits = replace(limits, max_response_tokens=longest)
+    return limits.within(engine)
 
 
 def _member_seed(seed: Any, episode: Episode) -> int | None:
@@ -218,7 +227,7 @@ def _member_seed(seed: Any, episode: Episode) -> int | None:
         seed = index(seed)
     except TypeError:
         raise TypeError(f"seed must be an integer, got {seed!r}.") from None
-    return random_word(random_word(seed, episode.group), episode.rank)
+    return random_word(random_word(seed, episode.group_number), episode.rank)
 
 
 def _bits(seed: int, call: int) -> int:

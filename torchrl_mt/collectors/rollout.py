@@ -127,6 +127,7 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
     if escaped is not None:
         raise escaped
     enter_result(episode, result)
+    episode.judged = True
     episode.stop_reason = reached or StopReason.DONE
 
 
@@ -175,6 +176,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be", env, "step")
+            episode.judged = True
             if recorder.closed:  # The environment went on when its time was up.
                 raise LimitReached(StopReason.EPISODE_TIMEOUT)
             answered = True

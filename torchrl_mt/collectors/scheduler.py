@@ -46,7 +46,7 @@ class GroupPolicy:
     played until it comes to its end."""
     max_consecutive_failures: int = 1
     """Members in a row that failed and are not tried again, without one that came to its end, that end
-    the run."""
+    the run; until one was judged, those that came to their end do not interrupt the row."""
 
 
 @dataclass(slots=True)
@@ -57,6 +57,8 @@ class Group:
     """What the item is known by where it came from."""
     item: Any
     number: int
+    """Its place among the groups of the run."""
+    id: int
     episodes: list[Episode] = field(default_factory=list)
     """Those that came to their end."""
     begun: list[Episode] = field(default_factory=list)
@@ -66,7 +68,7 @@ class Group:
 
 
 class Counter(Iterator[int]):
-    """Ids, counted up."""
+    """Numbers, counted up."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -85,7 +87,8 @@ class Scheduler:
         policy: how groups are played.
         concurrency: most episodes at once.
         tally: enters what becomes of each episode.
-        numbers: ids for groups.
+        numbers: counts groups.
+        group_ids: ids for groups.
         traj_ids: ids for episodes.
         is_eval: whether the episodes are played for evaluation.
     """
@@ -99,6 +102,7 @@ class Scheduler:
         tally: Tally,
         *,
         numbers: Iterator[int],
+        group_ids: Iterator[int],
         traj_ids: Iterator[int],
         is_eval: bool = False,
     ) -> None:
@@ -108,6 +112,7 @@ class Scheduler:
         self._items = items
         self._tally = tally
         self._numbers = numbers
+        self._group_ids = group_ids
         self._traj_ids = traj_ids
         self._is_eval = is_eval
         self._slots = asyncio.Semaphore(concurrency)
@@ -131,6 +136,8 @@ class Scheduler:
         self._failures = 0
         """Members that failed since one last came to its end; siblings that shared the fate of their
         group are not counted."""
+        self._any_judged = False
+        """Whether an episode was judged: until one is, those that come to their end were only cut."""
         self.last_failure: BaseException | None = None
         """Why an episode was rejected last."""
         self._error: BaseException | None = None
@@ -234,7 +241,7 @@ class Scheduler:
             if not self._items.at_once and room() <= 0:  # it went while the data took its time
                 self._items.put_back(item.ticket)
                 return
-            self._begin(Group(item.ticket, item.value, next(self._numbers)))
+            self._begin(Group(item.ticket, item.value, next(self._numbers), next(self._group_ids)))
 
     async def _next_item(self) -> Item | None:
         """The next item, or ``None`` at the end of the data or once the run has failed; nobody else
@@ -360,33 +367,44 @@ class Scheduler:
         """Play a member until it comes to its end; false if it failed too often."""
         policy = self.policy
         refills = MOST_REFILLS if policy.incomplete == "refill" else 0
+        failure: BaseException | None = None
         for attempt in range(policy.max_retries + refills + 1):
             async with self._slots:
                 episode = Episode(
                     group.item,
-                    group.number,
+                    group.id,
                     next(self._traj_ids),
                     rank=rank,
+                    group_number=group.number,
                     is_eval=self._is_eval,
                 )
                 group.begun.append(episode)
                 self._tally.start(episode)
                 error = await self._played(episode)
+            self._any_judged |= episode.judged
             if error is None:
-                self._failures = 0
+                if self._any_judged:
+                    self._failures = 0
+                elif failure is not None:
+                    self._enter_failure(failure)  # Played again, it was only cut.
                 group.episodes.append(episode)
                 return True
             self._tally.fail(episode, error)
-            self.last_failure = error
+            self.last_failure = failure = error
             if attempt < policy.max_retries:
                 continue
-            self._failures += 1
-            if self._failures >= policy.max_consecutive_failures:
-                raise RuntimeError(
-                    f"{self._failures} episodes in a row were rejected, the last for "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            self._enter_failure(error)
         return False
+
+    def _enter_failure(self, error: BaseException) -> None:
+        """Count a member that failed in spite of retries; raise once there are too many in a row."""
+        self._failures += 1
+        if self._failures >= self.policy.max_consecutive_failures:
+            so_far = "" if self._any_judged else " before the environment had judged any"
+            raise RuntimeError(
+                f"{self._failures} episodes in a row were rejected{so_far}, the last for "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     async def _played(self, episode: Episode) -> BaseException | None:
         """Play one episode, as a task of its own: a cancellation that the environment brought about

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.memory import to_device
-from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage
+from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage, require_episodes
 from torchrl_mt.data.selection import Selection
 from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.storage import EpisodeStorage
@@ -159,8 +159,7 @@ class ClipSampler(Sampler):
         storage = episode_storage(storage, self)
         num_slices, slice_len = self._clips(batch_size)
         with storage.lock:
-            if not storage.num_episodes:
-                raise RuntimeError("cannot sample clips: nothing is stored yet")
+            require_episodes(storage, "clips")
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema)
             episodes, offsets = self._draw(storage, num_slices, slice_len * self.stride)

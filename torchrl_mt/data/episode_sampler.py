@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.epoch import Epoch
 from torchrl_mt.data.groups import Groups
-from torchrl_mt.data.sampling import draw_integers, draw_order, episode_storage
+from torchrl_mt.data.sampling import draw_integers, draw_order, episode_storage, require_episodes
 from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.storage import EpisodeStorage
 
@@ -128,8 +128,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         if batch_size < 1:
             raise ValueError(f"batch_size counts episodes and must be positive, got {batch_size}")
         with storage.lock:
-            if not storage.num_episodes:
-                raise RuntimeError("cannot sample episodes: nothing is stored yet")
+            require_episodes(storage, "episodes")
             if self.group_size is not None:
                 self._check_size(self._groups(storage))
             if self.replacement:

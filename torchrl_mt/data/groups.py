@@ -20,10 +20,12 @@ __all__ = ["Groups"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Episodes in groups that are numbered from 0; ``len(groups)`` counts the groups.
+    """Episodes in groups that are numbered from 0 by their first ones; ``len(groups)`` counts them.
+
+    The values that they share do not matter: draws of groups are the same whatever ids these have.
 
     Examples:
-        >>> groups = Groups.of_values(torch.tensor([5, 9, 5]), "group")
+        >>> groups = Groups.of_values(torch.tensor([9, 5, 9]), "group")
         >>> groups.members(torch.tensor([1, 0]))
         tensor([1, 0, 2])
     """
@@ -46,7 +48,12 @@ class Groups:
             ValueError: if an episode has more than one value, or one that cannot be hashed.
         """
         if isinstance(column, Tensor) and column[:1].numel() == 1:
-            return Groups(torch.unique(column.reshape(-1).cpu(), return_inverse=True)[1], size)
+            ids, of = torch.unique(column.reshape(-1).cpu(), return_inverse=True)
+            places = torch.arange(len(of), device="cpu")
+            first = torch.zeros_like(of[: len(ids)]).scatter_reduce_(
+                0, of, places, "amin", include_self=False
+            )
+            return Groups(first.argsort().argsort()[of], size)
         if isinstance(column, Objects):
             numbers: dict[Any, int] = {}
             try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor
 from torchrl_mt.data.columns import Change, RaggedColumn, RowPlan, StoredColumn
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves, runs
-from torchrl_mt.data.schema import Entry
-from torchrl_mt.data.steps import Column, Rows, step_tensors
+from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry
+from torchrl_mt.data.steps import Column, Rows, Steps, kinds, step_tensors
 
-__all__ = ["Additions", "PromptColumn", "additions", "expand"]
+__all__ = ["Additions", "PromptColumn", "additions", "copy_of_episodes", "expand"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,48 @@ def expand(additions: Additions, responses: Sequence[Tensor]) -> list[Tensor]:
         pieces += (added, response)
     flat = torch.cat(pieces[:-1])
     return prompts + [flat[:end] for end in ends]
+
+
+def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
+    """A copy of whole episodes that shares no tensor's memory with them.
+
+    It takes memory in proportion to what is new in each turn: prompts that extend each other are views
+    of one tensor, whether or not they were.
+
+    Args:
+        steps: whole episodes, one after the other.
+        lengths: int64 ``[E]``, steps of each.
+    """
+    prompts, responses = steps.columns.get(PROMPT), steps.columns.get(RESPONSE)
+    if not (isinstance(prompts, Rows) and isinstance(responses, Rows)):
+        return steps.clone()
+    (dims, dtype, layout, device), *others = kinds([*prompts.items, *responses.items])
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    readable = layout == torch.strided and device.type != "meta"
+    if others or dims != 1 or not (is_integer and readable):
+        return steps.clone()
+    rest = {path: column for path, column in steps.columns.items() if path != PROMPT}
+    copied = replace(steps, columns=rest).clone().columns
+    grown: list[Tensor] = []
+    for start, stop in pairwise([0, *lengths.cumsum(0).tolist()]):
+        grown += _copied(prompts.items[start:stop], responses.items[start:stop])
+    columns = {path: copied.get(path, Rows(grown)) for path in steps.columns}
+    return replace(steps, columns=columns)
+
+
+def _copied(prompts: list[Tensor], responses: list[Tensor]) -> list[Tensor]:
+    """Copies of an episode's prompts."""
+    # Of those that are views of one tensor from one place on, the longest has the others in it.
+    places = [(prompt.data_ptr(), prompt.stride()) for prompt in prompts]
+    longest: dict[Any, int] = {}
+    for t, place in enumerate(places):
+        if len(prompts[t]) >= len(prompts[longest.setdefault(place, t)]):
+            longest[place] = t
+    turns = list(longest.values())
+    answers = [responses[t] for t in turns]
+    added = additions([prompts[t] for t in turns], answers, torch.tensor([len(turns)]))
+    copies = dict(zip(longest, expand(added, answers), strict=True))
+    return [copies[place][: len(prompt)] for place, prompt in zip(places, prompts, strict=True)]
 
 
 class PromptColumn:

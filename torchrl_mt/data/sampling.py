@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_mt.data.storage import EpisodeStorage
 
-__all__ = ["draw_integers", "draw_order", "draw_uniform", "episode_storage"]
+__all__ = ["draw_integers", "draw_order", "draw_uniform", "episode_storage", "require_episodes"]
 
 
 def episode_storage(storage: Any, sampler: Any) -> EpisodeStorage:
@@ -28,6 +28,29 @@ def episode_storage(storage: Any, sampler: Any) -> EpisodeStorage:
             f"writer=EpisodeWriter(), ...)"
         )
     return storage
+
+
+def require_episodes(storage: EpisodeStorage, what: str) -> None:
+    """Refuse to sample from a storage that holds nothing; tells of the episodes that are yet to end.
+
+    Args:
+        storage: where to sample.
+        what: what is sampled, in the error.
+
+    Raises:
+        RuntimeError: if no episode is stored.
+    """
+    if storage.num_episodes:
+        return
+    writers = [getattr(buffer, "_writer", None) for buffer in storage._attached_entities]
+    lengths = [n for writer in writers for n in getattr(writer, "open_lengths", {}).values()]
+    if not lengths:
+        raise RuntimeError(f"cannot sample {what}: nothing is stored yet")
+    raise RuntimeError(
+        f"cannot sample {what}: nothing is stored yet, since none of the {len(lengths)} open episodes "
+        f"(with {sum(lengths)} steps so far) has ended. Episodes are stored when they end; "
+        f"buffer.writer.flush() stores the open ones as they are, as truncated"
+    )
 
 
 def draw_integers(high: int, num: int, generator: torch.Generator | None) -> Tensor:

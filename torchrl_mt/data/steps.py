@@ -7,7 +7,7 @@ one without entries does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "Rows",
     "Steps",
     "has_lazy_stack",
+    "kinds",
     "name_of",
     "own",
     "pack",
@@ -107,7 +108,7 @@ class Steps:
             if isinstance(column, Tensor):
                 return column.clone()
             if isinstance(column, Rows):
-                return Rows([item.clone() for item in column.items])
+                return Rows(_copies(column.items))
             return Objects([own(item) for item in column.items])
 
         columns = {path: copied(column) for path, column in self.columns.items()}
@@ -170,7 +171,7 @@ def unpack(data: Any) -> Steps:
     return Steps(length=data.batch_size[0], columns=columns, root_class=root_class)
 
 
-def pack(steps: Steps, device: torch.device | None = None) -> Any:
+def pack(steps: Steps, device: torch.device | None = None, *, unread: bool = False) -> Any:
     """Put columns together again: the inverse of :func:`unpack`.
 
     A node that holds a column of :class:`Rows` becomes a ``LazyStackedTensorDict`` of its steps,
@@ -180,6 +181,8 @@ def pack(steps: Steps, device: torch.device | None = None) -> Any:
     Args:
         steps: what to put together.
         device: the device that the TensorDicts declare.
+        unread: put the parts that take long together when somebody first looks into them. Where
+            nobody does, :func:`unpack` finds the very columns there.
 
     Returns:
         a TensorDict of batch size ``[T]``, or the tensorclass that the steps came in.
@@ -190,7 +193,7 @@ def pack(steps: Steps, device: torch.device | None = None) -> Any:
         for name in path[:-1]:
             node = node.setdefault(name, {})
         node[path[-1]] = column
-    data = _pack_node(tree, steps.length, device)
+    data = _pack_node(tree, steps.length, device, unread)
     if steps.root_class is not None:
         return steps.root_class.from_tensordict(data)  # type: ignore[attr-defined]
     return data
@@ -248,6 +251,8 @@ def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column])
         if isinstance(value, Tensor):
             value = _plain(value)
             columns[where] = Rows(list(value.unbind(0))) if value.is_nested else value
+        elif isinstance(value, _Unread) and value.is_unread:
+            _unpack_tree(where, value.tree, columns)
         elif isinstance(value, NonTensorStack):
             columns[where] = Objects(value.tolist())
         elif is_non_tensor(value):
@@ -293,9 +298,79 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
             raise ValueError(f"{name_of(where)} must be of one kind in every step, got {kinds}")
 
 
-def _pack_node(tree: dict[str, Any], length: int, device: torch.device | None) -> TensorDictBase:
+def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
+    """Take the columns of a tree of them."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            _unpack_tree((*path, name), value, columns)
+    else:
+        columns[path] = tree
+
+
+class _Unread:
+    """A stack whose elements are made when somebody first asks for them.
+
+    From then on it is what its other base class says and nothing else.
+    """
+
+    __slots__ = ()  # or it could not become the other class
+
+    tree: Any
+    """A column, or a tree of columns by name."""
+    make: Callable[[], list[Any]]
+
+    @classmethod
+    def of(cls, tree: Any, length: int, make: Callable[[], list[Any]]) -> Any:
+        """A stack of ``length`` elements that ``make`` gives."""
+        new: Any = cls._new_lazy_unsafe(batch_size=[])  # type: ignore[attr-defined]
+        new.__dict__.update(tree=tree, make=make, _batch_size=torch.Size([length]))
+        del new.__dict__["tensordicts"]
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "tensordicts":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.read()
+        return self.tensordicts
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has asked yet; not so of what its methods make of it."""
+        return "tensordicts" not in self.__dict__
+
+    def read(self) -> None:
+        """Become the other class."""
+        if self.is_unread:
+            self.__dict__["tensordicts"] = self.make()
+            del self.tree, self.make
+        self.__class__ = type(self).__bases__[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.read()  # What is copied or sent elsewhere is not of this class.
+        return self.__reduce_ex__(protocol)
+
+
+class _UnreadNode(LazyStackedTensorDict, _Unread):
+    """The steps of a node that has :class:`Rows`."""
+
+    __slots__ = ()
+
+
+class _UnreadObjects(NonTensorStack, _Unread):
+    """A column of :class:`Objects`."""
+
+    __slots__ = ()
+
+
+def _pack_node(
+    tree: dict[str, Any], length: int, device: torch.device | None, unread: bool = False
+) -> TensorDictBase:
     """A TensorDict, or the lazy stack of its steps if one of its own columns has :class:`Rows`."""
     if any(isinstance(value, Rows) for value in tree.values()):
+        if unread and length:
+            return _UnreadNode.of(
+                tree, length, lambda: _pack_node(tree, length, device).tensordicts
+            )
         names = tuple(tree)
         items = [_items(value, length, device) for value in tree.values()]
         scalar = torch.Size([])
@@ -305,22 +380,26 @@ def _pack_node(tree: dict[str, Any], length: int, device: torch.device | None) -
             for step in zip(*items, strict=True)
         ]
         return LazyStackedTensorDict._new_lazy_unsafe(*nodes, batch_size=scalar, device=device)
-    values = {name: _whole(value, length, device) for name, value in tree.items()}
+    values = {name: _whole(value, length, device, unread) for name, value in tree.items()}
     return TensorDict._new_unsafe(
         values, batch_size=torch.Size([length]), device=device, nested=False
     )
 
 
-def _whole(value: Any, length: int, device: torch.device | None) -> Any:
+def _whole(value: Any, length: int, device: torch.device | None, unread: bool = False) -> Any:
     """A node's entry as one value with the batch dimension."""
     if isinstance(value, dict):
-        return _pack_node(value, length, device)
+        return _pack_node(value, length, device, unread)
     if isinstance(value, Objects):
         items = value.items
         if not items:
             return NonTensorData(None, batch_size=[0], device=device)
         if all(is_tensorclass(item) for item in items) and not is_non_tensor(items[0]):
             return lazy_stack(items)
+        if unread:
+            return _UnreadObjects.of(
+                value, length, lambda: [NonTensorData(item, device=device) for item in items]
+            )
         return NonTensorStack(*[NonTensorData(item, device=device) for item in items])
     return value
 
@@ -357,6 +436,19 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
     if isinstance(column, Rows):
         return Rows([item.to(device) for item in column.items])
     return column.to(device)
+
+
+def kinds(items: Sequence[Tensor]) -> set[tuple[Any, ...]]:
+    """Number of dimensions, dtype, layout and device of tensors, each that there is."""
+    return {(item.ndim, item.dtype, item.layout, item.device) for item in items}
+
+
+def _copies(items: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors, as parts of one where they are vectors of one kind, which is faster."""
+    found = kinds(items)
+    if len(found) == 1 and next(iter(found))[0] == 1:
+        return list(torch.cat(items).split([len(item) for item in items]))
+    return [item.clone() for item in items]
 
 
 def _plain(tensor: Tensor) -> Tensor:

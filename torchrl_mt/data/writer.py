@@ -25,6 +25,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.grouping import Segment, group_steps
+from torchrl_mt.data.growing import copy_of_episodes
 from torchrl_mt.data.open_episode import OpenEpisode
 from torchrl_mt.data.schema import Schema
 from torchrl_mt.data.steps import (
@@ -108,6 +109,12 @@ class EpisodeWriter(Writer):
         self._open: dict[int, OpenEpisode] = {}
         self._told_by: _ToldBy | None = None
         self._write_count = 0
+
+    @property
+    def open_lengths(self) -> dict[int, int]:
+        """How many steps came so far of each unfinished episode, by its id."""
+        with self._held():
+            return {key: episode.length for key, episode in self._open.items()}
 
     def register_storage(self, storage: Storage) -> None:
         """Called by the replay buffer."""
@@ -401,9 +408,9 @@ class EpisodeWriter(Writer):
         """The episodes as they are to be stored, and their lengths."""
         if self.transform is None or not len(lengths):
             return episodes, lengths
-        episodes = episodes.clone()
+        episodes = copy_of_episodes(episodes, lengths)
         if getattr(self.transform, "takes_many_episodes", False):
-            results = unpack(_one_batch(self.transform(pack(episodes))))
+            results = unpack(_one_batch(self.transform(pack(episodes, unread=True))))
             last = ended(results) if results.length else torch.zeros(1, dtype=torch.bool)
             ends = last.nonzero().squeeze(1) + 1
             if len(ends) != len(lengths) or not last[-1]:
@@ -416,7 +423,9 @@ class EpisodeWriter(Writer):
         parts: list[Steps] = []
         for key, start, stop in zip(ids, [0, *stops], stops, strict=False):
             try:
-                parts.append(unpack(_one_batch(self.transform(pack(episodes[start:stop])))))
+                parts.append(
+                    unpack(_one_batch(self.transform(pack(episodes[start:stop], unread=True))))
+                )
             except Exception as error:
                 if sys.version_info >= (3, 11):
                     error.add_note(f"The transform of EpisodeWriter was given episode {key}.")

@@ -249,6 +249,16 @@ class CompletionsEngine:
             self._version += 1
         return self._version
 
+    def count_update(self) -> int:
+        """Count new weights that the server was given by somebody else.
+
+        Returns:
+            The new version: what begins from now on is stamped with it.
+        """
+        with self._updating:
+            self._version += 1
+        return self._version
+
     def close(self) -> None:
         """Fail what is under way and close every connection."""
         self._client.close()

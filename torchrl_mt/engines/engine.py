@@ -52,7 +52,9 @@ class Completion:
 class Engine(Protocol):
     """A sampler that many conversations share.
 
-    Any object with these members is an engine; nothing has to be inherited.
+    Any object with these members is an engine; nothing has to be inherited. One whose weights others may
+    change without its ``update_weights`` (a server's, say) should also have ``count_update() -> int``,
+    which counts such an update and does nothing else.
     """
 
     @property

@@ -272,6 +272,11 @@ class PolicyEngine:
                 copy_weights(weights, self._model)
             return self._answerer.updated()
 
+    def count_update(self) -> int:
+        """Count new weights that the policy was given by somebody else; returns the new version."""
+        with self._batcher.paused():
+            return self._answerer.updated()
+
     def close(self) -> None:
         """Stop sampling: requests without an answer fail, and the thread ends."""
         self._closer()

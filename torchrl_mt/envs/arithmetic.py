@@ -19,6 +19,7 @@ from torchrl_mt.envs.calculator import (
     calculate,
     parse,
 )
+from torchrl_mt.envs.data_keys import check_keys
 from torchrl_mt.envs.guess_number import Game
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 
@@ -137,7 +138,8 @@ class Arithmetic(TextEnv):
             One user message: the task and how to write calls and answers.
 
         Raises:
-            ValueError: if ``data["expression"]`` or ``data["answer"]`` has no value.
+            ValueError: if ``data["expression"]`` or ``data["answer"]`` has no value, there is an answer
+                without an expression, or a key is nearly one of these.
         """
         expression, self._expected = self._task(data)
         self._turn = self._calls = 0
@@ -227,7 +229,13 @@ class Arithmetic(TextEnv):
     def _task(self, data: Mapping[str, Any] | None) -> tuple[str, Fraction]:
         """The expression that this episode's data asks for, or a new one, and its value."""
         given = data if isinstance(data, Mapping) else {}
+        check_keys(given, ("expression", "answer", "seed"))
         expression, answer = given.get("expression"), given.get("answer")
+        if expression is None and answer is not None:
+            raise ValueError(
+                'data["answer"] must come with data["expression"], which it answers, got '
+                f"{sorted(map(str, given))}."
+            )
         if expression is None:
             seed = given.get("seed")
             return self._draw(self._rng if seed is None else random.Random(int(seed)))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_mt.envs.data_keys import check_keys
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 
 __all__ = ["Game", "GuessNumber", "optimal_return", "play_guess_number"]
@@ -80,7 +81,7 @@ class GuessNumber(TextEnv):
             One short user message that states the range.
 
         Raises:
-            ValueError: if ``data["number"]`` is not in ``1..numbers``.
+            ValueError: if ``data["number"]`` is not in ``1..numbers``, or a key is nearly one of these.
         """
         self._number = self._draw(data)
         self._guesses = 0
@@ -138,6 +139,7 @@ class GuessNumber(TextEnv):
     def _draw(self, data: Mapping[str, Any] | None) -> int:
         """The number that this episode's data asks for, or a new one."""
         given = data if isinstance(data, Mapping) else {}
+        check_keys(given, ("number", "seed"))
         if given.get("number") is not None:
             number = int(given["number"])
             if not 1 <= number <= self.numbers:

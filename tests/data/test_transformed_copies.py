@@ -1,0 +1,217 @@
+"""A writer's transform works on a copy: linear in memory, and apart from what the caller holds."""
+
+import copy
+import pickle
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.growing import copy_of_episodes
+from torchrl_mt.data.steps import pack, unpack
+
+from .test_growing import PROMPT, RESPONSE, conversations, listed, play
+
+
+def views(prompts):
+    """The prompts as a collector gives them: those that extend each other are views of one tensor."""
+    out = list(prompts)
+    for t in range(len(prompts) - 2, -1, -1):
+        after = out[t + 1]
+        if len(after) >= len(prompts[t]) and torch.equal(after[: len(prompts[t])], prompts[t]):
+            out[t] = after[: len(prompts[t])]
+    return out
+
+
+def batch(talks, as_views):
+    """Whole episodes, one after the other, with entries of every kind."""
+    steps, lengths = [], []
+    for e, talk in enumerate(talks):
+        prompts, responses = play(talk)
+        lengths.append(len(prompts))
+        for t, turn in enumerate(
+            zip(views(prompts) if as_views else prompts, responses, strict=True)
+        ):
+            steps.append(
+                TensorDict(
+                    {
+                        "tokens": dict(zip(("prompt", "response"), turn, strict=True)),
+                        "log_probs": {"response": torch.rand(len(turn[1]))},
+                        "image": {"pixels": torch.rand(2, 1 + t % 2)},
+                        "episode": torch.tensor(e),
+                        "text": f"{e}.{t}",
+                        "label": torch.tensor(float(t)),
+                        "next": {"done": torch.tensor([t == len(prompts) - 1]), "info": {"t": t}},
+                    }
+                )
+            )
+    ragged = lazy_stack(steps)
+    dense = {key: torch.stack([s[key] for s in steps]) for key in ("episode", "label")}
+    dense["next"] = {"done": torch.stack([s["next", "done"] for s in steps])}
+    data = TensorDict(dense, [len(steps)])
+    for name in ("tokens", "log_probs", "image"):
+        data[name] = lazy_stack([step[name] for step in steps])
+    data["text"] = NonTensorStack(*ragged["text"])
+    data["next", "info"] = NonTensorStack(*[{"t": k} for k in range(len(steps))])
+    return data, torch.tensor(lengths)
+
+
+def tensors(data):
+    for key in list(data.keys(True, True)):
+        found = data.get(key, as_list=True)
+        if isinstance(found, torch.Tensor):
+            yield found
+        elif isinstance(found, list):
+            yield from (item for item in found if isinstance(item, torch.Tensor))
+
+
+def values(data):
+    """All that a batch holds, in a form that compares."""
+    return {
+        "tokens": [
+            listed(data, PROMPT),
+            listed(data, RESPONSE),
+            listed(data, ("log_probs", "response")),
+        ],
+        "image": listed(data, ("image", "pixels")),
+        "dense": [data[key].tolist() for key in ("episode", "label", ("next", "done"))],
+        "objects": [list(data["text"]), list(data["next", "info"])],
+    }
+
+
+def ruin(data):
+    """Change in place whatever can be."""
+    for tensor in tensors(data):
+        tensor.fill_(1)
+    for node in data["tokens"].unbind(0):
+        node["prompt"] = torch.zeros(3)
+    data.get("text").tensordicts[0].data = "gone"
+    data.set_at_("text", "gone", len(data) - 1)
+    del data["log_probs"]
+    data["next", "info"] = NonTensorStack(*["gone"] * len(data))
+
+
+@given(st.lists(conversations, min_size=1, max_size=4), st.booleans())
+def test_a_copy_is_equal_and_apart(talks, as_views):
+    data, lengths = batch(talks, as_views)
+    before = values(data)
+    copied = pack(copy_of_episodes(unpack(data), lengths), unread=True)
+    assert values(copied) == before
+    ruin(copied)
+    assert values(data) == before
+
+
+@given(st.lists(conversations, min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_no_transform_changes_what_the_caller_holds(talks, as_views, many):
+    class Ruin:
+        takes_many_episodes = many
+
+        def __call__(self, episodes):
+            copied = episodes.clone()
+            ruin(episodes)
+            return copied
+
+    data, _ = batch(talks, as_views)
+    before = values(data)
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(transform=Ruin()))
+    rb.extend(data)
+    assert values(data) == before
+    assert values(rb[:]) == before
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("many", [True, False])
+def test_memory_is_of_what_is_new_in_each_turn(as_views, many):
+    turns, new, episodes = 64, 10, 3
+    ends = list(accumulate([2 * new] * turns))
+    line = torch.arange(ends[-1])
+    prompts = [line[: end - new] for end in ends]
+    talk = [
+        (p if as_views else p.clone(), line[end - new : end])
+        for p, end in zip(prompts, ends, strict=True)
+    ]
+    steps = [
+        TensorDict(
+            {
+                "tokens": {"prompt": prompt, "response": response},
+                "next": {"done": torch.tensor([t == turns - 1])},
+            }
+        )
+        for _ in range(episodes)
+        for t, (prompt, response) in enumerate(talk)
+    ]
+    held = {}
+
+    class Look:
+        takes_many_episodes = many
+
+        def __call__(self, given):
+            for tensor in tensors(given):
+                memory = tensor.untyped_storage()
+                held[memory.data_ptr()] = memory.nbytes()
+            kept.append(given)
+            return given
+
+    kept = []
+    rb = ReplayBuffer(storage=EpisodeStorage(1000), writer=EpisodeWriter(transform=Look()))
+    rb.extend(lazy_stack(steps))
+    # A line of prompts and responses, and the responses once more; a line of its own for each prompt
+    # would take 64 times as much.
+    assert sum(held.values()) <= 2.5 * episodes * ends[-1] * 8 + 1000
+
+
+@given(st.lists(conversations, min_size=1, max_size=3), st.data())
+def test_what_nobody_reads_is_found_as_it_was_and_what_is_read_as_always(talks, data):
+    steps = unpack(batch(talks, True)[0])
+    unread, plain = pack(steps, unread=True), pack(steps)
+    reads = data.draw(st.sets(st.sampled_from(["tokens", "log_probs", "image", "text", "next"])))
+    for name in reads:
+        for node in (unread, plain):
+            list(node[name])
+            if isinstance(node.get(name), LazyStackedTensorDict):
+                assert len(node.get(name).tensordicts) == len(node)
+    again = unpack(unread)
+    assert list(again.columns) == list(unpack(plain).columns)
+    for name in {"tokens", "log_probs", "image", "text"} - reads:
+        for path, column in steps.columns.items():
+            if path[0] == name:
+                assert again.columns[path] is column
+    assert values(pack(again)) == values(plain)
+    # Those that were read are what they always are.
+    for name in reads - {"next"}:
+        assert type(unread.get(name)) is type(plain.get(name))
+    assert unread.batch_size == plain.batch_size
+    renamed = unread.rename_key_("tokens", "words")
+    assert listed(renamed, ("words", "prompt")) == listed(plain, PROMPT)
+    assert ("words", "prompt") in unpack(
+        pack(steps, unread=True).rename_key_("tokens", "words")
+    ).columns
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        copy.deepcopy,
+        copy.copy,
+        lambda td: td.clone(),
+        lambda td: td.to("cpu"),
+        lambda td: pickle.loads(pickle.dumps(td)),
+        lambda td: torch.cat([td[:1], td[1:]]),
+        lambda td: td[torch.arange(len(td))],
+        lambda td: lazy_stack(list(td.unbind(0))),
+        lambda td: td.lock_(),
+        lambda td: td.exclude("label").update(td.select("label")),
+    ],
+)
+def test_operations_on_what_nobody_read_yet(how):
+    talk = [([1], [2], "extend", 0), ([0], [2, 1], "extend", 0), ([1, 1], [2], "cut", 2)]
+    steps = unpack(batch([talk, talk], True)[0])
+    plain = values(pack(steps))
+    out = how(pack(steps, unread=True))
+    assert values(out) == plain
+    assert values(pack(unpack(out))) == plain
