@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.idle_clock import hang
 from torchrl_mt.envs import TextEnv, TextStep
-
-from .idle_clock import hang
 
 
 class Chat(TextEnv):

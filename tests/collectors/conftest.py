@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
+from tests.idle_clock import Loop
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors import loop_thread
-
-from .idle_clock import Loop
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ import pytest
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import Transform
 
+from tests.idle_clock import LIMIT
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context, loop_thread
 from torchrl_mt.collectors.behind import Behind
 from torchrl_mt.envs import TextEnv, TextStep
 
-from .idle_clock import LIMIT
 from .scripted import ScriptedEngine
 
 

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 
+from tests.idle_clock import LIMIT
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextStep
 
 from .chats import Chat
-from .idle_clock import LIMIT
 from .scripted import ScriptedEngine
 
 COUNTS = ("started", "accepted", "rejected", "running")

@@ -15,11 +15,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
-
-from .idle_clock import LIMIT, hang
 
 ITEMS = 10
 TOKENS = ("tokens", "log_probs", "versions")

@@ -18,13 +18,13 @@ import torch
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from tests.idle_clock import hang
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
 
-from .idle_clock import hang
 from .scripted import ScriptedEngine
 
 

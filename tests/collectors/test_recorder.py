@@ -7,10 +7,10 @@ import contextlib
 
 import pytest
 
+from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
-from .idle_clock import LIMIT, hang
 from .scripted import ScriptedEngine
 
 

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer
 
+from tests.idle_clock import LIMIT, hang
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 from .chats import Chat
-from .idle_clock import LIMIT, hang
 from .scripted import ScriptedEngine
 
 PHASES = [Phase.explicit, Phase.generate]

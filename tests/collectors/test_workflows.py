@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.llm import ChatEnv
 
+from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.workflow import resolve
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
 
-from .idle_clock import LIMIT, hang
 from .scripted import ScriptedEngine
 
 

@@ -1,7 +1,7 @@
-"""Event loops whose clock stands still until something hangs and nothing else is left to do.
+"""Event loops whose clock jumps ahead where something hangs and nothing else is left to do.
 
-Then it jumps to the next point of time that somebody waits for. So a limit of time is reached at once
-by what hangs and by nothing else, on a machine however slow.
+So a limit of time that no machine is slow enough to reach is reached at once by what hangs, and by
+nothing else.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-LIMIT = 3600.0
-"""Seconds; a limit that only the loop's clock reaches."""
+LIMIT = 36_000.0
+"""Seconds of a jump, and of a limit that is reached by a jump only."""
 
 
 class Loop(asyncio.SelectorEventLoop):
     """What ``asyncio.new_event_loop`` is to make."""
 
     def __init__(self) -> None:
-        self.now, self.hanging = 0.0, 0
+        self.ahead, self.hanging = 0.0, 0
         self.lock = threading.Lock()
         super().__init__(_Selector(self))
 
     def time(self) -> float:
-        return self.now
+        return super().time() + self.ahead
+
+    def jump(self, seconds: float = LIMIT) -> None:
+        """Let time pass; to be called in another thread."""
+        self.call_soon_threadsafe(self._jump, seconds)
+
+    def _jump(self, seconds: float) -> None:
+        self.ahead += seconds
 
     @contextmanager
     def hangs(self) -> Iterator[None]:
@@ -41,19 +48,19 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits for events; where there are none, it does not wait for a point of time but goes there."""
+    """Waits for events; in place of waiting for a point of time, it may jump."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
         self.loop = loop
 
     def select(self, timeout: float | None = None):
-        if timeout:
-            found = super().select(0 if self.loop.hanging else None)
-            if not found and self.loop.hanging:
-                self.loop.now += timeout
-            return found
-        return super().select(timeout)
+        if not timeout or not self.loop.hanging:
+            return super().select(timeout)
+        events = super().select(0)
+        if not events:
+            self.loop.ahead += LIMIT
+        return events
 
 
 async def hang() -> None:
