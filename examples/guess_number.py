@@ -94,12 +94,11 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         limits=limits,
         replay_buffer=buffer,
     )
-    evaluate = Evaluation(env, engine, limits, args)
     maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
     loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.003)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(args.updates))
-    report = Report(args, before=evaluate())
+    report = Report(args, before=evaluate(collector, args))
 
     with contextlib.suppress(KeyboardInterrupt), tqdm(collector, unit="update") as progress:
         for _ in progress:
@@ -119,9 +118,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 
     report.save()
     engine.update_weights(model)  # an interrupt may have come between a step and its update
-    reached = report.finish(after=evaluate())
-    for part in (collector, evaluate.collector):
-        part.shutdown()
+    reached = report.finish(after=evaluate(collector, args))
+    collector.shutdown()
     engine.close()
     return reached
 
@@ -174,31 +172,16 @@ def warmup_then_decay(steps: int) -> Callable[[int], float]:
 # What is measured
 
 
-class Evaluation:
-    """Plays the same games again and again: hidden numbers that training does not choose."""
+def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> dict[str, Any]:
+    """Mean return, share of games won, and a few games to read.
 
-    def __init__(
-        self,
-        env: GuessNumber,
-        engine: TransformersEngine,
-        limits: Limits,
-        args: argparse.Namespace,
-    ) -> None:
-        games = GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32)
-        self.collector = MultiTurnCollector(
-            env,
-            engine,
-            list(games),
-            episodes_per_batch=args.eval_episodes,
-            max_concurrency=CONCURRENCY,
-            limits=limits,
-            postproc=DiscountedReturn(GAMMA),
-        )
-
-    def __call__(self) -> dict[str, Any]:
-        """Mean return, share of games won, and a few games to read."""
-        batch = next(iter(self.collector))
-        return {**outcome(batch), "games": transcript(batch, 5)}
+    The hidden numbers are the same each time, and not those of the training.
+    """
+    games = list(GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32))
+    starts = trange(0, len(games), EPISODES_PER_UPDATE, desc="evaluation", unit="batch")
+    played = torch.cat([collector.evaluate(games[i : i + EPISODES_PER_UPDATE]) for i in starts])
+    played = DiscountedReturn(GAMMA)(played)
+    return {**outcome(played), "games": transcript(played, 5)}
 
 
 def outcome(steps: TensorDictBase) -> dict[str, float]:
@@ -231,6 +214,7 @@ class Report:
     def __init__(self, args: argparse.Namespace, before: dict[str, Any]) -> None:
         self.out: Path = args.out
         self.optimum = optimal_return(args.numbers, args.turns, GAMMA)
+        self.title = f"Guess a number from 1 to {args.numbers} in {args.turns} turns"
         self.before = before
         self.metrics: list[dict[str, float]] = []
         self.seconds = {"rollout": 0.0, "training": 0.0}
@@ -308,16 +292,25 @@ class Report:
         }
 
     def draw(self, path: Path) -> None:
-        """Return and success over the episodes, the optimum as a line."""
+        """Return and success over the episodes, smoothed over the raw ones; the optimum as a line."""
         episodes = [row["episodes"] for row in self.metrics]
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        axes.plot(episodes, [row["return"] for row in self.metrics], label="discounted return")
-        axes.plot(episodes, [row["success"] for row in self.metrics], label="success")
+        for name, label in (("return", "discounted return"), ("success", "games won")):
+            values = [row[name] for row in self.metrics]
+            (line,) = axes.plot(episodes, smoothed(values), label=label)
+            axes.plot(episodes, values, color=line.get_color(), alpha=0.3, linewidth=1)
         axes.axhline(self.optimum, color="black", linestyle="--", label="best possible return")
-        axes.set(xlabel="episodes", ylim=(0, 1.02))
+        axes.set(title=self.title, xlabel="episodes played", ylim=(0, 1.02))
+        axes.set_ylabel("mean of an update's episodes (pale: as is)")
         axes.legend(loc="lower right")
         figure.savefig(path, format="png", dpi=120)
         plt.close(figure)
+
+
+def smoothed(values: list[float], width: int = 9) -> list[float]:
+    """The mean of each value and its neighbours, ``width`` of them where there are as many."""
+    near = [values[max(0, i - width // 2) : i + width // 2 + 1] for i in range(len(values))]
+    return [sum(some) / len(some) for some in near]
 
 
 @contextlib.contextmanager

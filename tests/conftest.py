@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
 
+from .waiting import PATIENCE
+
 # The same examples in every run: a commit that passed passes again. How long one takes says more
 # about the machine than about the code. To look for new ones: pytest --hypothesis-profile=explore
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
@@ -26,6 +28,18 @@ settings.load_profile("repeatable")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 17))]
+
+
+@pytest.fixture(autouse=True)
+def interrupted_when_it_hangs():
+    def give_up(*_):
+        raise TimeoutError(f"the test took more than {PATIENCE:.0f} seconds.")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE, 2.0)  # again, to get through clean-ups that hang
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,11 @@ def success(what: Any) -> Fault:
     return lambda handler: handler.send(200, what)
 
 
+def after(first: Callable[[], object], fault: Fault) -> Fault:
+    """A fault before which something else happens."""
+    return lambda handler: (first(), fault(handler))[1]
+
+
 def half(handler: Handler) -> None:
     """A connection that breaks in the middle of the body."""
     handler.send_response(200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.idle_clock import hang
 from torchrl_mt.envs import TextEnv, TextStep
 
 
@@ -21,7 +22,7 @@ class Chat(TextEnv):
         if self.turn == self.data.get("fail_at") and self.data.get("error"):
             raise self.data["error"]
         if self.turn == self.data.get("hang_at"):
-            await asyncio.sleep(60)
+            await hang()
         await asyncio.sleep(self.data.get("sleep", 0))
         done = self.turn >= self.data.get("turns", 1)
         return TextStep([{"role": "user", "content": "2"}], reward=1.0, done=done)

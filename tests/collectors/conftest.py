@@ -1,21 +1,23 @@
-"""No test of this folder may hang: one that takes too long is interrupted, again and again."""
+"""What these tests share: environments are closed however slow the machine is."""
 
 from __future__ import annotations
 
-import signal
+import asyncio
 
 import pytest
 
-SECONDS = 90.0
+from tests.idle_clock import Loop
+from tests.waiting import PATIENCE
+from torchrl_mt.collectors import loop_thread
 
 
 @pytest.fixture(autouse=True)
-def interrupted_when_it_hangs():
-    def give_up(*_):
-        raise TimeoutError(f"the test took more than {SECONDS:.0f} seconds.")
+def time_to_close(monkeypatch):
+    for name in ("CLOSE_SECONDS", "INTERRUPT_SECONDS"):
+        monkeypatch.setattr(loop_thread, name, PATIENCE)
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 2.0)  # again, to get through clean-ups that hang
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+
+@pytest.fixture
+def idle_clock(monkeypatch):
+    """Limits of time are reached by what hangs, and by nothing else."""
+    monkeypatch.setattr(asyncio, "new_event_loop", Loop)

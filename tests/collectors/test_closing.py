@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -17,7 +15,10 @@ import pytest
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import Transform
 
+from tests.idle_clock import LIMIT
+from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context, loop_thread
+from torchrl_mt.collectors.behind import Behind
 from torchrl_mt.envs import TextEnv, TextStep
 
 from .scripted import ScriptedEngine
@@ -52,12 +53,15 @@ class Once(TextEnv):
 
 
 @pytest.mark.parametrize("name", ["tool_timeout", "turn_timeout", "episode_timeout"])
-def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(engine, hang, name):
+def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(
+    engine, hang, name, idle_clock
+):
     closed = threading.Event()
 
     class Hangs(Transform):
         def _step(self, tensordict, next_tensordict):
-            hang()
+            with collector._thread._loop.hangs():
+                hang()
             return next_tensordict
 
         def _reset(self, tensordict, tensordict_reset):
@@ -72,7 +76,7 @@ def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(engine, h
         [{"query": "guess"}],
         episodes_per_batch=1,
         max_consecutive_failures=1,
-        limits=Limits(**{name: 0.3}, max_turns=2),
+        limits=Limits(**{name: LIMIT}, max_turns=2),
     )
     with pytest.raises(RuntimeError, match=name):
         next(iter(collector))
@@ -81,16 +85,15 @@ def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(engine, h
     # Whoever made the collector wait is closed when it comes back.
     closed.clear()
     hang.__self__.set()
-    assert closed.wait(30)
+    assert closed.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("inner", ["thread", "async"])
 @pytest.mark.parametrize(
-    "limits", [Limits(), Limits(tool_timeout=0.2, turn_timeout=0.2), Limits(episode_timeout=0.3)]
+    "limits",
+    [Limits(), Limits(tool_timeout=LIMIT, turn_timeout=LIMIT), Limits(episode_timeout=LIMIT)],
 )
 def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, limits, inner):
-    monkeypatch.setattr(loop_thread, "CLOSE_SECONDS", 0.2)
-
     class Hangs(Once):
         inline = False
 
@@ -101,7 +104,7 @@ def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, 
     class HangsAsync(Once):
         async def close(self):
             if self.data["hangs"]:
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
 
     with MultiTurnCollector(
         Hangs if inner == "thread" else HangsAsync,
@@ -118,6 +121,9 @@ def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, 
             assert batch["next", "terminated"].all()
             assert (batch["next", "reward"] == 1).all()
         assert collector.stats()["rejected"] == 0
+        behind = Behind.of(collector._thread._loop)
+        wait_until(lambda: len(behind._waited_for) == 4)  # the others have closed
+        monkeypatch.setattr(loop_thread, "CLOSE_SECONDS", 0.2)
         caplog.set_level(logging.WARNING, logger="torchrl_mt")
     assert "4 environments did not close within 0.2 seconds" in caplog.text
 
@@ -133,6 +139,7 @@ def test_shutdown_waits_for_a_close_as_long_as_it_is_told(engine, hang):
     next(iter(collector))
     with pytest.raises(TimeoutError, match=r"did not end within timeout=0\.1"):
         collector.shutdown(timeout=0.1)
+    collector._thread._thread.join(PATIENCE)
     assert not collector._thread._thread.is_alive()
 
 
@@ -145,7 +152,7 @@ def test_a_close_is_waited_for_with_what_it_has_begun(engine):
                 await asyncio.sleep(0.2)
                 closed.append(context.get().task_id)
 
-            await asyncio.gather(slowly(), asyncio.wait_for(slowly(), 30))
+            await asyncio.gather(slowly(), asyncio.wait_for(slowly(), PATIENCE))
 
     data = [{"task_id": k} for k in range(3)]
     with MultiTurnCollector(Slow, engine, data, episodes_per_batch=3) as collector:
@@ -154,21 +161,21 @@ def test_a_close_is_waited_for_with_what_it_has_begun(engine):
 
 
 def test_an_interrupt_lets_environments_close_with_what_they_have_begun(engine):
-    closed = []
+    hangs, closed = threading.Event(), []
 
     class Slow(Once):
         async def step(self, response):
-            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-            await asyncio.sleep(3600)
+            hangs.set()
+            await asyncio.Event().wait()
 
         async def close(self):
-            await asyncio.wait_for(asyncio.sleep(0.2), 30)
+            await asyncio.wait_for(asyncio.sleep(0.2), PATIENCE)
             closed.append(1)
 
     for kwargs in ({}, {"max_staleness": 1}):
-        closed.clear()
+        hangs.clear(), closed.clear()
         with MultiTurnCollector(Slow, engine, episodes_per_batch=1, **kwargs) as collector:
-            with pytest.raises(KeyboardInterrupt):
+            with ctrl_c(when=hangs.is_set), pytest.raises(KeyboardInterrupt):
                 next(iter(collector))
             assert len(closed) == 1
 
@@ -212,7 +219,8 @@ def test_an_environment_is_closed_where_the_tokenizer_cannot_talk(engine, hang):
 
 def test_an_interrupt_gets_through_a_close_that_never_returns():
     code = """
-    import os, signal, threading, time
+    import threading
+    from tests.waiting import press_ctrl_c
     from torchrl_mt.collectors import MultiTurnCollector, loop_thread
     from torchrl_mt.envs import TextEnv
     from torchrl_mt.testing import tiny_chat_tokenizer
@@ -227,7 +235,7 @@ def test_an_interrupt_gets_through_a_close_that_never_returns():
             return [{"role": "user", "content": "guess"}]
 
         def step(self, response):
-            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            threading.Thread(target=press_ctrl_c, daemon=True).start()
             threading.Event().wait()
 
         def close(self):
@@ -244,7 +252,7 @@ def test_an_interrupt_gets_through_a_close_that_never_returns():
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["interrupted", "1"]
@@ -262,7 +270,7 @@ def test_an_environment_is_made_beside_the_others(engine, how):
     def make():
         if made:
             made.append(2)
-            assert one.wait(30)
+            assert one.wait(PATIENCE)
         else:
             made.append(1)
 
@@ -293,7 +301,7 @@ def test_an_environment_is_made_beside_the_others(engine, how):
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("down", [False, True])
-def test_what_is_made_too_late_is_closed(engine, is_async, down):
+def test_what_is_made_too_late_is_closed(engine, is_async, down, idle_clock):
     entered, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Late(Once):
@@ -308,7 +316,8 @@ def test_what_is_made_too_late_is_closed(engine, is_async, down):
     def factory():
         if context.get().task_id == 0:
             entered.set()
-            assert go_on.wait(30)
+            with collector._thread._loop.hangs():
+                assert go_on.wait(PATIENCE)
             return LateAsync() if is_async else Late()
         return Once()
 
@@ -319,7 +328,7 @@ def test_what_is_made_too_late_is_closed(engine, is_async, down):
         episodes_per_batch=1,
         max_concurrency=1,
         max_consecutive_failures=2,
-        limits=Limits(episode_timeout=0.2),
+        limits=Limits(episode_timeout=LIMIT),
     ) as collector:
         next(iter(collector))
         assert collector.stats()["rejected/episode_timeout"] == 1
@@ -327,7 +336,7 @@ def test_what_is_made_too_late_is_closed(engine, is_async, down):
         if down:
             collector.shutdown()
         go_on.set()
-        assert closed.wait(30)
+        assert closed.wait(PATIENCE)
 
 
 def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
@@ -347,6 +356,6 @@ def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert len({id(player._draws) for player in players}) == 1
     assert len({id(player) for player in players}) == 4

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from tests.waiting import wait_until
 from torchrl_mt.collectors import (
     Episode,
     MultiTurnCollector,
@@ -296,14 +297,14 @@ def test_threads_and_processes_lose_nothing(tmp_path):
 
 
 def one_line_in_pieces(path: Path, pieces: Path) -> None:
-    """Write a line of which the system takes a few bytes at a time, and tell how far it came."""
-    write = os.write
+    """Write a line of which the system takes a few bytes at a time, and after some no more."""
+    write, written = os.write, itertools.count(1)
 
     def slow(file, data):
-        written = write(file, data[:3])
-        pieces.touch()
-        time.sleep(0.01)
-        return written
+        if next(written) > 10:
+            pieces.touch()
+            threading.Event().wait()
+        return write(file, data[:3])
 
     os.write = slow
     append_lines(path, [to_line("torn " * 10_000)])
@@ -317,8 +318,7 @@ def test_a_line_of_a_killed_process_is_cut_off(tmp_path, before):
     size = path.stat().st_size if before else 0
     process = FORK.Process(target=one_line_in_pieces, args=(path, pieces))
     process.start()
-    while not pieces.exists():
-        time.sleep(0.001)
+    wait_until(pieces.exists)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert path.stat().st_size > size

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
@@ -49,7 +50,7 @@ class RandomEngine:
         if chance < 0.04:
             raise ConnectionError("the server is gone")
         if chance < 0.05:
-            await asyncio.sleep(60)
+            await hang()
         size = rng.choice([0, 1, 1, 2, 5])
         size = size if max_new_tokens is None else min(size, max_new_tokens)
         versions = []
@@ -196,7 +197,7 @@ def check_dump(folder, rows_of) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("incomplete", ["drop", "keep", "refill"])
-def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path):
+def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
     rng = random.Random(f"{incomplete} {seed}")
     engine = RandomEngine(rng)
     size = rng.choice([1, 2, 3])
@@ -204,7 +205,7 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path):
         max_turns=rng.choice([None, 4]),
         max_response_tokens=rng.choice([None, 3]),
         max_episode_tokens=rng.choice([None, 12]),
-        turn_timeout=0.05,
+        turn_timeout=LIMIT,
     )
     collector = MultiTurnCollector(
         RandomWorkflow(rng),

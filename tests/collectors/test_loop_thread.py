@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-import time
 
 import pytest
 
+from tests.waiting import wait_until
 from torchrl_mt.collectors.loop_thread import call_in_thread
 
 seen: contextvars.ContextVar[int] = contextvars.ContextVar("seen", default=0)
@@ -58,9 +58,7 @@ def test_what_nobody_waits_for_any_more_is_handed_to_somebody():
             await asyncio.sleep(0.01)
 
     asyncio.run(main())
-    deadline = time.monotonic() + 30
-    while not late and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: late)
     assert late == [5]
 
 
@@ -79,7 +77,5 @@ def test_what_arrives_together_with_the_cancellation_is_not_lost():
             await task
 
     asyncio.run(main())
-    deadline = time.monotonic() + 30
-    while not late and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: late)
     assert late == [5]

@@ -4,14 +4,11 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +18,8 @@ import torch
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from tests.idle_clock import hang
+from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -239,7 +238,7 @@ def test_a_failing_member_takes_its_group_along_and_no_other(guesser):
 @pytest.mark.parametrize("fast", [True, False])
 def test_siblings_are_rejected_with_their_group_finished_or_not(guesser, fast):
     class SecondFails(Talk):
-        made = 0
+        made = finished = 0
 
         def __init__(self):
             type(self).made += 1
@@ -247,9 +246,12 @@ def test_siblings_are_rejected_with_their_group_finished_or_not(guesser, fast):
 
         async def step(self, response):
             if self.rank == 1 and self.made <= 3:
-                await asyncio.sleep(0.05)  # time enough for fast siblings to finish
+                while fast and self.finished < 2:
+                    await asyncio.sleep(0)
                 raise OSError("no tool")
-            await asyncio.sleep(0 if fast or self.made > 3 else 3600)
+            if not fast and self.made <= 3:
+                await hang()
+            type(self).finished += 1
             return Talk.step(self, response)
 
     _, stats = collect(
@@ -290,12 +292,12 @@ def test_a_slow_environment_delays_only_itself(guesser):
 
         def step(self, response):
             if self.left == 3:
-                time.sleep(0.5)
+                wait_until(lambda: len(done_before_the_slow_one) == 19)
             return super().step(response)
 
     data = [{"turns": 3}, *[{"turns": 2}] * 19]
+    done_before_the_slow_one = []
     with MultiTurnCollector(Slow, guesser, data, episodes_per_batch=20) as collector:
-        done_before_the_slow_one = []
         play = collector._player.failure_of
 
         async def watched(episode, *rest):
@@ -420,10 +422,8 @@ def test_shutdown_leaves_no_thread(guesser):
     assert set(threading.enumerate()) - before
     collector.shutdown()
     collector.shutdown()
-    deadline = time.monotonic() + 10
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)  # calls that are answered are about to end their threads
-    assert not set(threading.enumerate()) - before
+    # Calls that are answered are about to end their threads.
+    wait_until(lambda: not set(threading.enumerate()) - before)
     with pytest.raises(RuntimeError, match="shut down"):
         next(iter(collector))
 
@@ -431,25 +431,15 @@ def test_shutdown_leaves_no_thread(guesser):
 def test_an_interrupt_cancels_what_runs(tokenizer):
     class Hangs(Talk):
         async def step(self, response):
-            await asyncio.sleep(3600)
+            await hang()
 
     engine = ScriptedEngine(tokenizer, lambda _: [8, tokenizer.eos_token_id])
     collector = MultiTurnCollector(Hangs, engine, [{"turns": 2}], episodes_per_batch=4)
-    threading.Thread(target=signal_main, args=[engine], daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c(when=lambda: len(engine.calls) == 4), pytest.raises(KeyboardInterrupt):
         next(iter(collector))
     stats = collector.stats()
     assert stats["rejected/cancelled"] == stats["started"] == 4
     collector.shutdown()
-
-
-def signal_main(engine, calls=4):
-    """Press Ctrl-C once every episode waits for its environment."""
-    deadline = time.monotonic() + 10
-    while len(engine.calls) < calls and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_with_the_real_engine(model, tokenizer):
@@ -519,7 +509,7 @@ def test_an_opening_without_room_for_a_response_is_refused(guesser):
         next(iter(collector))
 
 
-def in_time(function, seconds=30):
+def in_time(function):
     """What the function returns or raises, or a failure if it does neither."""
     outcome = Future()
 
@@ -530,7 +520,7 @@ def in_time(function, seconds=30):
             outcome.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    return outcome.result(seconds)
+    return outcome.result(PATIENCE)
 
 
 def settled(stats):
@@ -566,7 +556,7 @@ def test_a_cancellation_within_an_environment_is_its_failure(guesser):
     class Cancels(Talk):
         async def step(self, response):
             if self.data["turns"] == 2:
-                inner = asyncio.ensure_future(asyncio.sleep(3600))
+                inner = asyncio.ensure_future(hang())
                 inner.cancel()
                 await inner
             return Talk.step(self, response)
@@ -585,7 +575,7 @@ def test_a_cancellation_within_an_environment_is_its_failure(guesser):
 
 def test_siblings_that_swallow_their_cancellation_are_rejected_all_the_same(guesser):
     class Swallows(Talk):
-        made = 0
+        made, hangs = 0, False
 
         def __init__(self):
             type(self).made += 1
@@ -593,11 +583,13 @@ def test_siblings_that_swallow_their_cancellation_are_rejected_all_the_same(gues
 
         async def step(self, response):
             if self.rank == 1:
-                await asyncio.sleep(0.05)
+                while not self.hangs:
+                    await asyncio.sleep(0)
                 raise OSError("no tool")
             if self.rank == 2:
+                type(self).hangs = True
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(3600)
+                    await hang()
             return TextStep(done=True)
 
     (batch,), stats = in_time(
@@ -618,15 +610,13 @@ def test_siblings_that_swallow_their_cancellation_are_rejected_all_the_same(gues
 class Waits(Talk):
     """Waits for ever where its data says so."""
 
-    patience = 3600.0
-
     def reset(self, data=None):
         self.waits = data.get("waits") and data["waits"][0]
         return super().reset(data)
 
     async def step(self, response):
         if self.waits:
-            await asyncio.sleep(self.patience)
+            await hang()
         return Talk.step(self, response)
 
 
@@ -642,8 +632,8 @@ def test_episodes_of_a_batch_that_was_cut_short_are_not_accepted(guesser, group_
         group_size=group_size,
         total_episodes=8 * group_size,
     ) as collector:
-        threading.Thread(target=signal_main, args=[guesser, 4 * group_size], daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
+        all_began = ctrl_c(when=lambda: len(guesser.calls) == 4 * group_size)
+        with all_began, pytest.raises(KeyboardInterrupt):
             next(iter(collector))
         stats = collector.stats()
         assert stats["rejected/cancelled"] == stats["started"] == 4 * group_size
@@ -667,25 +657,30 @@ def test_episodes_before_a_run_gave_up_or_a_postproc_failed_are_not_accepted(gue
 
 
 def test_the_statistics_add_up_at_any_moment(guesser):
+    class Seen(Flaky):
+        async def step(self, response):
+            while not any(stats["running"] for stats in seen):
+                await asyncio.sleep(0)
+            return super().step(response)
+
     data = [{"turns": 3}, {"turns": 2, "fail": OSError("no tool")}]
     seen = []
     with MultiTurnCollector(
-        Flaky, guesser, data, episodes_per_batch=20, max_concurrency=7, total_episodes=400
+        Seen, guesser, data, episodes_per_batch=20, max_concurrency=7, total_episodes=400
     ) as collector:
         run = threading.Thread(target=lambda: list(collector), daemon=True)
         run.start()
-        while run.is_alive() and len(seen) < 100_000:
+        while run.is_alive():
             seen.append(collector.stats())
-        run.join(30)
     assert all(s["accepted"] + s["rejected"] + s["running"] == s["started"] for s in seen)
-    assert max(s["running"] for s in seen) > 0
 
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
     """Also at the interpreter's end: in a process of its own, which must not hang either."""
     code = f"""
-    import os, signal, threading, time
+    import itertools, threading
+    from tests.waiting import press_ctrl_c
     from torchrl_mt.collectors import MultiTurnCollector
     from torchrl_mt.envs import TextEnv, TextStep
     from torchrl_mt.testing import tiny_chat_tokenizer
@@ -693,14 +688,15 @@ def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
 
     tokenizer = tiny_chat_tokenizer("guess 8")
     engine = ScriptedEngine(tokenizer, lambda _: [5, tokenizer.eos_token_id])
+    calls = itertools.count(1)
 
     class Blocks(TextEnv):
         def reset(self, data=None):
             return [{{"role": "user", "content": "guess"}}]
 
         def step(self, response):
-            if len(engine.calls) == 2:
-                threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            if next(calls) == 2:
+                threading.Thread(target=press_ctrl_c, daemon=True).start()
             threading.Event().wait()
 
         if {closes}:
@@ -720,7 +716,7 @@ def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["closed"] * 2 * closes + ["interrupted", "2", "down"]
@@ -736,8 +732,7 @@ def test_environments_close_in_peace_after_an_interrupt(guesser):
 
     data = [{"turns": 1, "waits": [True]}]
     with MultiTurnCollector(ClosesSlowly, guesser, data, episodes_per_batch=4) as collector:
-        threading.Thread(target=signal_main, args=[guesser], daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c(when=lambda: len(guesser.calls) == 4), pytest.raises(KeyboardInterrupt):
             next(iter(collector))
         # Nothing is left over when the interrupt is through: its tasks were waited for.
         assert len(closed) == 4
@@ -749,7 +744,7 @@ def test_shutdown_waits_no_longer_than_it_is_told(guesser):
         async def step(self, response):
             while True:
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(3600)
+                    await hang()
 
     collector = MultiTurnCollector(Stubborn, guesser, [{"turns": 1}], episodes_per_batch=1)
     caller = Future()
@@ -761,11 +756,10 @@ def test_shutdown_waits_no_longer_than_it_is_told(guesser):
             caller.set_result(str(error))
 
     threading.Thread(target=iterate, daemon=True).start()
-    while not guesser.calls:
-        time.sleep(0.01)
+    wait_until(lambda: guesser.calls)
     with pytest.raises(TimeoutError, match=r"within timeout=0.1 seconds"):
         in_time(lambda: collector.shutdown(timeout=0.1))
-    assert "shut down" in caller.result(30)
+    assert "shut down" in caller.result(PATIENCE)
 
 
 def test_a_shutdown_from_elsewhere_tells_the_caller(guesser):
@@ -773,8 +767,7 @@ def test_a_shutdown_from_elsewhere_tells_the_caller(guesser):
     collector = MultiTurnCollector(Waits, guesser, data, episodes_per_batch=2)
 
     def shut_down():
-        while len(guesser.calls) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(guesser.calls) == 2)
         collector.shutdown()
 
     threading.Thread(target=shut_down, daemon=True).start()

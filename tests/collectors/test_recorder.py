@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 
+from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -25,7 +26,7 @@ class Asked(ScriptedEngine):
     async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
         self.asked.append({"max_new_tokens": max_new_tokens, **sampling})
         if len(self.asked) > self.slow_from:
-            await asyncio.sleep(3600)
+            await hang()
         return await super().generate(prompt_ids, max_new_tokens=max_new_tokens, **sampling)
 
 
@@ -69,19 +70,19 @@ async def give_up(engine):
 
 async def give_up_late(engine):
     try:
-        await asyncio.sleep(3600)
+        await hang()
     except asyncio.CancelledError:
         return 0.25
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_time_limit_that_a_workflow_caught_is_no_reward(engine, first):
+def test_a_time_limit_that_a_workflow_caught_is_no_reward(engine, first, idle_clock):
     engine.slow_from = first
-    collector = rejected(Play(give_up), engine, Limits(turn_timeout=0.1), "turn_timeout")
+    collector = rejected(Play(give_up), engine, Limits(turn_timeout=LIMIT), "turn_timeout")
     assert collector.stats()["rejected/turn_timeout"] == 1
 
 
-def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine):
+def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine, idle_clock):
     class Retries:
         async def arun_episode(self, recorder, data):
             engine.slow_from = 0
@@ -92,20 +93,22 @@ def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine):
             await recorder.generate([5, 6])
             return 1.0
 
-    rejected(Retries(), engine, Limits(turn_timeout=0.1), "turn_timeout")
+    rejected(Retries(), engine, Limits(turn_timeout=LIMIT), "turn_timeout")
 
 
-def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(engine):
+def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(engine, idle_clock):
     class Swallows:
         async def arun_episode(self, engine, data):
             await engine.generate([5, 6])
             return await give_up_late(engine)
 
-    rejected(Swallows(), engine, Limits(episode_timeout=0.1), "episode_timeout")
+    rejected(Swallows(), engine, Limits(episode_timeout=LIMIT), "episode_timeout")
 
 
-def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(engine):
+def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(engine, idle_clock):
     class Swallows(TextEnv):
+        inline = True
+
         def reset(self, data=None):
             self.turns = 0
             return [{"role": "user", "content": "guess"}]
@@ -114,7 +117,7 @@ def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(eng
             self.turns += 1
             if self.turns == 2:
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(3600)
+                    await hang()
             return TextStep(reward=1.0, done=self.turns == 2)
 
     with MultiTurnCollector(
@@ -122,7 +125,7 @@ def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(eng
         engine,
         episodes_per_batch=1,
         max_consecutive_failures=1,
-        limits=Limits(episode_timeout=0.5),
+        limits=Limits(episode_timeout=LIMIT),
     ) as collector:
         batch = next(iter(collector))
     assert batch["stop_reason"] == ["episode_timeout"]

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.staleness import Lead
 
@@ -194,7 +195,8 @@ def test_an_update_before_the_first_batch_leaves_the_lead_as_it_is(engine, order
         for _ in zip(range(6), collector, strict=False):
             ages.append(collector.stats()["staleness/max"])
             collector.update_policy_weights_(None)
-            time.sleep(0.1)  # training, in which the next ones begin
+            # Training, in which the next ones are played.
+            wait_until(lambda: collector.stats()["queue"] == 8)
         return ages
 
     with collector() as first:
@@ -229,10 +231,8 @@ def test_a_buffer_is_filled_as_far_ahead_as_allowed(tokenizer, staleness, first,
         run.update(first)
         collector.start()
         for k, times in enumerate(updates):
-            deadline = time.monotonic() + 20
-            while len(rb) < (k + 1) * size:
-                assert time.monotonic() < deadline, "the collector does not go on"
-                time.sleep(0.001)
+            batches = k + 1
+            wait_until(lambda: len(rb) >= batches * size)  # noqa: B023
             run.update(times)
         collector.async_shutdown()
         assert max(run.leads) <= (staleness + 1) * size
@@ -243,13 +243,6 @@ def test_a_buffer_is_filled_as_far_ahead_as_allowed(tokenizer, staleness, first,
 
 def stalls(caplog):
     return [r.getMessage() for r in caplog.records if "waits for new weights" in r.getMessage()]
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +285,7 @@ def test_who_iterates_is_told_too(engine, caplog):
             third = pool.submit(next, batches)
             wait_until(lambda: stalls(caplog))
             collector.update_policy_weights_(None)
-            third.result(20)
+            third.result(PATIENCE)
 
 
 @pytest.mark.parametrize("why", ["pause", "slow episodes", "slow data", "training", "the end"])
@@ -300,7 +293,7 @@ def test_whatever_else_keeps_us_waiting_is_no_stall(engine, caplog, why):
     waiting = queue.Queue()
     waiting.put({"turns": 1})
     kwargs = {
-        "slow episodes": {"data": [{"turns": 1, "sleep": 60}]},
+        "slow episodes": {"data": [{"hang_at": 1}]},
         "slow data": {"data": iter(waiting.get, None)},
         "the end": {"total_episodes": 8},
     }.get(why, {})

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.llm import ChatEnv
 
+from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.workflow import resolve
 from torchrl_mt.engines import Completion
@@ -250,16 +251,16 @@ def test_a_workflow_may_answer_to_its_limit(engine):
 class Hangs(Play):
     async def arun_episode(self, engine, data):
         await engine.generate([1])
-        await asyncio.sleep(60)
+        await hang()
 
 
-def test_a_workflow_that_is_out_of_time_is_rejected_never_rewarded(engine):
+def test_a_workflow_that_is_out_of_time_is_rejected_never_rewarded(engine, idle_clock):
     with (
         MultiTurnCollector(
             *(Hangs(), engine),
             episodes_per_batch=1,
             max_consecutive_failures=1,
-            limits=Limits(episode_timeout=0.05),
+            limits=Limits(episode_timeout=LIMIT),
         ) as collector,
         pytest.raises(RuntimeError, match="episode_timeout"),
     ):

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import sys
-import time
 
 import torch
 from tensordict import TensorDict
@@ -101,34 +100,52 @@ def child(work):
     return pid
 
 
+def after_calls(count, then):
+    """Call ``then`` once this thread has made so many function calls."""
+    left = iter(range(count))
+
+    def called(frame, event, arg):
+        if event in ("call", "c_call") and next(left, None) is None:
+            sys.setprofile(None)
+            then()
+
+    sys.setprofile(called)
+
+
+def calls_of_a_save(path):
+    """How many function calls a save makes."""
+    version(0).dumps(path)  # the first makes more
+    made = iter(range(10**9))
+    sys.setprofile(lambda *_: next(made))
+    version(0).dumps(path)
+    sys.setprofile(None)
+    return next(made) // 2  # calls and returns
+
+
 def kills(path, times=40):
-    """Kill savers at random moments.
+    """Kill savers at random points of their work.
 
     Returns:
         for each, the last version that was said to be saved, the one that was found (None if there
         was no checkpoint), and how many unfinished ones were left.
     """
     draw, found, number = random.Random(0), [], 0
-    begin = time.monotonic()
-    for k in range(3):
-        version(k).dumps(path.parent / "trial")
-    duration = (time.monotonic() - begin) / 3
+    calls = calls_of_a_save(path.parent / "trial")
     for attempt in range(times):
         told, tell = os.pipe()
+        # The first is killed in its first save, so that there may be no checkpoint.
+        saves = draw.uniform(0, 3.5) if attempt else draw.random()
 
-        def save(first=number + 1, tell=tell):
+        def save(first=number + 1, tell=tell, calls=int(saves * calls)):
+            after_calls(calls, lambda: os.kill(os.getpid(), signal.SIGKILL))
             for k in range(first, first + 1000):
                 version(k).dumps(path)
                 os.write(tell, b".")
 
         pid = child(save)
         os.close(tell)
-        said = number
-        for _ in range(draw.randint(0, 2) if attempt else 0):
-            said += len(os.read(told, 1))
-        time.sleep(draw.uniform(0, 1.5 * duration))
-        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        said = number
         while dots := os.read(told, 1000):
             said += len(dots)
         os.close(told)

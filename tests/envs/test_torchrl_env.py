@@ -35,6 +35,7 @@ from torchrl.envs.llm.transforms import (
 from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerFast
 
+from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import ChatEnvAdapter, calculate
@@ -562,7 +563,7 @@ class Slow:
     def __call__(self):
         def slow():
             self.entered.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(PATIENCE)
             return "done"
 
         env = ChatEnv().append_transform(SimpleToolTransform({"slow": slow}))
@@ -580,12 +581,12 @@ def test_close_does_not_wait_for_the_step_under_way_which_closes_itself():
     steps = []
     stepping = threading.Thread(target=lambda: steps.append(env.step("<tool>slow\n</tool>")))
     stepping.start()
-    assert slow.entered.wait(30)
+    assert slow.entered.wait(PATIENCE)
     env.close()
     env.close()
     assert slow.closed() == [0]
     slow.go_on.set()
-    stepping.join(30)
+    stepping.join()
     assert steps[0].messages[0]["content"].endswith("done")
     assert slow.closed() == [1]
     with pytest.raises(RuntimeError, match="reset"):
@@ -598,13 +599,13 @@ def test_a_reset_after_a_close_during_a_step_has_an_environment():
     env.reset("hello")
     stepping = threading.Thread(target=env.step, args=["<tool>slow\n</tool>"])
     stepping.start()
-    assert slow.entered.wait(30)
+    assert slow.entered.wait(PATIENCE)
     env.close()
     resetting = threading.Thread(target=env.reset, args=["again"])
     resetting.start()
     slow.go_on.set()
-    stepping.join(30)
-    resetting.join(30)
+    stepping.join()
+    resetting.join()
     assert slow.closed() == [1, 0]
     assert not env.step("hi").done
     env.close()
@@ -617,17 +618,17 @@ def test_a_close_during_a_reset_closes_what_it_makes():
 
     def factory():
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
         made.append(ChatEnv().append_transform(Closing()))
         return made[-1]
 
     env = ChatEnvAdapter(factory)
     resetting = threading.Thread(target=env.reset, args=["hello"])
     resetting.start()
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE)
     env.close()
     go_on.set()
-    resetting.join(30)
+    resetting.join()
     assert made[0].transform[-1].closed == 1
 
 
@@ -653,7 +654,7 @@ def test_whatever_meets_in_an_adapter_every_environment_is_closed_once(calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     env.close()
     assert [environment.transform[-1].closed for environment in made] == [1] * len(made)
 
@@ -688,7 +689,7 @@ def test_episodes_run_in_threads_of_their_own():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert results == {k: (str(k), 1.0) for k in range(8)}
 
 

@@ -1,6 +1,5 @@
 """Workers with parts of one batch, one of them without a row, make the gradient of the whole batch."""
 
-import datetime
 import subprocess
 import sys
 import threading
@@ -35,7 +34,6 @@ def work(rank, folder):
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
     )
     parallel, found = DistributedDataParallel(model), []
     for packed in (False, True):
@@ -61,11 +59,9 @@ def test_a_worker_without_rows_takes_part(model, rows, tmp_path):
         subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)
     ]
     found = [tmp_path / f"{rank}.pt" for rank in range(2)]
-    patience = time.monotonic() + 120
     try:
         while not all(path.exists() for path in found):
             assert [worker.poll() for worker in workers] == [None, None]
-            assert time.monotonic() < patience
             time.sleep(0.05)
     finally:
         for worker in workers:

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from tests.waiting import PATIENCE
 from torchrl_mt.objectives._rows import read_episode
 from torchrl_mt.objectives.functional import index_episodes
 from torchrl_mt.objectives.rewards.mix import RewardMix
@@ -191,7 +192,7 @@ def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
 
 
 def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
-    both = threading.Barrier(2, timeout=5)
+    both = threading.Barrier(2, timeout=PATIENCE)
 
     async def meet(rows):
         await asyncio.to_thread(both.wait)
@@ -253,7 +254,7 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
 
     async def waits(rows):
         try:
-            await asyncio.sleep(10)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             stopped.append(True)
             raise

@@ -3,13 +3,25 @@
 import asyncio
 import copy
 import pickle
+from contextlib import closing
 
 import pytest
 import torch
 from tensordict import NonTensorStack
 
-from tests.faulty_server import dripping, half, nothing, running, silent, status, success
+from tests.faulty_server import (
+    after,
+    dripping,
+    half,
+    nothing,
+    running,
+    silent,
+    status,
+    success,
+)
+from tests.idle_clock import LIMIT, Loop
 from tests.objectives.rewards.reward_server import RewardServer
+from tests.waiting import PATIENCE
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 
@@ -25,7 +37,9 @@ def server():
 @pytest.fixture
 def remote(server, tokenizer):
     def make(**options):
-        return RemoteReward(server.url, tokenizer, **{"backoff": 0.01, "timeout": 5.0, **options})
+        return RemoteReward(
+            server.url, tokenizer, **{"backoff": 0.01, "timeout": PATIENCE, **options}
+        )
 
     return make
 
@@ -102,7 +116,7 @@ def test_what_may_pass_is_tried_again(server, remote, rows, fault):
     ("fault", "message"),
     [
         (status(404), "1 attempt: status 404.*not now"),
-        (status(503, Retry_After="1000"), "1 attempt: status 503"),
+        (status(503, Retry_After="100000"), "1 attempt: status 503"),
         (success(b"<html>"), "the answer is no JSON.*<html>"),
         (success(b""), "the answer is no JSON"),
         (success({"scores": [1.0]}), r"must be {'rewards': \[...\]}.*scores"),
@@ -130,11 +144,14 @@ def test_wrong_answers_are_refused_at_once(server, remote, rows, fault, message)
 
 @pytest.mark.parametrize("fault", [silent, dripping])
 def test_an_attempt_has_a_time_limit(server, remote, rows, fault):
-    server.faults = [fault, fault]
-    with pytest.raises(RewardError, match=r"after 2 attempts: no answer within 0\.1 seconds"):
-        ask(remote(timeout=0.1, max_retries=1), rows())
-    server.faults = [fault]
-    assert len(ask(remote(timeout=0.5, max_retries=1), rows())) == 6
+    source = remote(timeout=LIMIT, max_retries=1)
+    with closing(Loop()) as loop:
+        late = after(loop.jump, fault)
+        server.faults = [late, late]
+        with pytest.raises(RewardError, match=f"after 2 attempts: no answer within {LIMIT}"):
+            loop.run_until_complete(source(rows()))
+        server.faults = [late]
+        assert len(loop.run_until_complete(source(rows()))) == 6
 
 
 def test_nobody_there(tokenizer, rows):

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.waiting import PATIENCE
 from torchrl_mt.objectives import ExperienceMaker, ValueModel
 from torchrl_mt.objectives.scoring.model_forward import run_model, scoring_mode
-
-TIMEOUT = 30
 
 
 class Watched(nn.Module):
@@ -40,7 +39,7 @@ def watched(model):
 
 def in_threads(*works):
     with ThreadPoolExecutor(len(works)) as pool:
-        return [done.result(TIMEOUT) for done in [pool.submit(work) for work in works]]
+        return [done.result(PATIENCE) for done in [pool.submit(work) for work in works]]
 
 
 def test_threads_that_score_with_one_model_do_not_disturb_each_other(watched, rows):
@@ -67,10 +66,10 @@ def test_modes_are_given_back_whichever_thread_leaves_last(watched):
         first_out.set()
 
     def second():
-        first_in.wait(TIMEOUT)
+        first_in.wait(PATIENCE)
         with scoring_mode(watched):
             second_in.set()
-            first_out.wait(TIMEOUT)
+            first_out.wait(PATIENCE)
             assert not any(module.training for module in watched.modules())
 
     in_threads(first, second)
@@ -85,14 +84,14 @@ def test_a_training_pass_keeps_its_mode_while_another_thread_scores(watched):
     watched.pause = 0.1
 
     def score():
-        watched.entered.wait(TIMEOUT)
+        watched.entered.wait(PATIENCE)
         with scoring_mode(watched):
             inside.set()
             run_model(watched, inputs)
 
     def train():
         run_model(watched, inputs)
-        inside.wait(TIMEOUT)
+        inside.wait(PATIENCE)
         run_model(watched, inputs)
 
     in_threads(train, score)
@@ -112,7 +111,7 @@ def test_what_shares_a_backbone_waits_for_it(model):
             left.append("model")
 
     def inner():
-        entered.wait(TIMEOUT)
+        entered.wait(PATIENCE)
         with scoring_mode(nn.DataParallel(critic)):
             left.append("critic")
 
@@ -140,9 +139,9 @@ def test_no_other_thread_draws_the_same_numbers_twice(watched, rows):
     torch.manual_seed(0)
     thread = threading.Thread(target=lambda: maker(rows()))
     thread.start()
-    assert watched.entered.wait(TIMEOUT)
+    assert watched.entered.wait(PATIENCE)
     during = torch.rand(3)
-    thread.join(TIMEOUT)
+    thread.join(PATIENCE)
     after = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(torch.cat([during, after]), torch.rand(6))
