@@ -405,6 +405,6 @@ class BatchScheduler:
 
 
 def _shrink(tree: PrefixTree, size: int) -> None:
-    """Have a tree know no more tokens than that; some are given up ahead, as looking for them is slow."""
+    """Have a tree know no more tokens than that, and some fewer: it is slow to look for the oldest."""
     if len(tree) > size:
         tree.evict(len(tree) - size + size // 64)
