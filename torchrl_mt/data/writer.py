@@ -76,7 +76,9 @@ class EpisodeWriter(Writer):
         traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
             ``"episode"`` if the data has one.
         transform: called once with a copy of each whole episode (a TensorDict of batch size
-            ``[T]``), which it may change; what it returns is stored. One with a true attribute
+            ``[T]``), which it may change; what it returns is stored. Prompts that extend each other are
+            views of one tensor there: put others in their place rather than change their tokens in
+            place. One with a true attribute
             ``takes_many_episodes``, such as :class:`~torchrl_mt.transforms.DiscountedReturn`, is
             called once for all episodes that end in a batch, one after the other in one
             TensorDict, which is faster.
