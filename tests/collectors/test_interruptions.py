@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import queue
@@ -385,7 +386,7 @@ def test_a_failure_between_two_batches_is_heard_of_and_ends_what_goes_on(engine)
 
 def test_a_pause_holds_also_where_episodes_fail_as_fast_as_items_come(engine):
     with MultiTurnCollector(
-        *(DownAtOnce, engine, endless()),
+        *(DownAtOnce, engine, ({"k": k} for k in itertools.count())),
         episodes_per_batch=4,
         replay_buffer=buffer(),
         max_consecutive_failures=10**9,

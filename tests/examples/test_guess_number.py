@@ -4,6 +4,7 @@ import csv
 import errno
 import importlib.util
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,33 @@ def test_a_run_writes_what_it_says(example, tmp_path, capsys):
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     games = (out / "episodes.txt").read_text()
     assert games.index("BEFORE") < games.index("user: guess 1 to 16") < games.index("AFTER")
-    printed = capsys.readouterr().out
+    printed, bars = capsys.readouterr()
     for name in ("return", "success", "optimum", "episodes", "tokens", "seconds"):
         assert f"\n{name} " in printed
+    for name in ("warm start", "evaluation"):
+        assert f"{name}: 100%" in bars
+
+
+def test_the_figure_says_what_it_shows(example, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(example.plt, "close", shown.append)
+    args = example.parse(["--numbers", "8", "--turns", "4", "--out", str(tmp_path)])
+    report = example.Report(args, before={"return": 0.5, "success": 0.5})
+    returns = [0.0, 1.0] * 10
+    report.metrics = [
+        {"episodes": 128 * (k + 1), "return": value, "success": value}
+        for k, value in enumerate(returns)
+    ]
+    report.draw(tmp_path / "curve.png")
+    (axes,) = shown[0].axes
+    assert axes.get_title() == "Guess a number from 1 to 8 in 4 turns"
+    assert axes.get_xlabel()
+    assert axes.get_ylabel()
+    smooth, raw = (line.get_ydata() for line in axes.lines[:2])
+    assert list(raw) == returns
+    assert list(smooth) == pytest.approx(
+        [statistics.mean(returns[max(0, i - 4) : i + 5]) for i in range(20)]
+    )
 
 
 def test_without_matplotlib_a_run_says_how_to_get_the_figure(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,7 @@ class Behind:
         >>> async def main():
         ...     behind = Behind.of(asyncio.get_running_loop())
         ...     behind.begin(asyncio.sleep(0), "a nap")
-        ...     return await behind.settle(1.0)
+        ...     return await behind.settle(None)
         >>> asyncio.run(main())
         True
     """
