@@ -96,7 +96,7 @@ def test_a_model_does_sums_with_the_calculator():
     """The ready-made tool environment, a real engine and rows, in one piece."""
     torch.manual_seed(0)
     task, env = {"expression": "1 + 2"}, Arithmetic()
-    said = [*env.reset(task), *env.step("3").messages]  # the task, and the hint after a plain answer
+    said = [*env.reset(task), *env.step("3").messages]  # the task and a hint
     words = " ".join(message["content"] for message in said)
     model, tokenizer = tiny_chat_model(words, hidden_size=32)
     engine = TransformersEngine(model, tokenizer, max_new_tokens=4)
