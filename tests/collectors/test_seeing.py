@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
+import torch
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector, tally
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.envs import Arithmetic
+from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
 from .chats import Chat
@@ -91,12 +92,16 @@ def test_thousands_of_episodes_run_at_once(tokenizer):
         assert collector.stats()["rejected"] == 0
 
 
-def test_a_model_does_sums_with_the_calculator(model, tokenizer):
+def test_a_model_does_sums_with_the_calculator():
     """The ready-made tool environment, a real engine and rows, in one piece."""
-    random.seed(0)
+    items, env = list(Arithmetic().data(8)), Arithmetic()
+    texts = [env.reset(item)[0]["content"] for item in items]
+    texts.append(env.step("no answer").messages[0]["content"])
+    torch.manual_seed(0)
+    model, tokenizer = tiny_chat_model(" ".join(texts), hidden_size=32)
     engine = TransformersEngine(model, tokenizer, max_new_tokens=4)
     with MultiTurnCollector(
-        Arithmetic, engine, episodes_per_batch=8, limits=Limits(max_turns=3)
+        Arithmetic, engine, items, episodes_per_batch=8, limits=Limits(max_turns=3)
     ) as collector:
         batch = next(iter(collector))
         rows = MergeTurns()(batch)
