@@ -94,14 +94,14 @@ def test_thousands_of_episodes_run_at_once(tokenizer):
 
 def test_a_model_does_sums_with_the_calculator():
     """The ready-made tool environment, a real engine and rows, in one piece."""
+    items, env = list(Arithmetic().data(8)), Arithmetic()
+    texts = [env.reset(item)[0]["content"] for item in items]
+    texts.append(env.step("no answer").messages[0]["content"])
     torch.manual_seed(0)
-    task, env = {"expression": "1 + 2"}, Arithmetic()
-    said = [*env.reset(task), *env.step("3").messages]  # the task and a hint
-    words = " ".join(message["content"] for message in said)
-    model, tokenizer = tiny_chat_model(words, hidden_size=32)
+    model, tokenizer = tiny_chat_model(" ".join(texts), hidden_size=32)
     engine = TransformersEngine(model, tokenizer, max_new_tokens=4)
     with MultiTurnCollector(
-        Arithmetic, engine, [task], episodes_per_batch=8, limits=Limits(max_turns=3)
+        Arithmetic, engine, items, episodes_per_batch=8, limits=Limits(max_turns=3)
     ) as collector:
         batch = next(iter(collector))
         rows = MergeTurns()(batch)

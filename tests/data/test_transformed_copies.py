@@ -215,3 +215,36 @@ def test_operations_on_what_nobody_read_yet(how):
     out = how(pack(steps, unread=True))
     assert values(out) == plain
     assert values(pack(unpack(out))) == plain
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_steps_that_come_as_one_lazy_stack(read):
+    """The whole is then put together when it is first read."""
+    talk = [([1], [2], "extend", 0), ([0], [2, 1], "extend", 0), ([1, 1], [2], "cut", 2)]
+    prompts, responses = play(talk)
+    steps = lazy_stack(
+        [
+            TensorDict(
+                {
+                    "prompt": prompt,
+                    "tokens": {"prompt": prompt, "response": response},
+                    "text": str(t),
+                    "next": {"done": torch.tensor([t == 2])},
+                }
+            )
+            for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+    )
+
+    def look(given):
+        if read:
+            assert listed(given, PROMPT) == listed(steps, PROMPT)
+            given[0]["prompt"].fill_(9)
+        return given
+
+    rb = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter(transform=look))
+    rb.extend(steps)
+    assert listed(rb[:], PROMPT) == listed(steps, PROMPT)
+    assert list(rb[:]["text"]) == ["0", "1", "2"]
+    assert listed(rb[:], "prompt")[0] == ([9] if read else [1])
+    assert prompts[0].tolist() == [1]

@@ -123,7 +123,9 @@ def _copied(prompts: list[Tensor], responses: list[Tensor]) -> list[Tensor]:
             longest[place] = t
     turns = list(longest.values())
     answers = [responses[t] for t in turns]
-    added = additions([prompts[t] for t in turns], answers, torch.tensor([len(turns)]))
+    added = additions(
+        [prompts[t] for t in turns], answers, torch.tensor([len(turns)], device="cpu")
+    )
     copies = dict(zip(longest, expand(added, answers), strict=True))
     return [copies[place][: len(prompt)] for place, prompt in zip(places, prompts, strict=True)]
 

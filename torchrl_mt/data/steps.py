@@ -164,7 +164,9 @@ def unpack(data: Any) -> Steps:
     if is_tensorclass(data):
         root_class = type(data)
         data = data._tensordict
-    if isinstance(data, LazyStackedTensorDict):
+    if isinstance(data, _Unread) and data.is_unread:
+        _unpack_tree((), data.tree, columns)
+    elif isinstance(data, LazyStackedTensorDict):
         _unpack_rows((), list(data.unbind(0)), columns)
     else:
         _unpack_batch((), data, columns)
@@ -445,8 +447,8 @@ def kinds(items: Sequence[Tensor]) -> set[tuple[Any, ...]]:
 
 def _copies(items: list[Tensor]) -> list[Tensor]:
     """Copies of tensors, as parts of one where they are vectors of one kind, which is faster."""
-    found = kinds(items)
-    if len(found) == 1 and next(iter(found))[0] == 1:
+    found = [(ndim, layout) for ndim, _, layout, _ in kinds(items)]
+    if found == [(1, torch.strided)]:
         return list(torch.cat(items).split([len(item) for item in items]))
     return [item.clone() for item in items]
 
