@@ -129,3 +129,20 @@ def test_a_long_prompt_comes_after_the_last_conversation_has_ended(tokenizer, mo
     for prompt, answer in zip((prompts(2)[1], prompts(1, 200)[0]), asyncio.run(run()), strict=True):
         assert_sampled_by(model, prompt, answer)
     engine.close()
+
+
+def test_an_engine_that_is_closed_by_its_own_thread_fails_what_is_under_way(
+    tokenizer, model, monkeypatch
+):
+    """As when what a step frees was the last to hold it."""
+    engine = endless(model, tokenizer)
+    plain = engine._model.forward
+
+    def forward(**kwargs):
+        engine.close()
+        return plain(**kwargs)
+
+    monkeypatch.setattr(engine._model, "forward", forward)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        generate_all(engine, prompts(1))
+    engine._generation._thread.join()

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from torchrl_mt.engines.prefix_tree import PrefixTree
 
-texts = st.lists(st.integers(0, 2), max_size=8)
+texts = st.lists(st.integers(0, 1), max_size=8)
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), texts, st.integers(0, 8), st.booleans()),
+        st.tuples(st.just("add"), texts, st.integers(-1, 8), st.booleans()),
         st.tuples(st.just("find"), texts, st.just(0), st.booleans()),
         st.tuples(st.just("evict"), st.just([]), st.integers(0, 9), st.just(False)),
     ),
@@ -39,12 +39,13 @@ def test_what_is_known_is_what_was_added_and_not_evicted(script):
     for action, text, number, copied in script:
         longest = max((len(p) for p in prefixes(text) & known), default=0)
         if action == "add":
-            # Of the text's end only, as if the rest had been found before.
-            begin = min(number, len(text))
-            tree.add(text, piece(text)[begin:], copied=copied)
+            # Of the text's end only: as much as is new, or more, or (-1) too little.
+            begin = min(max(0, longest - number), len(text))
+            tree.add(text, piece(text)[begin:].clone(), copied=copied)
             if begin <= longest:
                 known |= prefixes(text)
-        elif action == "find":
+                longest = len(text)
+        if action in ("add", "find"):
             length, pieces, _ = tree.find(text, copied=copied)
             assert length == longest
             found = torch.cat(pieces) if pieces else piece([])

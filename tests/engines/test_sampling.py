@@ -94,6 +94,35 @@ def test_no_temperature_is_too_low():
     assert log_probs.tolist() == [0, 0]
 
 
+def test_a_law_of_equals_is_cut_as_the_host_cuts_it():
+    tokens, log_probs = drawn(
+        torch.zeros(50, 2), [(Sampling(1.0, 0, 0.5), s, 0) for s in range(50)]
+    )
+    assert log_probs.tolist() == [0.0] * 50
+    assert len(tokens.unique()) == 1
+
+
+def test_what_truncates_one_row_leaves_the_tail_of_another():
+    """The likeliest token has a probability that rounds to 1, and is not the only one all the same."""
+    logits = torch.tensor([[0.0, -17.0], [0.0, -17.0]])
+    tokens, log_probs = draw(logits, [Sampling(), Sampling(1.0, 0, 0.5)], [2**64 - 1] * 2)
+    assert tokens.tolist() == [1, 0]
+    assert log_probs[0] == pytest.approx(-17)
+
+
+def test_the_tokens_of_an_answer_do_not_depend_on_each_other(model, tokenizer):
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token is as likely, whatever came before
+    engine = TransformersEngine(model, tokenizer, seed=0)
+    (answer,) = generate_all(engine, prompts(1), max_new_tokens=1000, stop_token_ids=[])
+    engine.close()
+    tokens = torch.tensor(answer.token_ids)
+    pairs = torch.bincount(tokens[:-1] // 6 * 5 + tokens[1:] // 6, minlength=25).float()
+    share = torch.tensor([6, 6, 6, 6, 2]) / 26  # of 26 tokens, six in each of four classes
+    expected = 999 * torch.outer(share, share).flatten()
+    assert ((pairs - expected) ** 2 / expected).sum() < 60  # of 24 degrees of freedom
+
+
 def test_requests_of_one_batch_have_their_own_laws(engine, model):
     cases = [
         {},
