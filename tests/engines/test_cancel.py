@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from torchrl_mt.engines import Completion
+from torchrl_mt.engines import Completion, generation
 
 from .helpers import assert_sampled_by, endless, generate_all, held, idle, prompts, until
 
@@ -146,3 +146,47 @@ def test_an_engine_that_is_closed_by_its_own_thread_fails_what_is_under_way(
     with pytest.raises(RuntimeError, match="the engine is closed"):
         generate_all(engine, prompts(1))
     engine._generation._thread.join()
+
+
+def test_a_request_whose_coroutine_is_closed_is_taken_back(tokenizer, model):
+    engine = endless(model, tokenizer)
+
+    async def run():
+        asked = engine.generate([5], max_new_tokens=1000)
+        asked.send(None)
+        await until(lambda: engine.stats()["generated_tokens"] >= 5)
+        asked.close()
+        await until(lambda: idle(engine))
+
+    asyncio.run(run())
+    assert engine.stats()["generated_tokens"] < 1000
+    engine.close()
+
+
+def test_nothing_is_computed_in_a_pause_that_begins_while_prompts_are_awaited(
+    tokenizer, model, monkeypatch
+):
+    engine = endless(model, tokenizer)
+    monkeypatch.setattr(generation, "_LULL", 1000.0)
+    plain, in_pauses = engine._model.forward, []
+
+    def forward(**kwargs):
+        in_pauses.append(engine._generation._held)
+        return plain(**kwargs)
+
+    monkeypatch.setattr(engine._model, "forward", forward)
+
+    async def run():
+        engine._generation._num_answered = 5
+        tasks = [asyncio.create_task(engine.generate(prompts(1)[0], max_new_tokens=2))]
+        await until(lambda: engine.stats()["waiting"] == 1)
+        with held(engine):
+            tasks += [asyncio.create_task(engine.generate(p, max_new_tokens=2)) for p in prompts(4)]
+            await until(lambda: engine.stats()["waiting"] == 5)
+            await asyncio.sleep(0.05)  # time enough for what must not happen
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert in_pauses
+    assert not any(in_pauses)
+    engine.close()

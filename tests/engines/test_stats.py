@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -214,4 +216,71 @@ def test_of_a_prompt_its_end_leaves_first(tokenizer, model):
     for request in (long, short, long):
         generate_all(engine, [request], max_new_tokens=1)
     assert 0 < engine.stats()["shared_tokens"] < 160
+    engine.close()
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_no_pass_and_no_cache_is_larger_than_it_may_be(tokenizer, model, monkeypatch, sharing):
+    engine = endless(
+        model, tokenizer, cache_tokens=300, max_batch_tokens=24, prefix_sharing=sharing
+    )
+    plain = engine._model.forward
+
+    def forward(input_ids, **kwargs):
+        assert input_ids.numel() <= 24
+        stats = engine.stats()
+        assert stats["running"] <= 24
+        assert stats["cache_tokens"] + stats["kept_tokens"] <= 300
+        return plain(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(engine._model, "forward", forward)
+    requests = [p[: 1 + 3 * (i % 20)] for i, p in enumerate(prompts(60, length=60))] * 2
+    for prompt, answer in zip(
+        requests, generate_all(engine, requests, max_new_tokens=30), strict=True
+    ):
+        assert_sampled_by(model, prompt, answer)
+    engine.close()
+
+
+def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, model):
+    engine = endless(model, tokenizer, max_batch_tokens=64)
+    long = asyncio.Event()
+
+    async def ask():
+        answer = await engine.generate(prompts(1, length=900)[0], max_new_tokens=2)
+        long.set()
+        return answer
+
+    async def chatter(number: int) -> None:
+        for k in range(300):
+            if long.is_set():
+                return
+            prompt = prompts(64 + number, length=1 + k % 40)[-1]
+            await engine.generate([4 + number, *prompt], max_new_tokens=2)
+
+    async def run():
+        task = asyncio.create_task(ask())
+        await until(lambda: engine.stats()["running"] == 1)
+        await asyncio.gather(*(chatter(number) for number in range(16)))
+        assert long.is_set()
+        return await task
+
+    assert_sampled_by(model, prompts(1, length=900)[0], asyncio.run(run()))
+    engine.close()
+
+
+def test_memory_is_free_as_soon_as_it_is_dropped(tokenizer, model):
+    engine = endless(model, tokenizer)
+    generate_all(engine, prompts(4, length=40), max_new_tokens=4)
+    (batch,) = engine._scheduler._batches
+    memory = weakref.ref(batch.cache.layers[0].keys)
+    del batch
+    gc.collect()
+    gc.disable()
+    try:
+        assert memory() is not None
+        engine.update_weights()
+        assert memory() is None
+    finally:
+        gc.enable()
     engine.close()

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchrl_mt.engines import TransformersEngine
 
-from .helpers import changed_copy, endless, idle, plain_log_probs, prompts, until
+from .helpers import assert_sampled_by, changed_copy, endless, idle, plain_log_probs, prompts, until
 
 actions = st.lists(
     st.one_of(
@@ -143,3 +143,29 @@ def test_names_that_begin_otherwise_are_explained(engine, model):
     with pytest.raises(TypeError, match=r"source must be a model, a state dict or .* got list"):
         engine.update_weights(list(weights.values()))
     assert engine.version == 0
+
+
+def test_an_update_that_fails_half_way_leaves_nothing_stale(model, tokenizer):
+    engine = TransformersEngine(model, tokenizer, share_weights=False, max_new_tokens=4)
+    (prompt,) = prompts(1, length=30)
+    asyncio.run(engine.generate(prompt))
+    weights = dict(changed_copy(model).state_dict())
+    weights["model.norm.weight"] = weights["model.norm.weight"].to("meta")
+    with pytest.raises(NotImplementedError):
+        engine.update_weights(weights)
+    answer = asyncio.run(engine.generate(prompt))
+    assert set(answer.versions) == {1}
+    assert_sampled_by(engine._model, prompt, answer)
+    engine.close()
+
+
+def test_a_model_that_gives_no_numbers_fails_the_request(model, tokenizer):
+    engine = TransformersEngine(model, tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    engine.update_weights()
+    with pytest.raises(RuntimeError, match="the model's logits are not finite"):
+        asyncio.run(engine.generate([5]))
+    with pytest.raises(ValueError, match="its logits are not numbers"):
+        TransformersEngine(model, tokenizer)
+    engine.close()

@@ -62,7 +62,7 @@ class BatchScheduler:
         self.tally = Tally()
         self._model = model
         self._room, self._budget, self._sharing = cache_tokens, max_batch_tokens, sharing
-        self._key_cost = model.key_cost()
+        self._key_cost = model.key_cost
         self._kept = PrefixTree()
         self._seen = PrefixTree()
         # Whoever moves from one to the other is in both for a moment, never in none.
@@ -177,8 +177,8 @@ class BatchScheduler:
         if not self._sharing:
             return Prompt(request.tokens, [request], 0, [], request)
         # At least one token is always computed: what follows it is not kept.
-        known, past, end = self._kept.find(request.tokens[:-1], copied=True)
-        key = end, tuple(request.tokens[known : known + _AHEAD])
+        known, past = self._kept.find(request.tokens[:-1], copied=True)
+        key = tuple(request.tokens[: known + _AHEAD])
         return Prompt(request.tokens, [request], known, past, key)
 
     def _grouped(self, prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
@@ -226,7 +226,7 @@ class BatchScheduler:
         for batch in batches:
             width, size = batch.cache.width, len(batch.rows)
             padding = count * max(0, width - longest) + size * max(0, longest - width)
-            fits = (size + count) * max(width, longest) <= 2 * self._room
+            fits = (size + count) * max(width, longest) <= self._room
             if padding * self._key_cost < least and fits:
                 best, least = batch, padding * self._key_cost
         return best
@@ -234,14 +234,18 @@ class BatchScheduler:
     def _compute_prompts(self) -> None:
         """Put prompts through the model, within the budget."""
         budget = self._budget
-        while self._prefills and budget > 0:
-            prefill = min(self._prefills, key=lambda prefill: prefill.left)
-            logits, count = prefill.advance(self._model, budget)
+        # The oldest has half of the budget, so that short ones that keep coming do not hold it up.
+        prefill = self._prefills[0] if self._prefills else None
+        share = budget // 2 if len(self._prefills) > 1 else budget
+        while prefill is not None and budget > 0:
+            logits, count = prefill.advance(self._model, share)
             self.tally.prefill_tokens += count
             budget -= max(1, count)
             if not prefill.left:
                 self._prefills.remove(prefill)
                 self._begin_sampling(prefill, logits)
+            prefill = min(self._prefills, key=lambda prefill: prefill.left, default=None)
+            share = budget
 
     def _begin_sampling(self, prefill: Prefill, logits: torch.Tensor) -> None:
         """Sample the first tokens after prompts."""
@@ -294,6 +298,8 @@ class BatchScheduler:
         """Append a token to each request; those that are complete leave."""
         words = [random_word(request.seed, len(request.tokens)) for request in requests]
         tokens, log_probs = draw(logits, [request.sampling for request in requests], words)
+        if not bool(log_probs.isfinite().all()):
+            raise ValueError("the model's logits are not finite: are its weights?")
         self.tally.generated_tokens += len(requests)
         finished = []
         for request, token, log_prob in zip(
@@ -306,6 +312,7 @@ class BatchScheduler:
                 finished.append(request)
         self._finished += finished
         self._leave(finished)
+        self._evict()
 
     # Leaving
 
@@ -396,7 +403,8 @@ class BatchScheduler:
         sampling = {
             request for batch in self._batches if not batch.prefills for request in batch.requests
         }
-        while len(sampling) > 1 and self._num_held() + len(sampling) > self._room:
+        least = 0 if self._prefills else 1  # somebody must get on
+        while len(sampling) > least and self._num_held() + len(sampling) > self._room:
             last = next(request for request in reversed(self._running) if request in sampling)
             sampling.remove(last)
             self._waiting = {last: None, **self._waiting}

@@ -25,7 +25,7 @@ class Request:
     stop_ids: frozenset[int]
     sampling: Sampling
     seed: int
-    answer: asyncio.Future[Request]
+    answer: asyncio.Future[None]
     loop: asyncio.AbstractEventLoop
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

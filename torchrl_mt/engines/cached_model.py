@@ -35,9 +35,11 @@ class CachedModel:
         try:
             with torch.inference_mode():
                 self.layout = self._read_layout()
+                self.key_cost = self._read_key_cost()
                 problem = self._worst_gap()
         except Exception as error:  # whatever a model has against such a cache
-            raise ValueError(_refusal(model, "it takes no such cache")) from error
+            reason = f"it takes no such cache ({type(error).__name__}: {error})"
+            raise ValueError(_refusal(model, reason)) from error
         if problem is not None:
             raise ValueError(_refusal(model, problem))
 
@@ -51,7 +53,7 @@ class CachedModel:
             del inputs["position_ids"]
         return self.model(**inputs, **self._options).logits[:, -1]
 
-    def key_cost(self) -> float:
+    def _read_key_cost(self) -> float:
         """What attending to a token of the cache costs, as a share of what computing a token does."""
         config: Any = self.model.config.get_text_config()
         return 4 * config.hidden_size * len(self.layout.shapes) / self.model.num_parameters()
@@ -61,14 +63,18 @@ class CachedModel:
         cache = DynamicCache()
         config: Any = self.model.config.get_text_config()
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.model.device)
-        self.model(input_ids=token, past_key_values=cache, use_cache=True)
+        logits = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits
+        if logits.ndim != 3:
+            raise ValueError(f"its logits have shape {list(logits.shape)}: is it a language model?")
+        if not cache.layers:
+            raise ValueError("it fills no layer of a cache")
         if len(cache.layers) > config.num_hidden_layers:
-            raise ValueError(f"it fills {len(cache.layers)} layers of a cache.")
+            raise ValueError(f"it fills {len(cache.layers)} layers of a cache")
         shapes: list[Any] = []
         for layer in cache.layers:
             pair: list[Any] = [getattr(layer, name, None) for name in ("keys", "values")]
             if any(tensor is None or tensor.shape[0::2] != (1, 1) for tensor in pair):
-                raise ValueError(f"its layer {len(shapes)} keeps no keys and values of a token.")
+                raise ValueError(f"its layer {len(shapes)} keeps no keys and values of a token")
             shapes.append(tuple((tensor.shape[1], tensor.shape[3]) for tensor in pair))
         shapes += [None] * (config.num_hidden_layers - len(shapes))
         return CacheLayout(tuple(shapes), pair[0].dtype, pair[0].device)
@@ -90,7 +96,11 @@ class CachedModel:
         plain = torch.stack(
             [self.model(input_ids=text[None]).logits[0, -1] for text in (texts[0], texts[1, -3:])]
         )
-        gap = (logits.float().log_softmax(-1) - plain.float().log_softmax(-1)).abs()
+        if plain.isnan().any():
+            return "its logits are not numbers"
+        plain = plain.float().log_softmax(-1)
+        # Tokens that are ruled out have no logit to compare.
+        gap = (logits.float().log_softmax(-1) - plain)[plain > -torch.inf].abs()
         # In half precision an expert may be chosen otherwise, which is no fault of the cache.
         tolerance = 0.1 if self.layout.dtype.itemsize < 4 else 1e-3
         if gap.mean() <= tolerance:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -47,13 +48,14 @@ class Generation:
         with self._changed:
             if self._closed:
                 raise _closed()
-            self._inbox[request] = None
             if self._thread is None:
                 # A daemon, so that a script which dies without closing does not hang on it.
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._work, name="torchrl_mt-generation", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
+            self._inbox[request] = None
             self._changed.notify_all()
 
     def withdraw(self, request: Request) -> None:
@@ -64,7 +66,13 @@ class Generation:
 
     @contextmanager
     def paused(self) -> Iterator[BatchScheduler]:
-        """Wait for the step that is being computed, and let no other begin meanwhile."""
+        """Wait for the step that is being computed, and let no other begin meanwhile.
+
+        Raises:
+            RuntimeError: if the step itself asks for it.
+        """
+        if self._thread is threading.current_thread():
+            raise RuntimeError("weights cannot be updated from within a forward pass.")
         with self._pausing:
             with self._changed:
                 self._held = True
@@ -113,10 +121,11 @@ class Generation:
                 with torch.inference_mode():
                     self._scheduler.step()
             except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold memory of the batches
                 self._fail(lambda error=error: _failed(error))  # type: ignore[misc]
             finally:
                 finished = self._scheduler.take_finished()
-                self._num_answered += len(finished)
+                self._num_answered = len(finished)
                 _settle((request, None) for request in finished)
                 with self._changed:
                     self._busy = False
@@ -127,12 +136,11 @@ class Generation:
         return len(self._inbox) + self._scheduler.num_waiting + self._scheduler.num_running
 
     def _gather(self) -> None:
-        """Wait for more prompts as long as those who were answered last keep coming back."""
+        """Wait for more prompts as long as those whom the last step answered keep coming back."""
         while not (self._closed or self._held) and self._num_open() < self._num_answered:
             count = self._num_open()
             if not self._changed.wait_for(lambda: self._num_open() > count, _LULL):  # noqa: B023
                 break
-        self._num_answered = 0
 
     def _fail(self, error: Callable[[], BaseException]) -> None:
         """Fail all requests."""
@@ -157,7 +165,7 @@ def _resolve(pairs: list[tuple[Request, BaseException | None]]) -> None:
         if request.answer.done():
             continue
         if error is None:
-            request.answer.set_result(request)
+            request.answer.set_result(None)
         else:
             request.answer.set_exception(error)
 

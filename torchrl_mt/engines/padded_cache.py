@@ -7,6 +7,7 @@ writes the next column and reads a view, and only a row that joins or leaves is 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,8 @@ class PaddedCache(Cache):
         self._begin = self._first = self._last = 0
         self._real: torch.Tensor | None = None
 
-    def __len__(self) -> int:
+    @property
+    def num_rows(self) -> int:
         """How many rows there are."""
         return len(self.starts)
 
@@ -84,24 +86,20 @@ class PaddedCache(Cache):
             Where they are.
         """
         rows = self._add([self.width, *lengths], len(lengths))
-        width = max(lengths)
         self.starts += [self.end - length for length in lengths]
         self._note_starts()
         memories = self._memories()
-        sizes = [memory.shape[1] * memory.shape[3] for memory in memories]
-        known = memories[0].new_zeros((len(rows), width, sum(sizes)))
-        for tokens, length, past in zip(known, lengths, pasts, strict=True):
-            begin = width - length
-            for piece in past:
-                tokens[begin : begin + len(piece)] = piece
-                begin += len(piece)
-        for memory, part in zip(memories, known.split(sizes, -1), strict=True):
-            joined = memory[rows.start : rows.stop]
+        for memory in memories:
             # A mask does not hide what is not a number: nothing of earlier rows may remain.
-            joined[:, :, : self.end - width] = 0
-            joined[:, :, self.end - width : self.end] = part.unflatten(
-                -1, (memory.shape[1], -1)
-            ).transpose(1, 2)
+            memory[rows.start : rows.stop, :, : self.end] = 0
+        sizes = [memory.shape[1] * memory.shape[3] for memory in memories]
+        for row, past in zip(rows, pasts, strict=True):
+            if past:
+                known = torch.cat(list(past))
+                columns = slice(self.starts[row], self.starts[row] + len(known))
+                for memory, part in zip(memories, known.split(sizes, -1), strict=True):
+                    heads = part.unflatten(-1, (memory.shape[1], -1)).transpose(0, 1)
+                    memory[row, :, columns] = heads
         return rows
 
     def fill(
@@ -136,10 +134,10 @@ class PaddedCache(Cache):
         Returns:
             What the model is to be called with.
         """
-        self._make_room(len(self), self.width, 1)
+        self._make_room(self.num_rows, self.width, 1)
         self.end += 1
         self._last, self._first, self._real = self.end, self.end - 1, None
-        return self._inputs(range(len(self)), tokens)
+        return self._inputs(range(self.num_rows), tokens)
 
     def absorb(self, other: PaddedCache, rows: Sequence[int]) -> range:
         """Copy rows, of another batch or of this one, behind all others; returns where they are."""
@@ -162,9 +160,9 @@ class PaddedCache(Cache):
         Returns:
             Of each row that is left, where it was before.
         """
-        gone, left = set(rows), len(self) - len(rows)
+        gone, left = set(rows), self.num_rows - len(rows)
         holes = [row for row in rows if row < left]
-        movers = [row for row in range(left, len(self)) if row not in gone]
+        movers = [row for row in range(left, self.num_rows) if row not in gone]
         if holes:
             for memory in self._memories():
                 memory[holes, :, : self.end] = memory[movers, :, : self.end]
@@ -188,18 +186,13 @@ class PaddedCache(Cache):
         Returns:
             ``[n, F]`` for each row: of every token the keys and values of all layers.
         """
-        firsts = [self.starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
-        lasts = [self.starts[row] + end for row, end in zip(rows, ends, strict=True)]
-        first, last = min(firsts), max(lasts)
-        parts = [
-            memory[list(rows), :, first:last].transpose(1, 2).flatten(2)
-            for memory in self._memories()
-        ]
-        tokens = torch.cat(parts, -1)
-        return [
-            tokens[i, a - first : b - first].clone()
-            for i, (a, b) in enumerate(zip(firsts, lasts, strict=True))
-        ]
+        memories = self._memories()
+        pieces = []
+        for row, begin, end in zip(rows, begins, ends, strict=True):
+            columns = slice(self.starts[row] + begin, self.starts[row] + end)
+            parts = [memory[row, :, columns].transpose(0, 1).flatten(1) for memory in memories]
+            pieces.append(torch.cat(parts, -1))
+        return pieces
 
     def write(self, memory: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Write the new columns ``[B, H, Q, D]`` where they are real; returns all of every row."""
@@ -215,7 +208,7 @@ class PaddedCache(Cache):
     def _inputs(self, rows: range, tokens: torch.Tensor) -> dict[str, Any]:
         """What a forward pass is called with."""
         self._rows = rows
-        whole = len(rows) == len(self)
+        whole = len(rows) == self.num_rows
         self._begin = self._longest if whole else min(self.starts[rows.start : rows.stop])
         starts = self._starts[rows.start : rows.stop]
         columns = torch.arange(self._begin, self._last, device=self.layout.device)
@@ -234,7 +227,7 @@ class PaddedCache(Cache):
 
     def _add(self, lengths: Sequence[int], count: int) -> range:
         """Have room for more rows, none of more tokens than the longest."""
-        first = len(self)
+        first = self.num_rows
         self._make_room(first + count, max(lengths), 0)
         return range(first, first + count)
 
@@ -242,14 +235,14 @@ class PaddedCache(Cache):
         """Lay the memory out anew if it has not so many rows and columns, or they lie too far left."""
         if rows <= self.room[0] and width <= self.end and self.end + more <= self.room[1]:
             return
-        old = [memory[: len(self), :, self._longest : self.end] for memory in self._memories()]
+        old = [memory[: self.num_rows, :, self._longest : self.end] for memory in self._memories()]
         # Some rows more than are needed, so that not every row that joins has all others copied.
         enough = rows <= self.room[0]
         self._allocate(
-            min(self.room[0], 2 * rows) if enough else rows + len(self) // 2, width + more
+            min(self.room[0], 2 * rows) if enough else rows + self.num_rows // 2, width + more
         )
         for before, memory in zip(old, self._memories(), strict=True):
-            memory[: len(self), :, width - self.width : width] = before
+            memory[: self.num_rows, :, width - self.width : width] = before
         self.starts = [start + width - self.end for start in self.starts]
         self.end = width
         self._note_starts()
@@ -282,9 +275,10 @@ class _Layer(CacheLayerMixin):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, batch: PaddedCache) -> None:
+    def __init__(self, cache: PaddedCache) -> None:
         super().__init__()
-        self.batch = batch
+        # No cycle: the memory must be free as soon as the cache is.
+        self.cache: PaddedCache = weakref.proxy(cache)
         self.is_initialized = True
 
     def lazy_initialization(
@@ -296,15 +290,15 @@ class _Layer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new keys and values ``[B, H, Q, D]``, and read all of every row, ``[B, H, K, D]``."""
-        return self.batch.write(self.keys, key_states), self.batch.write(self.values, value_states)
+        return self.cache.write(self.keys, key_states), self.cache.write(self.values, value_states)
 
     def get_seq_length(self, *args: Any) -> int:
         """How many columns come before the new ones."""
-        return self.batch.seen()[0]
+        return self.cache.seen()[0]
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
         """How many columns there are, and where they begin."""
-        return self.batch.seen()[1], 0
+        return self.cache.seen()[1], 0
 
     def get_max_length(self) -> int:
         """No bound that the model should know of."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -33,7 +33,7 @@ class PrefixTree:
     Examples:
         >>> tree = PrefixTree()
         >>> tree.add([5, 6, 7], torch.zeros(3, 2))
-        >>> length, pieces, end = tree.find([5, 6, 8])
+        >>> length, pieces = tree.find([5, 6, 8])
         >>> length, [len(piece) for piece in pieces]
         (2, [2])
         >>> tree.evict(1), len(tree)
@@ -51,7 +51,7 @@ class PrefixTree:
 
     def find(
         self, tokens: Sequence[int], *, copied: bool = False
-    ) -> tuple[int, list[torch.Tensor], Hashable]:
+    ) -> tuple[int, list[torch.Tensor]]:
         """The longest known beginning of a text.
 
         Args:
@@ -59,13 +59,11 @@ class PrefixTree:
             copied: a request has its own copy of it, and will add it again: it may leave first.
 
         Returns:
-            How many tokens it has; what was kept of them, in pieces ``[n, F]`` that follow each other;
-            and its end, which is the same for all texts that begin so and go on otherwise.
+            How many tokens it has, and what was kept of them: pieces ``[n, F]`` that follow each other.
         """
         length, path = self._walk(tokens)
         self._note_use(path, copied)
-        pieces = [piece for node in path for piece in node.pieces]
-        return length, pieces, path[-1] if path else self._root
+        return length, [piece for node in path for piece in node.pieces]
 
     def add(
         self, tokens: list[int], piece: torch.Tensor | None = None, *, copied: bool = False

@@ -146,13 +146,15 @@ def _bent(scores: torch.Tensor, laws: Sequence[Sampling]) -> torch.Tensor:
         highest, likeliest = scores.max(-1, keepdim=True)
         greedy = torch.full_like(scores, -math.inf).scatter_(1, likeliest, 0.0)
         scores = torch.where(heat > 0, (scores - highest) / heat, greedy)
-    if any(law.top_k or law.top_p < 1 for law in laws):
-        kept = torch.tensor([law.top_k or size for law in laws], device=device)[:, None]
-        share = torch.tensor([law.top_p for law in laws], device=device)[:, None]
-        ranked, order = scores.sort(-1, descending=True)
+    rows = [row for row, law in enumerate(laws) if law.top_k or law.top_p < 1]
+    if rows:
+        kept = torch.tensor([laws[row].top_k or size for row in rows], device=device)[:, None]
+        share = torch.tensor([laws[row].top_p for row in rows], device=device)[:, None]
+        ranked, order = scores[rows].sort(-1, descending=True)
         ranked = ranked.masked_fill(torch.arange(size, device=device) >= kept, -math.inf)
         probs = ranked.softmax(-1)
         before = probs.cumsum(-1) - probs
         ranked = ranked.masked_fill((before >= share) & (share < 1), -math.inf)
-        scores = torch.full_like(scores, -math.inf).scatter_(1, order, ranked)
+        cut = torch.full_like(ranked, -math.inf).scatter_(1, order, ranked)
+        scores = scores.index_copy(0, torch.tensor(rows, device=device), cut)
     return scores

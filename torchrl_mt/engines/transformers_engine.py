@@ -60,7 +60,8 @@ class TransformersEngine:
         max_new_tokens: longest answer, unless a request says otherwise.
         max_batch_tokens: most tokens in one forward pass.
         cache_tokens: most tokens in the cache, over all conversations, with those that are kept for
-            later turns. Memory is taken as it is needed; padding and room to grow may double it.
+            later turns. Memory is taken as it is needed, and given back by :meth:`update_weights`;
+            padding and room to grow may make it three times as much.
         prefix_sharing: reuse the cache of a common prefix across turns and within a group.
         share_weights: generate with the parameters of ``model`` itself, or with a copy.
 
@@ -215,7 +216,7 @@ class TransformersEngine:
         self._generation.submit(request)
         try:
             await request.answer
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or closed without being awaited to the end
             self._generation.withdraw(request)
             raise
         token_ids = request.tokens[size:]
@@ -251,11 +252,13 @@ class TransformersEngine:
         self._check_open()
         weights = self._weights_of(source)
         with self._generation.paused() as scheduler:
-            if weights is not None:
-                copy_weights(weights, self._model)
-            if not keep_cache:
-                scheduler.forget_cache()
-            scheduler.version += 1
+            try:
+                if weights is not None:
+                    copy_weights(weights, self._model)
+            finally:  # some may be new though the rest could not be copied
+                if not keep_cache:
+                    scheduler.forget_cache()
+                scheduler.version += 1
             return scheduler.version
 
     def close(self) -> None:
@@ -270,8 +273,10 @@ class TransformersEngine:
             in them. Tokens since the engine was made: ``"generated_tokens"``, sampled (also for requests
             that were cancelled); ``"prefill_tokens"``, of prompts, that went through the model (again
             after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead;
-            ``"new_tokens"``, of prompts, that had not gone through the model before, as far as is known
-            (0 without ``prefix_sharing``): what ``"prefill_tokens"`` has beyond them was computed again.
+            ``"new_tokens"``, of prompts, that had not gone through the model when the prompt was taken
+            in, as far as is known (0 without ``prefix_sharing``): what ``"prefill_tokens"`` has beyond
+            them was computed again. A request that has to go back, for an update or for room, counts as
+            a prompt once more, with what was sampled for it.
             Tokens in the cache: ``"cache_tokens"``, of requests under way; ``"kept_tokens"``, kept for
             prompts that begin alike and given up when room is needed.
         """
