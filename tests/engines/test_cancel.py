@@ -169,20 +169,25 @@ def test_nothing_is_computed_in_a_pause_that_begins_while_prompts_are_awaited(
     engine = endless(model, tokenizer)
     monkeypatch.setattr(generation, "_LULL", 1000.0)
     plain, in_pauses = engine._model.forward, []
+    gather, gathering = engine._generation._gather, threading.Event()
+
+    def note_and_gather():
+        gathering.set()
+        gather()
 
     def forward(**kwargs):
         in_pauses.append(engine._generation._held)
         return plain(**kwargs)
 
     monkeypatch.setattr(engine._model, "forward", forward)
+    monkeypatch.setattr(engine._generation, "_gather", note_and_gather)
 
     async def run():
         engine._generation._num_answered = 5
         tasks = [asyncio.create_task(engine.generate(prompts(1)[0], max_new_tokens=2))]
-        await until(lambda: engine.stats()["waiting"] == 1)
+        await until(gathering.is_set)
         with held(engine):
             tasks += [asyncio.create_task(engine.generate(p, max_new_tokens=2)) for p in prompts(4)]
-            await until(lambda: engine.stats()["waiting"] == 5)
             await asyncio.sleep(0.05)  # time enough for what must not happen
         await asyncio.gather(*tasks)
 

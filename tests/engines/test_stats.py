@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import weakref
 
 import pytest
@@ -244,7 +245,7 @@ def test_no_pass_and_no_cache_is_larger_than_it_may_be(tokenizer, model, monkeyp
 
 def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, model):
     engine = endless(model, tokenizer, max_batch_tokens=64)
-    long = asyncio.Event()
+    long, answered = asyncio.Event(), []
 
     async def ask():
         answer = await engine.generate(prompts(1, length=900)[0], max_new_tokens=2)
@@ -252,20 +253,23 @@ def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, 
         return answer
 
     async def chatter(number: int) -> None:
-        for k in range(300):
+        generator = random.Random(number)
+        for _ in range(60):
             if long.is_set():
                 return
-            prompt = prompts(64 + number, length=1 + k % 40)[-1]
-            await engine.generate([4 + number, *prompt], max_new_tokens=2)
+            prompt = generator.choices(range(4, 26), k=generator.randrange(30, 60))
+            await engine.generate(prompt, max_new_tokens=1)
+            answered.append(number)
 
     async def run():
         task = asyncio.create_task(ask())
         await until(lambda: engine.stats()["running"] == 1)
-        await asyncio.gather(*(chatter(number) for number in range(16)))
-        assert long.is_set()
+        await asyncio.gather(*(chatter(number) for number in range(64)))
         return await task
 
     assert_sampled_by(model, prompts(1, length=900)[0], asyncio.run(run()))
+    # It needs 29 steps, of half the budget each; a step answers one short prompt or two.
+    assert len(answered) < 1000
     engine.close()
 
 
