@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion, TransformersEngine
@@ -207,6 +209,23 @@ def host(model: Any, tokenizer: Any, load: Load) -> Generator[Figures, None, Non
         collector.shutdown()
 
 
+def forgiving(tokenizer: Any) -> Any:
+    """A tokenizer of the same words to which any other is padding.
+
+    TorchRL's environment renders what was said with a template of its own, whose words nobody reads.
+    """
+    backend = Tokenizer(models.WordLevel(tokenizer.get_vocab(), tokenizer.pad_token))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    same: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    same.chat_template = tokenizer.chat_template
+    return same
+
+
 def _timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
     """What ``work`` returns, and how long it took."""
     clock, processor = time.perf_counter(), time.process_time()
@@ -272,7 +291,7 @@ def contenders(
     cast(Any, model).to(device)
     model.generation_config.eos_token_id = None  # every answer has its full length
     runs = {
-        "  LLMCollector, TransformersWrapper": host(model, tokenizer, load),
+        "  LLMCollector, TransformersWrapper": host(model, forgiving(tokenizer), load),
         "  MultiTurnCollector": ours(model, tokenizer, load),
         "  MultiTurnCollector, nothing shared": ours(model, tokenizer, load, prefix_sharing=False),
     }
