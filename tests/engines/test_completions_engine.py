@@ -18,14 +18,13 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.engines.completions_server import CompletionsServer, sampled
 from tests.faulty_server import half, nothing, running, silent, status, success
+from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError, Engine
 from torchrl_mt.engines.completions_api import MalformedAnswerError, completions_url, parse_answer
 from torchrl_mt.envs import GuessNumber
 
 httpx = pytest.importorskip("httpx")
-
-SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def make(server, tokenizer):
     engines = []
 
     def make(base_url=None, **kwargs):
-        kwargs = {"backoff": 0.01, "timeout": 10.0, **kwargs}
+        kwargs = {"backoff": 0.01, "timeout": PATIENCE, **kwargs}
         engines.append(CompletionsEngine(base_url or server.url, "tiny", tokenizer, **kwargs))
         return engines[-1]
 
@@ -65,7 +64,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def ask(engine, prompt=(5, 6), **kwargs):
     async def run():
-        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), SECONDS)
+        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
 
     return asyncio.run(run())
 
@@ -73,13 +72,13 @@ def ask(engine, prompt=(5, 6), **kwargs):
 def ask_all(engine, requests, **kwargs):
     async def run():
         asked = (engine.generate(prompt, **kwargs) for prompt in requests)
-        return await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+        return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
 
     return asyncio.run(run())
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -291,10 +290,10 @@ def test_what_may_pass_is_tried_again(engine, server, fault):
 
 
 def test_silence_is_tried_again(make, server):
-    engine = make(timeout=0.3)
+    engine = make(timeout=0.3, max_retries=1000)
     server.faults = [silent]
     assert ask(engine).token_ids == sampled([5, 6], 256)[0]
-    assert len(server.seen) == 2
+    assert len(server.seen) >= 2
 
 
 @pytest.mark.parametrize(
@@ -344,10 +343,10 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(engine, server):
     server.faults = [status(429, Retry_After="0.4"), status(503, Retry_After="nonsense")]
     ask(engine)
     assert server.times[1] - server.times[0] >= 0.4
-    server.faults = [status(503, Retry_After=formatdate(time.time() + 2, usegmt=True))]
-    before = time.monotonic()
+    begin = int(time.time()) + 2  # dates have whole seconds
+    server.faults = [status(503, Retry_After=formatdate(begin, usegmt=True))]
     ask(engine)
-    assert time.monotonic() - before >= 0.9  # dates have whole seconds
+    assert time.time() >= begin
 
 
 def test_a_server_that_asks_for_too_long_is_given_up(engine, server):
@@ -492,7 +491,7 @@ def test_a_cancelled_request_hangs_up(engine, server):
             await task
 
     asyncio.run(run())
-    assert server.disconnected.wait(SECONDS)
+    assert server.disconnected.wait(PATIENCE)
     assert ask(engine).token_ids
 
 
@@ -571,7 +570,7 @@ def test_many_event_loops_may_share_an_engine(engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(PATIENCE)
     expected = [sampled(prompt, 256)[0] for prompt in requests]
     for index in range(4):
         assert [answer.token_ids for answer in answers[index]] == expected
@@ -632,7 +631,7 @@ def test_an_answer_never_claims_newer_weights_than_it_began_with(make, server):
 
     async def run():
         task = asyncio.create_task(engine.generate([5, 6]))
-        await asyncio.to_thread(reached.wait, SECONDS)
+        await asyncio.to_thread(reached.wait, PATIENCE)
         engine.update_weights()
         return await task
 
@@ -724,7 +723,7 @@ def test_httpx_is_needed_only_when_it_is_used():
             print(error)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, timeout=2 * SECONDS, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)
     assert "pip install 'torchrl-mt[server]'" in done.stdout, done.stderr
 
 
@@ -796,7 +795,7 @@ def test_a_dead_server_rejects_episodes_and_the_run_goes_on_when_it_is_back(make
         batch = next(batches)  # may hold episodes that were over before
         batch = next(batches)
     finally:
-        thread.join(SECONDS)
+        thread.join(PATIENCE)
         collector.shutdown()
         for again, _ in back:
             again.__exit__(None, None, None)

@@ -15,14 +15,13 @@ from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 
+from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion, Engine, PolicyEngine
 from torchrl_mt.engines.log_prob_check import LogProbError, agrees
 from torchrl_mt.engines.micro_batching import MicroBatcher
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.testing import tiny_chat_model
-
-SECONDS = 60.0
 
 
 def wrapper(model, tokenizer, input_mode="tokens", **generate_kwargs):
@@ -58,7 +57,7 @@ def generate_all(engine, requests, limits=None, **kwargs):
             engine.generate(prompt, max_new_tokens=limits[i] if limits else None, **kwargs)
             for i, prompt in enumerate(requests)
         ]
-        return await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+        return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
 
     return asyncio.run(run())
 
@@ -111,7 +110,7 @@ class Fake(LLMWrapperBase):
     def forward(self, td):
         self.sizes.append(td.batch_size[0])
         if self.hold is not None:
-            assert self.hold.wait(SECONDS)
+            assert self.hold.wait(PATIENCE)
         assert not self.training
         tokens, mask = td["tokens", "prompt"], td["masks", "all_attention_mask"]
         rows = [ids[keep].tolist() for ids, keep in zip(tokens, mask, strict=True)]
@@ -223,7 +222,7 @@ def test_requests_of_different_laws_are_answered_by_their_own(model, tokenizer):
 
     async def run():
         asked = [engine.generate(prompt, **laws[i % 5]) for i, prompt in enumerate(requests)]
-        return await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+        return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
 
     answers = asyncio.run(run())
     engine.close()
@@ -248,7 +247,7 @@ def test_different_laws_do_not_break_batches_up(model, tokenizer):
 
     async def run():
         asked = [engine.generate([5], temperature=0.5 + i % 2) for i in range(40)]
-        await asyncio.wait_for(asyncio.gather(*asked), SECONDS)
+        await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
 
     asyncio.run(run())
     engine.close()
@@ -618,7 +617,7 @@ def test_the_event_loop_is_not_blocked(model, tokenizer):
         policy.hold.set()
         return await task
 
-    assert isinstance(asyncio.run(asyncio.wait_for(run(), SECONDS)), Completion)
+    assert isinstance(asyncio.run(asyncio.wait_for(run(), PATIENCE)), Completion)
     engine.close()
 
 
@@ -633,7 +632,7 @@ def test_many_event_loops_may_share_an_engine(engine, model):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=SECONDS)
+        thread.join(timeout=PATIENCE)
     assert len(answers) == 4
     for prompt, answer in zip(requests * 4, [a for i in range(4) for a in answers[i]], strict=True):
         assert_sampled_by(model, prompt, answer)
@@ -698,7 +697,7 @@ def test_closing_fails_what_has_no_answer_and_leaves_no_thread(model, tokenizer)
         tasks += [asyncio.create_task(engine.generate([6])) for _ in range(3)]
         await asyncio.sleep(0)
         closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.wait(tasks[1:], timeout=SECONDS)  # these need not wait for the batch
+        await asyncio.wait(tasks[1:], timeout=PATIENCE)  # these need not wait for the batch
         policy.hold.set()
         await closing
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -757,13 +756,13 @@ def test_an_engine_may_be_closed_from_anywhere_while_everything_runs(model, toke
     threads.append(threading.Thread(target=update))
     for thread in threads:
         thread.start()
-    assert begun.wait(SECONDS)
+    assert begun.wait(PATIENCE)
     closers = [threading.Thread(target=engine.close) for _ in range(3)]
     for thread in [*closers, *closers]:
-        thread.start() if thread.ident is None else thread.join(SECONDS)
+        thread.start() if thread.ident is None else thread.join(PATIENCE)
     assert not [t for t in threading.enumerate() if t.name == "torchrl_mt-policy"]
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert [message for _, message in results] == ["the engine is closed: make a new one."] * 3
 
@@ -774,7 +773,7 @@ def test_an_engine_that_is_forgotten_ends_its_thread(model, tokenizer):
     (thread,) = [t for t in threading.enumerate() if t.name == "torchrl_mt-policy"]
     del engine
     gc.collect()
-    thread.join(SECONDS)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -817,7 +816,7 @@ def test_no_request_is_lost_at_random(tokenizer):
             time.sleep(0.001)
             busy.release()
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(PATIENCE)
     batcher.close()
     assert len(results) == 3
     assert len(seen) == len(set(seen))
