@@ -409,7 +409,6 @@ class BatchScheduler:
             sampling.remove(last)
             self._waiting = {last: None, **self._waiting}
             self._leave([last])
-        self._evict()
 
 
 def _shrink(tree: PrefixTree, size: int) -> None:

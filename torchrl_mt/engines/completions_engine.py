@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from torchrl_mt.engines.answers import closed_error
 from torchrl_mt.engines.completions_api import OWN_FIELDS, completions_url, parse_answer
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.requests import checked_request, require_positive
@@ -238,7 +239,7 @@ class CompletionsEngine:
             RuntimeError: if the engine is closed.
         """
         if self._client.closed:
-            raise RuntimeError("the engine is closed: make a new one.")
+            raise closed_error()
         if self._on_update is None:
             raise NotImplementedError(
                 "how a server takes new weights is the server's own affair: pass on_update=, a function "

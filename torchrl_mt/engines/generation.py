@@ -6,14 +6,14 @@ that is submitted is answered, fails, or is taken back.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from torchrl_mt.engines.answers import closed_error, settle
 from torchrl_mt.engines.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.batches import Request
 
@@ -47,7 +47,7 @@ class Generation:
         """
         with self._changed:
             if self._closed:
-                raise _closed()
+                raise closed_error()
             if self._thread is None:
                 # A daemon, so that a script which dies without closing does not hang on it.
                 thread = threading.Thread(
@@ -99,7 +99,7 @@ class Generation:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self._fail(_closed)
+        self._fail(closed_error)
 
     def _work(self) -> None:
         """Take steps until closed."""
@@ -126,7 +126,7 @@ class Generation:
             finally:
                 finished = self._scheduler.take_finished()
                 self._num_answered = len(finished)
-                _settle((request, None) for request in finished)
+                settle((request, None) for request in finished)
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
@@ -146,33 +146,7 @@ class Generation:
         """Fail all requests."""
         with self._changed:
             failed, self._inbox = [*self._scheduler.stop(), *self._inbox], {}
-        _settle((request, error()) for request in failed)
-
-
-def _settle(outcomes: Iterable[tuple[Request, BaseException | None]]) -> None:
-    """Answer or fail requests on the event loops that wait for them, one wake-up a loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, BaseException | None]]] = {}
-    for request, error in outcomes:
-        by_loop.setdefault(request.loop, []).append((request, error))
-    for loop, pairs in by_loop.items():
-        with suppress(RuntimeError):  # a closed loop waits for nothing
-            loop.call_soon_threadsafe(_resolve, pairs)
-
-
-def _resolve(pairs: list[tuple[Request, BaseException | None]]) -> None:
-    """Hand answers out, on the loop that waits for them."""
-    for request, error in pairs:
-        if request.answer.done():
-            continue
-        if error is None:
-            request.answer.set_result(None)
-        else:
-            request.answer.set_exception(error)
-
-
-def _closed() -> RuntimeError:
-    """What is said once closed."""
-    return RuntimeError("the engine is closed: make a new one.")
+        settle((request, error()) for request in failed)
 
 
 def _failed(cause: BaseException) -> RuntimeError:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from torchrl_mt.engines.answers import closed_error, settle
 
 __all__ = ["MicroBatcher"]
 
@@ -75,7 +77,7 @@ class MicroBatcher(Generic[_Q, _A]):
         ticket: _Ticket[_Q, _A] = _Ticket(request, loop.create_future(), loop, time.monotonic())
         with self._changed:
             if self._closed:
-                raise _closed()
+                raise closed_error()
             self._waiting[ticket] = None
             if self._thread is None:
                 # A daemon, so that a script which dies without closing does not hang on it.
@@ -118,7 +120,7 @@ class MicroBatcher(Generic[_Q, _A]):
             self._waiting.clear()
             self._changed.notify_all()
             thread = self._thread
-        _settle((ticket, _closed()) for ticket in waiting)
+        settle((ticket, closed_error()) for ticket in waiting)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -138,8 +140,8 @@ class MicroBatcher(Generic[_Q, _A]):
         except BaseException as error:
             outcomes = [_failed(error) for _ in batch]
         if self._closed:
-            outcomes = [_closed() for _ in batch]
-        _settle(zip(batch, outcomes, strict=True))
+            outcomes = [closed_error() for _ in batch]
+        settle(zip(batch, outcomes, strict=True))
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -177,32 +179,6 @@ class MicroBatcher(Generic[_Q, _A]):
         for ticket in batch:
             del self._waiting[ticket]
         return batch
-
-
-def _settle(outcomes: Iterable[tuple[_Ticket, object]]) -> None:
-    """Hand answers and failures to the loops that wait for them, one wake-up per loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, object]]] = {}
-    for ticket, outcome in outcomes:
-        by_loop.setdefault(ticket.loop, []).append((ticket.answer, outcome))
-    for loop, settled in by_loop.items():
-        with suppress(RuntimeError):  # a closed loop waits for nothing
-            loop.call_soon_threadsafe(_resolve, settled)
-
-
-def _resolve(settled: Iterable[tuple[asyncio.Future, object]]) -> None:
-    """Settle futures on the loop that they belong to."""
-    for future, outcome in settled:
-        if future.done():
-            continue
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-
-def _closed() -> RuntimeError:
-    """What requests to a closed engine fail with."""
-    return RuntimeError("the engine is closed: make a new one.")
 
 
 def _failed(cause: BaseException) -> RuntimeError:

@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_mt.engines.answers import closed_error
 from torchrl_mt.engines.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.batches import Request
 from torchrl_mt.engines.cached_model import CachedModel
@@ -290,7 +291,7 @@ class TransformersEngine:
     def _check_open(self) -> None:
         """Refuse to work once closed."""
         if not self._closer.alive:
-            raise RuntimeError("the engine is closed: make a new one.")
+            raise closed_error()
 
     def _weights_of(
         self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None
