@@ -18,6 +18,8 @@ from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from torchrl_mt.data.commit import POINTER, commit, committed
+from torchrl_mt.data.hashes import MANIFEST
+from torchrl_mt.data.store_files import StoreFiles, save_store
 
 __all__ = ["FileCheckpointer", "load_state", "save_as_one", "save_state"]
 
@@ -45,17 +47,35 @@ def load_state(path: str | Path) -> Any:
 
 
 class FileCheckpointer(StorageCheckpointerBase):
-    """Saves a storage's ``state_dict`` in one file."""
+    """Saves a storage in files, column by column: it takes no memory, and no more disk than is held.
+
+    A changed bit in any of them is found when it is loaded.
+    """
 
     def dumps(self, storage: Any, path: str | Path) -> None:
         """Save ``storage`` in the folder ``path``."""
         _check_made(path)
-        save_state(storage.state_dict(), path)
+        with storage.lock:
+            save_store(storage._store, Path(path))
 
     def loads(self, storage: Any, path: str | Path) -> None:
-        """Load ``storage`` from the folder ``path``."""
+        """Load ``storage`` from the folder ``path``; nothing, if that fails.
+
+        Of more than its budgets allow, the newest whole episodes are kept, and a warning says so.
+
+        Raises:
+            FileNotFoundError: if there is no such folder, or a file is missing.
+            ValueError: if a file is damaged, the folder has something else, or not even the newest
+                episode fits.
+        """
+        path = Path(path)
         _check_made(path)
-        storage.load_state_dict(load_state(path))
+        if (path / MANIFEST).exists():
+            storage._restore(StoreFiles(path).load)
+        elif (path / _FILE).exists():  # of an earlier version
+            storage._restore(lambda store: store.load_state_dict(load_state(path)))
+        else:
+            raise _no_checkpoint(path, "an EpisodeStorage")
 
     def register_save_hook(self, hook: Any) -> None:
         """Not supported: hooks reshape flat steps, and episodes are saved whole."""
@@ -197,3 +217,17 @@ def _check_made(path: str | Path) -> None:
             f"{path.parent} holds a checkpoint that is saved and loaded as one, and a buffer with "
             f"delayed_init=True had not been made yet: it is now, call this again"
         )
+
+
+def _no_checkpoint(path: Path, of: str) -> Exception:
+    """The error that a folder has no checkpoint, or another one."""
+    if not path.is_dir():
+        return FileNotFoundError(f"no checkpoint of {of}: there is no folder {path}")
+    found = sorted(each.name for each in path.iterdir())
+    if not found:
+        return FileNotFoundError(f"no checkpoint of {of}: {path} is empty")
+    listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+    return ValueError(
+        f"no checkpoint of {of}: {path} holds {listed}; load what the same kind of buffer or "
+        f"storage saved"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from multiprocessing.context import get_spawning_popen
@@ -520,20 +520,37 @@ class EpisodeStorage(LazyStackStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace everything stored by what :meth:`state_dict` gave; nothing, if that fails.
 
-        Entries that shared rows do so here if this storage's ``share_next`` allows it.
+        Entries that shared rows do so here if this storage's ``share_next`` allows it. Of more than
+        the budgets allow, the newest whole episodes are kept, and a warning says so.
 
         Raises:
-            ValueError: if it holds more than a budget.
+            ValueError: if not even the newest episode fits.
+        """
+        self._restore(lambda store: store.load_state_dict(state_dict))
+
+    @torch.inference_mode(False)
+    def _restore(self, load: Callable[[EpisodeStore], int]) -> None:
+        """Replace everything stored by what ``load`` loads into a new store; nothing, if that fails.
+
+        Args:
+            load: gives the number of oldest episodes that the budgets had no room for.
         """
         with self.lock:
             store = self._new_store(self._store.share_next)
-            schema: Schema | None = state_dict["schema"]
-            if schema is not None and not store.share_next:
-                state_dict = {**state_dict, "schema": schema.unshared()}
-            store.load_state_dict(state_dict)
+            left_out = load(store)
             self._settle()
             self._store = store
             self._changed(len(self))
+        if left_out:
+            _logger.warning(
+                "the newest %d of %d saved episodes are loaded: the others do not fit in "
+                "max_steps=%s, max_tokens=%s, max_episodes=%s",
+                self.num_episodes,
+                self.num_episodes + left_out,
+                store.max_steps,
+                store.max_tokens,
+                store.max_episodes,
+            )
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:

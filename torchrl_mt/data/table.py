@@ -101,6 +101,11 @@ class EpisodeTable:
         """int64 ``[E]``: first ring row of each episode, oldest first (a view)."""
         return torch.from_numpy(self._start[self._head : self._tail])
 
+    @property
+    def tokens(self) -> Tensor:
+        """int64 ``[E]``: tokens of each episode, oldest first."""
+        return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
+
     def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Storage index and ring row of steps.
 
