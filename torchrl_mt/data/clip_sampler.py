@@ -32,11 +32,9 @@ class ClipSampler(Sampler):
 
     ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
     the other; or one clip per row, with ``layout="clips"``. The last step of each clip is marked
-    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample as
-    far as these entries are stored, in the shape and dtype that they are stored with, and in its
-    ``info``, which has ``done``, ``terminated`` and ``truncated`` in any case, and all of which a
-    ``TensorDictReplayBuffer`` writes in the sample. The cost of choosing clips does not grow with
-    the number of stored steps.
+    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample
+    itself, in the shape and dtype that these entries are stored with. The cost of choosing clips does
+    not grow with the number of stored steps.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
@@ -133,6 +131,11 @@ class ClipSampler(Sampler):
         self.layout = layout
         self.truncated_key = truncated_key
         self.init_key = init_key
+        self._flags: list[NestedKey] = []
+        """Truncated, terminated and done: the flags beside each other of which one is marked."""
+        if truncated_key is not None:
+            others = (_replace_last(truncated_key, name) for name in ("terminated", "done"))
+            self._flags = [truncated_key, *others]
         self._least = 1 if strict_length else stride
         """Stored steps that an episode must have to be sampled whole."""
         self._step = 0
@@ -146,8 +149,8 @@ class ClipSampler(Sampler):
             batch_size: number of steps.
 
         Returns:
-            int64 ``[batch_size]`` storage indices (``[num_slices, slice_len]`` with
-            ``layout="clips"``) and the marks.
+            int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
+            ``layout="clips"``), and an empty ``info``: the marks are in what is read.
 
         Raises:
             TypeError: if ``storage`` is another kind of storage, or ``selector`` gives no tensor.
@@ -171,10 +174,9 @@ class ClipSampler(Sampler):
             index, selection = storage.select(
                 episodes, offsets, spans, stride=self.stride, rectangular=self.layout == "clips"
             )
-            info = self._marks(storage, selection, index, spans)
-            info |= self._facts(storage, episodes, offsets, spans, index)
+            self._mark(storage, selection, spans)
             self._step += 1
-            return index, info
+            return index, self._facts(storage, episodes, offsets, spans, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -242,53 +244,42 @@ class ClipSampler(Sampler):
             )
         return total
 
-    def _marks(
-        self, storage: EpisodeStorage, selection: Selection, index: Tensor, spans: int | Tensor
-    ) -> dict[Any, Any]:
-        """The sample's ``info``; what of it is stored is given out so marked, too.
+    def _mark(self, storage: EpisodeStorage, selection: Selection, spans: int | Tensor) -> None:
+        """Mark where clips begin and end in what is about to be read.
 
         ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags,
         set at the ends and starts of clips, too; ``terminated`` is as stored. Each has the shape and
         dtype that it is stored with; one that is not is like the first of truncated, terminated and
         done that is.
         """
-        info: dict[Any, Any] = {}
-        if isinstance(spans, int):
-            starts: Any = slice(0, None, spans)
-            ends: Any = slice(spans - 1, None, spans)
-        else:
-            after = spans.cumsum(0)
-            starts, ends = (to_device(edge, index.device) for edge in (after - spans, after - 1))
+        starts, ends = self._edges(spans, storage.device)
         if self.truncated_key is not None:
-            names = ("truncated", "terminated", "done")
-            keys = [self.truncated_key, *(_replace_last(self.truncated_key, n) for n in names[1:])]
-            entries = (storage.entry(key) for key in keys)
-            shape, dtype = next(
-                ((e.shape, e.dtype) for e in entries if e is not None and e.kind == "dense"),
-                ((1,), torch.bool),
-            )
-            truncated = torch.zeros((index.numel(), *shape), dtype=dtype, device=index.device)
-            terminated, done = (
-                flag if isinstance(flag, Tensor) else torch.zeros_like(truncated)
-                for flag in (storage.read_selected(selection, key) for key in keys[1:])
-            )
-            truncated[ends] = True
-            if done.shape == truncated.shape and done.dtype == truncated.dtype == torch.bool:
-                done |= truncated
-            else:
-                done[ends] = True
-            info |= zip(keys, (truncated, terminated, done), strict=True)
+            truncated_key, _, done_key = self._flags
+            found = {key: storage.read_selected(selection, key) for key in self._flags}
+            stored = (flag for flag in found.values() if isinstance(flag, Tensor))
+            like = next(stored, torch.zeros(len(selection.plan), 1, dtype=torch.bool))
+            flags = {
+                key: flag
+                if isinstance(flag, Tensor)
+                else torch.zeros(like.shape, dtype=like.dtype, device=storage.device)
+                for key, flag in found.items()
+            }
+            flags[truncated_key].zero_()
+            flags[truncated_key][ends] = True
+            flags[done_key][ends] = True
+            selection.mark(flags)
         if self.init_key is not None:
-            stored = storage.read_selected(selection, self.init_key)
-            if isinstance(stored, Tensor):
-                stored[starts] = True
-                info[self.init_key] = stored
-        selection.mark(info)
-        # Copies: a change of the sample must not change what its info says.
-        info = {key: flag.clone() for key, flag in info.items()}
-        if index.ndim > 1:
-            info = {key: flag.unflatten(0, index.shape) for key, flag in info.items()}
-        return info
+            begins = storage.read_selected(selection, self.init_key)
+            if isinstance(begins, Tensor):
+                begins[starts] = True
+
+    @staticmethod
+    def _edges(spans: int | Tensor, device: torch.device) -> tuple[Any, Any]:
+        """Where the first and the last steps of the clips are in the sample."""
+        if isinstance(spans, int):
+            return slice(0, None, spans), slice(spans - 1, None, spans)
+        after = spans.cumsum(0)
+        return to_device(after - spans, device), to_device(after - 1, device)
 
     def state_dict(self) -> dict[str, Any]:
         """How many samples were drawn."""
