@@ -134,7 +134,7 @@ class RecordColumn:
     def follow(self, record: Record) -> None:
         """Take the values from this record."""
         self.record = record
-        self.data = record.entry(self.path, record.data)
+        self.data = record.entries(record.data)[self.path]
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores a column of whole episodes."""
@@ -142,7 +142,7 @@ class RecordColumn:
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
-        return self.record.entry(self.path, plan.records(self.record, shift))
+        return plan.entries(self.record, shift)[self.path]
 
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of: rows are overwritten."""

@@ -322,7 +322,7 @@ class EpisodeStorage(LazyStackStorage):
         known = self._selections.pop(id(index), None)
         if known is None or known[0]() is not index:
             return None
-        return known[1] if known[1].is_of(index) else None
+        return known[1] if known[1].given == state_of(index) else None
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self)):
@@ -361,8 +361,8 @@ class EpisodeStorage(LazyStackStorage):
         Returns:
             the handles (of the first of each ``stride`` steps), int64 ``[N]`` on the storage's
             device, one run after the other, and the selection, which lives as long as they do.
-            Handles that are changed in place are read as they are then; on a GPU, unless torch
-            cannot tell (through ``.data``, or in inference mode).
+            Handles that are changed in place are read as they are then, unless torch cannot tell
+            (through ``.data`` or NumPy, or in inference mode).
         """
         with self.lock:
             numbers, rows = self.table.places(episodes, offsets)
@@ -370,8 +370,7 @@ class EpisodeStorage(LazyStackStorage):
                 numbers + HANDLES, rows, spans, stride=stride, rectangular=rectangular
             )
             index = to_device(index, self.device)
-            state = state_of(index)
-            selection = Selection(plan, state if isinstance(state, int) else state.copy())
+            selection = Selection(plan, state_of(index))
             key, selections = id(index), self._selections
             # Whoever looks for the key has the index, so that it cannot be another's.
             selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
@@ -382,11 +381,11 @@ class EpisodeStorage(LazyStackStorage):
 
         What is read here is not read again when the selection is.
         """
-        path = path_of(key)
+        path, read = path_of(key), selection.read
         with self.lock:
-            if path in self._store.columns and path not in selection.read:
-                selection.read[path] = selection.plan.read(path, self._store.columns[path])
-            return selection.read.get(path)
+            if path not in read and path in self._store.columns:
+                read[path] = selection.plan.read(path, self._store.columns[path])
+            return read.get(path)
 
     def first_values(self, key: NestedKey) -> Column:
         """The entry ``key`` at the first step of each episode, oldest first.

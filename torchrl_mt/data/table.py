@@ -123,11 +123,11 @@ class EpisodeTable:
         Returns:
             two times int64 ``[n]``.
         """
-        stored, offset = self._head + episodes.numpy(), offsets.numpy()
-        return (
-            torch.from_numpy(self._steps[stored] + offset),
-            torch.from_numpy(self._start[stored] + offset),
-        )
+        of, offset = episodes.numpy(), offsets.numpy()
+        numbers, rows = self._steps[self._head :][of], self._start[self._head :][of]
+        numbers += offset
+        rows += offset
+        return torch.from_numpy(numbers), torch.from_numpy(rows)
 
     def extend(self, lengths: Tensor, starts: Tensor, tokens: Tensor) -> None:
         """Add the newest episodes.
@@ -224,8 +224,10 @@ class EpisodeTable:
         """The episode that holds each unit, given the units before each episode."""
         before = counts[self._head : self._tail + 1]
         units = units + before[0]
-        episodes = before.searchsorted(units, "right") - 1
-        return torch.from_numpy(episodes), torch.from_numpy(units - before[episodes])
+        episodes = before.searchsorted(units, "right")
+        episodes -= 1
+        units -= before[episodes]
+        return torch.from_numpy(episodes), torch.from_numpy(units)
 
     def _tally(self, weight: Weight, span: int, least: int) -> np.ndarray:
         """Units before each episode, kept for the spans last asked for."""
