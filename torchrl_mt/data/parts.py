@@ -246,4 +246,5 @@ def _rows_at_a_time(rows: Tensor) -> int:
 
 def _bytes(rows: Tensor) -> np.ndarray:
     """The memory of contiguous rows on the CPU."""
-    return rows.detach().reshape(-1).view(torch.uint8).numpy()
+    # A tensor of one element is contiguous whatever its strides are, and a view of bytes asks for 1.
+    return rows.detach().as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy()
