@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from torchrl_mt.data.columns import (
     RecordColumn,
     StoredColumn,
 )
+from torchrl_mt.data.exceptions import are_the_rule
 from torchrl_mt.data.growing import PromptColumn, additions
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.parts import Part, SavedParts, TensorParts
@@ -62,6 +63,8 @@ class Admission:
     """int64 ``[E]``: steps of each."""
     tokens: Tensor
     """int64 ``[E]``: tokens of each."""
+    odd: Mapping[Path, Tensor] = field(default_factory=dict)
+    """Which of them disagree with the rows that such an entry shares; see :meth:`Schema.odd`."""
 
 
 class EpisodeStore:
@@ -129,7 +132,19 @@ class EpisodeStore:
             schema = Schema.of(steps, lengths, share_next=self.share_next)
         else:
             schema = self.schema.admit(steps, lengths)
-        return self._admitted(schema, steps, lengths)
+        odd = schema.odd(steps, lengths)
+        if odd:
+            schema = schema.unshared(path for path in odd if self._is_rule(path, odd[path]))
+            odd = {path: odd[path] for path in odd if schema.entries[path].shared}
+        return replace(self._admitted(schema, steps, lengths), odd=odd)
+
+    def _is_rule(self, path: Path, odd: Tensor) -> bool:
+        """Whether episodes that disagree, with these, are too many to be exceptions."""
+        column = self.columns.get(path)
+        if not isinstance(column, NextColumn):
+            return False
+        exceptions = len(column.exceptions) + int(odd.sum())
+        return are_the_rule(exceptions, self.table.num_episodes + len(odd))
 
     def append(self, admitted: Admission) -> None:
         """Store what :meth:`admit` gave, after the oldest have made room.
@@ -347,7 +362,8 @@ class EpisodeStore:
             starts = ring.push_all(sizes)
             assert starts is not None
         written = Blocks(torch.tensor(starts, device="cpu"), lengths)
-        change = Change(written, leaving > 0, first, left)
+        odd = {path: which[skipped:] for path, which in admitted.odd.items()}
+        change = Change(written, leaving > 0, first, left, odd)
         commits = [column.plan(change, steps.columns[path]) for path, column in columns.items()]
 
         def commit() -> None:
@@ -435,7 +451,7 @@ class EpisodeStore:
             if column is None and path in records:
                 column = RecordColumn(records[path], path)
             if column is None:
-                column = NextColumn() if entry.shared else self._new_column(entry, capacity)
+                column = self._new_column(path, entry, capacity)
             columns[path] = column
         if schema.growing and not isinstance(columns[PROMPT], PromptColumn):
             columns[PROMPT] = self._as_growing(
@@ -444,8 +460,10 @@ class EpisodeStore:
         _link(columns, records)
         return columns, records
 
-    def _new_column(self, entry: Entry, capacity: int) -> StoredColumn:
+    def _new_column(self, path: Path, entry: Entry, capacity: int) -> StoredColumn:
         """An empty column for ``entry``."""
+        if entry.shared:
+            return NextColumn(path, self.memory)
         if entry.kind == "object":
             return ObjectColumn(capacity)
         if entry.kind == "dense":
