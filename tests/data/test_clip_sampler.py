@@ -354,7 +354,7 @@ def test_marks_that_are_not_stored_are_in_the_sample(cls, layout):
     rb.extend(TensorDict({"step": torch.arange(4), "next": {"done": torch.arange(4) == 3}}, [4]))
     sample = rb.sample(6)
     assert set(sample["next"].keys()) == {"done", "terminated", "truncated"}
-    assert "is_init" not in sample.keys()
+    assert "is_init" not in sample
     clips = sample.reshape(3, 2)
     assert clips["next", "truncated"].tolist() == [[False, True]] * 3
     assert not clips["next", "terminated"].any()

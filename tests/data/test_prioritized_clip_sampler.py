@@ -1,8 +1,8 @@
 import copy
-import gc
 import pickle
 import statistics
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data.priorities import reduce_by_clip
+from torchrl_mt.data.indexing import HANDLES
+from torchrl_mt.data.priorities import clips_of, reduce_by_clip
 from torchrl_mt.data.priority_ring import PriorityRing
 
 REDUCTIONS = {
@@ -66,8 +67,8 @@ def leaves(rb):
 
 def starts_of(rb, index):
     """The (episode, step) at storage indices."""
-    stored = rb.storage[:]
-    return list(zip(stored["episode"][index].tolist(), stored["step"][index].tolist(), strict=True))
+    stored = rb.storage[index]
+    return list(zip(stored["episode"].tolist(), stored["step"].tolist(), strict=True))
 
 
 def priorities(rb):
@@ -78,27 +79,30 @@ def priorities(rb):
 
 
 class Model:
-    """Slow and obvious: a priority by (episode, step), and what every index stood for."""
+    """Slow and obvious: a priority by (episode, step), and the handle of each of them."""
 
-    def __init__(self, max_steps, reduction, least, within):
-        self.max_steps, self.least, self.within = max_steps, least, within
+    def __init__(self, max_steps, reduction, stride, strict, within):
+        self.max_steps, self.stride, self.strict, self.within = max_steps, stride, strict, within
         self.reduce = REDUCTIONS[reduction]
         self.span = None
         self.episodes = []
         self.priority = {}
         self.largest = 1.0
-        self.came = 0
-        self.draws = []
+        self.handle = {}
+        """Of each stored (episode, step)."""
+        self.next = HANDLES
+        """The handle that the next step gets: lower ones that are no stored step's have left."""
+        self.dropped = 0
 
     def steps(self):
         return [(e, t) for e, length in self.episodes for t in range(length)]
 
     def clips(self, span):
-        """Where clips begin; with ``least``, a shorter episode is one clip."""
+        """Where clips begin; unless they must have full length, a shorter episode is one clip."""
         out = []
         for e, length in self.episodes:
             clips = max(length - span + 1, 0)
-            if self.least is not None and length >= self.least:
+            if not self.strict and length >= self.stride:
                 clips = max(clips, 1)
             out += [(e, t) for t in range(clips)]
         return out
@@ -110,7 +114,6 @@ class Model:
         self.episodes.append((episode, length))
         while sum(n for _, n in self.episodes) > self.max_steps:
             self.episodes.pop(0)
-        self.came += length
         kept = set(self.steps())
         self.priority = {k: p for k, p in self.priority.items() if k in kept}
         default = self.largest
@@ -119,34 +122,54 @@ class Model:
             default = max(stored, default=1.0)
         for t in range(length):
             self.priority[episode, t] = default
+            self.handle[episode, t] = self.next
+            self.next += 1
+        self.handle = {k: handle for k, handle in self.handle.items() if k in kept}
 
-    def means(self, values):
-        """The steps that a copied or plain index stands for; None stands for none."""
-        for full, starts, per_step, heads in reversed(self.draws):
-            if len(values) > 1 and values == full:
-                return per_step
-            if len(values) > 1 and values == starts:
-                return heads
-        steps = self.steps()
-        return [steps[i] if i >= 0 else None for i in values]
+    def renumber(self):
+        """The same steps are loaded: what was given out before is of none of them."""
+        self.handle = {}
+        for step in self.steps():
+            self.handle[step] = self.next
+            self.next += 1
+
+    def entries(self, episode, t):
+        """Steps in a sample of the clip that begins at a step; 1 if none does."""
+        length = dict(self.episodes)[episode]
+        if t + self.span <= length:
+            return self.span // self.stride
+        if not self.strict and t == 0 and length >= self.stride:
+            return length // self.stride
+        return 1
+
+    def means(self, handles):
+        """The (episode, step) that each handle's clip begins at; None for one that has left."""
+        step_of = {handle: step for step, handle in self.handle.items()}
+        out = []
+        while len(out) < len(handles):
+            handle = handles[len(out)]
+            assert handle < self.next
+            step = step_of.get(handle)
+            n = self.entries(*step) if step and self.span else 1
+            whole = [handle + k * self.stride for k in range(n)]
+            out += [step] * (n if handles[len(out) : len(out) + n] == whole else 1)
+        return out
+
+    def each(self, handles):
+        """The (episode, step) of each handle; None for one that has left."""
+        step_of = {handle: step for step, handle in self.handle.items()}
+        return [step_of.get(handle) for handle in handles]
 
     def update(self, steps, values):
         grouped = {}
         for step, value in zip(steps, values, strict=True):
-            if step in self.priority:
+            if step is None:
+                self.dropped += 1
+            else:
                 grouped.setdefault(step, []).append(value)
         for step, each in grouped.items():
             self.priority[step] = self.reduce(each)
             self.largest = max(self.largest, self.priority[step])
-
-    def forget_draws(self):
-        self.draws = [
-            (full, starts, [None] * len(per_step), [None] * len(heads))
-            for full, starts, per_step, heads in self.draws
-        ]
-
-    def live_draws(self):
-        return [draw for draw in self.draws if draw[3][0] is not None]
 
 
 class Machine:
@@ -173,23 +196,25 @@ class Machine:
             "slice_len" if self.fixed else "num_slices": 2,
         }
         self.rb = buffer(max_steps=self.max_steps, **self.kwargs)
-        least = self.stride if self.form == "short" else None
-        self.model = Model(self.max_steps, reduction, least, within)
+        self.model = Model(self.max_steps, reduction, self.stride, self.form != "short", within)
         self.model.span = 2 * self.stride if self.fixed else None
         self.samples = []
-        """Sample, (episode, step) its entries' clips begin at, entries per clip, and whether its
-        memory is "known", "unknown" or "forgotten"."""
+        """Sample, and entries of each of its clips."""
+        self.given = [HANDLES]
+        """Handles that were given out."""
         self.episode = 0
 
     def check(self):
         rb, model = self.rb, self.model
         steps = model.steps()
-        first = model.came - len(steps)
-        assert rb.storage.first_number == first
+        first = model.next - HANDLES - len(steps)
+        assert rb.storage.table.first == first
         assert steps == (starts_of(rb, slice(None)) if steps else [])
         number = {step: first + i for i, step in enumerate(steps)}
+        assert model.handle == {step: HANDLES + n for step, n in number.items()}
         expected = {number[k]: (model.priority[k] + 1e-3) ** self.alpha for k in model.open()}
         assert leaves(rb) == pytest.approx(expected, rel=1e-5)
+        assert rb.sampler.dropped == model.dropped
         if steps:
             assert priorities(rb) == pytest.approx(model.priority, rel=1e-6)
 
@@ -198,11 +223,33 @@ class Machine:
 
     def write(self):
         for length in self.choose(st.lists(st.integers(1, 8), min_size=1, max_size=3)):
-            self.rb.extend(self.make.vectors([length], first_id=self.episode))
+            index = self.rb.extend(self.make.vectors([length], first_id=self.episode)).tolist()
             self.model.write(self.episode, length)
+            assert index == [self.model.handle[self.episode, t] for t in range(length)]
+            self.given += index
             self.episode += 1
             if self.model.within:  # the largest stored priority is that of when it is looked at
                 ring(self.rb)
+
+    def write_with_priorities(self):
+        """Each of the steps written gets its own."""
+        length = self.choose(st.integers(1, 8))
+        values = self.values(length)
+        way = self.choose(st.sampled_from(["at once", "column", "one by one"]))
+        data = self.make.vectors([length], first_id=self.episode)
+        index = self.rb.extend(data)
+        self.model.write(self.episode, length)
+        ring(self.rb)
+        if way == "at once":
+            self.rb.update_priority(index, torch.tensor(values))
+        elif way == "column":
+            self.rb.update_priority(index[:, None], torch.tensor(values))
+        else:
+            for i, value in zip(index.tolist(), values, strict=True):
+                self.rb.update_priority(i, value)
+        self.model.update(self.model.each(index.tolist()), values)
+        self.given += index.tolist()
+        self.episode += 1
 
     def sample(self):
         model = self.model
@@ -214,56 +261,75 @@ class Machine:
         model.span = slice_len * self.stride
         sample = self.rb.sample(2 * slice_len)
         flat = sample.reshape(-1)
-        firsts = flat["next", "truncated"].flatten().roll(1).nonzero().flatten().tolist()
-        heads = [(int(flat["episode"][i]), int(flat["step"][i])) for i in firsts]
-        spans = [b - a for a, b in zip(firsts, [*firsts[1:], len(flat)], strict=True)]
+        ends = flat["next", "truncated"].flatten().nonzero().flatten().tolist()
+        spans = [b - a for a, b in pairwise([-1, *ends])]
+        steps = list(zip(flat["episode"].tolist(), flat["step"].tolist(), strict=True))
+        assert flat["index"].tolist() == [model.handle[step] for step in steps]
+        heads = [steps[end + 1 - n] for end, n in zip(ends, spans, strict=True)]
+        assert spans == [model.entries(*head) for head in heads]
         per_step = [h for h, n in zip(heads, spans, strict=True) for _ in range(n)]
-        index = flat["index"].tolist()
-        model.draws.append((index, [index[i] for i in firsts], per_step, heads))
-        self.samples.append([sample, per_step, spans, "known"])
+        self.samples.append((sample, spans))
         weight = {k: (model.priority[k] + 1e-3) ** self.alpha for k in model.open()}
         least = min(weight.values())
         expected = [(weight[k] / least) ** -0.9 for k in per_step]
         assert flat["priority_weight"].tolist() == pytest.approx(expected, rel=1e-4)
 
     def update_sample(self):
+        """The whole sample, or a copy of its index."""
         if not self.samples:
             return
-        sample, per_step, spans, memory = self.choose(st.sampled_from(self.samples))
-        index = sample["index"]
-        flat = index.flatten().tolist()
-        ways = ["td", "clone", "numpy"] if len(flat) > 1 else []
-        ways += ["view"] if memory != "unknown" else []
-        ways += ["starts"] if spans[0] == spans[1] and memory != "unknown" else []
-        if not ways:
-            return
-        way, values = self.choose(st.sampled_from(ways)), self.values(len(flat))
-        known = per_step if memory == "known" else [None] * len(per_step)
-        update, shaped = self.rb.update_priority, torch.tensor(values).view(index.shape)
-        if way == "view":
-            ends = st.lists(st.integers(0, len(flat)), min_size=2, max_size=2)
-            part = slice(*sorted(self.choose(ends)))
-            values, known = values[part], known[part]
-            given_ = index.view(-1)[part], torch.tensor(values)
-        elif way == "starts":
-            values, known = values[:2], known[:: spans[0]]
-            given_ = index.view(2, -1)[:, 0], torch.tensor(values)
-        elif way == "td":
-            update, given_ = self.rb.update_tensordict_priority, (sample.set("td_error", shaped),)
+        sample, _ = self.choose(st.sampled_from(self.samples))
+        index, handles = sample["index"], sample["index"].flatten().tolist()
+        values = self.values(len(handles))
+        shaped = torch.tensor(values).view(index.shape)
+        way = self.choose(st.sampled_from(["td", *COPIES]))
+        if way == "td":
+            self.rb.update_tensordict_priority(sample.set("td_error", shaped))
             if self.form == "clips":  # TorchRL reduces each row by itself
                 values = [self.model.reduce(row) for row in shaped.tolist()]
-                known, flat = known[:: spans[0]], flat[:: spans[0]]
-        else:
-            given_ = (index.clone() if way == "clone" else index.numpy().copy()), shaped
-        if way in ("clone", "numpy") or (way == "td" and memory == "unknown"):
-            try:
-                known = self.model.means(flat)
-            except IndexError:
-                with pytest.raises(IndexError, match="so many steps are stored"):
-                    update(*given_)
+                self.model.update(self.model.each(index[:, 0].tolist()), values)
                 return
-        update(*given_)
-        self.model.update(known, values)
+        else:
+            self.rb.update_priority(COPIES[way](index), shaped)
+        self.model.update(self.model.means(handles), values)
+
+    def update_clips(self):
+        """Some of the clips of some samples, in any order, together."""
+        clips = [
+            clip
+            for sample, spans in self.samples
+            for clip in sample["index"].flatten().split(spans)
+        ]
+        if not clips:
+            return
+        index = torch.cat(self.choose(st.lists(st.sampled_from(clips), min_size=1, max_size=6)))
+        values = self.values(len(index))
+        self.rb.update_priority(index, torch.tensor(values))
+        self.model.update(self.model.means(index.tolist()), values)
+
+    def update_firsts(self):
+        """A value per row: rows are clips, whatever steps the firsts of them are."""
+        wide = [sample for sample, spans in self.samples if len(set(spans)) == 1]
+        if not wide:
+            return
+        rows = self.choose(st.sampled_from(wide))["index"].reshape(2, -1)
+        values = self.values(2)
+        way = self.choose(st.sampled_from(["column", "view", "rows"]))
+        index = {"column": rows[:, :1], "view": rows[:, 0], "rows": rows}[way]
+        if rows.shape[1] == 1 and way != "column":
+            return
+        self.rb.update_priority(index, torch.tensor(values))
+        self.model.update(self.model.each(rows[:, 0].tolist()), values)
+
+    def update_handles(self):
+        """Any handles that were ever given out, in any order."""
+        some = st.lists(st.sampled_from(self.given), min_size=1, max_size=8)
+        handles = [h for h in self.choose(some) if h < self.model.next]
+        if self.choose(st.booleans()):  # runs, whether or not they are clips
+            handles = [k for h in handles for k in (h, h + self.stride) if k < self.model.next]
+        values = self.values(len(handles))
+        self.rb.update_priority(torch.tensor(handles, dtype=torch.int64), torch.tensor(values))
+        self.model.update(self.model.means(handles), values)
 
     def update_stored(self):
         n = len(self.model.steps())
@@ -271,7 +337,9 @@ class Machine:
             index = self.choose(st.lists(st.integers(-1, n - 1), min_size=1, max_size=6))
             values = self.values(len(index))
             self.rb.update_priority(torch.tensor(index), torch.tensor(values))
-            self.model.update(self.model.means(index), values)
+            steps = self.model.steps()
+            pairs = [(steps[i], v) for i, v in zip(index, values, strict=True) if i >= 0]
+            self.model.update(*zip(*pairs, strict=True) if pairs else ([], []))
 
     def anneal(self):
         self.alpha = self.choose(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
@@ -280,46 +348,50 @@ class Machine:
     def empty(self):
         self.rb.empty()
         self.model.episodes, self.model.priority, self.model.largest = [], {}, 1.0
+        self.model.handle = {}
 
     def restore(self):
-        """In another buffer: only copies of whole indices are known there."""
+        """In another buffer: handles stay with their steps."""
         if self.choose(st.booleans()):
             self.rb = pickle.loads(pickle.dumps(self.rb))
         else:
             other = buffer(max_steps=self.max_steps, **self.kwargs)
             other.load_state_dict(self.rb.state_dict())
             self.rb = other
-        self.model.draws = self.model.live_draws()
-        self.samples = [[*sample[:3], "unknown"] for sample in self.samples]
+            self.model.dropped = 0
 
     def reload(self):
-        """In the same buffer: what the memory of an index stood for may be something else."""
+        """In the same buffer: what was given out before is of no step of now."""
         self.rb.load_state_dict(self.rb.state_dict())
-        live = self.model.live_draws()
-        self.model.forget_draws()
-        self.model.draws += live
-        self._forget_memory()
+        self.model.renumber()
 
     def replace(self):
-        """Another buffer loads the storage: nothing that the sampler knows is of that."""
+        """The storage alone is loaded: nothing that the sampler knows is of that."""
         ring(self.rb)
         self.rb.storage.load_state_dict(self.rb.storage.state_dict())
         self.model.largest = 1.0
         self.model.priority = dict.fromkeys(self.model.steps(), 1.0)
-        self.model.forget_draws()
-        self._forget_memory()
+        self.model.renumber()
 
-    def _forget_memory(self):
-        self.samples = [
-            [*s[:3], "unknown" if s[3] == "unknown" else "forgotten"] for s in self.samples
-        ]
 
+COPIES = {
+    "itself": lambda index: index,
+    "clone": torch.clone,
+    "numpy": lambda index: index.numpy().copy(),
+    "list": torch.Tensor.tolist,
+    "flat": torch.Tensor.flatten,
+    "pickle": lambda index: pickle.loads(pickle.dumps(index)),
+}
 
 OPERATIONS = [
     *["write"] * 3,
     *["sample"] * 4,
-    *["update_sample"] * 4,
+    *["update_sample"] * 2,
+    *["update_clips"] * 2,
+    "update_firsts",
+    "update_handles",
     "update_stored",
+    "write_with_priorities",
     "anneal",
     "empty",
     "restore",
@@ -342,7 +414,7 @@ def test_every_priority_stays_with_its_clip(make, data):
 
 def law(rb, priority, alpha, eps, span, least=None):
     """Probability of each storage index that a clip begins at."""
-    model = Model(rb.storage.max_size, "max", least, False)
+    model = Model(rb.storage.max_size, "max", least or 1, least is None, False)
     model.episodes = list(enumerate(rb.storage.lengths.tolist()))
     open_, steps = set(model.clips(span)), model.steps()
     weight = {i: (priority[i] + eps) ** alpha for i in range(len(steps)) if steps[i] in open_}
@@ -373,8 +445,9 @@ def test_clips_are_drawn_by_their_priority(make, alpha, dtype, strict, stride):
     expected = law(rb, priority, alpha, eps, span, None if strict else stride)
     counts, draws = dict.fromkeys(expected, 0), 0
     for _ in range(40):
-        index, info = rb.sampler.sample(rb.storage, 500 * slice_len)
-        for i in index[info["next", "truncated"].squeeze(-1).roll(1)].tolist():
+        index, _ = rb.sampler.sample(rb.storage, 500 * slice_len)
+        starts = rb.storage.get(index)["next", "truncated"].squeeze(-1).roll(1)
+        for i in rb.storage.places(index)[starts].tolist():
             counts[i] += 1
             draws += 1
     assert draws == 20000
@@ -396,7 +469,7 @@ def test_weights_make_up_for_the_draw(make, layout, beta):
     assert weight.shape == info["index"].shape == sample.batch_size
     assert weight.dtype == torch.float32
     assert torch.equal(weight, sample["priority_weight"])
-    first = info["index"].view(20, 2)[:, 0]
+    first = rb.storage.places(info["index"]).view(20, 2)[:, 0]
     expected = (torch.tensor([2.0, 3.0, 4.0, 0.0, 5.0])[first] / 2.0) ** -beta
     torch.testing.assert_close(weight.view(20, 2), expected[:, None].expand(20, 2))
     assert {0, 1, 2, 4} == set(first.tolist())
@@ -517,7 +590,7 @@ def test_the_window_wraps_around_many_times(make):
             rb.update_priority(at, float(k % 5 + 1))
             expected[k, 0] = float(k % 5 + 1)
             assert priorities(rb) == expected
-    first, held = rb.storage.first_number, leaves(rb)
+    first, held = rb.storage.table.first, leaves(rb)
     assert first > 10 * 17
     steps = list(expected := priorities(rb))
     last = dict(steps)
