@@ -15,8 +15,10 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage, require_episodes
+from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.selection import Selection
 from torchrl_mt.data.signature import ConstructorSignature
+from torchrl_mt.data.steps import Path, path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
 from torchrl_mt.data.table import Weight, weigh
@@ -131,11 +133,13 @@ class ClipSampler(Sampler):
         self.layout = layout
         self.truncated_key = truncated_key
         self.init_key = init_key
-        self._flags: list[NestedKey] = []
-        """Truncated, terminated and done: the flags beside each other of which one is marked."""
+        self._flags: list[Path] = []
+        """Truncated, terminated and done, beside each other."""
         if truncated_key is not None:
             others = (_replace_last(truncated_key, name) for name in ("terminated", "done"))
-            self._flags = [truncated_key, *others]
+            self._flags = [path_of(key) for key in (truncated_key, *others)]
+        self._known_ends: tuple[Any, Any] = (None, None)
+        """The flags of :meth:`_ends_of` that were last asked for, and for what."""
         self._least = 1 if strict_length else stride
         """Stored steps that an episode must have to be sampled whole."""
         self._step = 0
@@ -252,34 +256,40 @@ class ClipSampler(Sampler):
         dtype that it is stored with; one that is not is like the first of truncated, terminated and
         done that is.
         """
-        starts, ends = self._edges(spans, storage.device)
-        if self.truncated_key is not None:
-            truncated_key, _, done_key = self._flags
-            found = {key: storage.read_selected(selection, key) for key in self._flags}
-            stored = (flag for flag in found.values() if isinstance(flag, Tensor))
-            like = next(stored, torch.zeros(len(selection.plan), 1, dtype=torch.bool))
-            flags = {
-                key: flag
-                if isinstance(flag, Tensor)
-                else torch.zeros(like.shape, dtype=like.dtype, device=storage.device)
-                for key, flag in found.items()
-            }
-            flags[truncated_key].zero_()
-            flags[truncated_key][ends] = True
-            flags[done_key][ends] = True
-            selection.mark(flags)
-        if self.init_key is not None:
+        read, schema = selection.read, storage.schema
+        assert schema is not None
+        if self._flags:
+            truncated, terminated, done = self._flags
+            entries = [schema.entries.get(path, _FLAG) for path in self._flags]
+            like = next((e for e in entries if e is not _FLAG and e.kind == "dense"), _FLAG)
+            ends = self._ends_of(len(selection.plan), spans, like, storage.device)
+            read[truncated] = ends.clone()
+            if entries[1] is _FLAG:
+                read[terminated] = torch.zeros_like(ends)
+            flag = storage.read_selected(selection, done)
+            if not isinstance(flag, Tensor):
+                read[done] = ends.clone()
+            elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
+                read[done] = flag | ends
+            else:
+                flag[_edges(spans, flag.device)[1]] = True
+        if self.init_key is not None and path_of(self.init_key) in schema.entries:
             begins = storage.read_selected(selection, self.init_key)
             if isinstance(begins, Tensor):
-                begins[starts] = True
+                begins[_edges(spans, begins.device)[0]] = True
 
-    @staticmethod
-    def _edges(spans: int | Tensor, device: torch.device) -> tuple[Any, Any]:
-        """Where the first and the last steps of the clips are in the sample."""
+    def _ends_of(
+        self, steps: int, spans: int | Tensor, like: Entry, device: torch.device
+    ) -> Tensor:
+        """Flags ``[steps, *shape]`` of the ends of clips; kept for clips of one length."""
+        known = (steps, spans, like.shape, like.dtype, device)
+        if isinstance(spans, int) and self._known_ends[0] == known:
+            return self._known_ends[1]
+        ends = torch.zeros((steps, *like.shape), dtype=like.dtype, device=device)
+        ends[_edges(spans, device)[1]] = True
         if isinstance(spans, int):
-            return slice(0, None, spans), slice(spans - 1, None, spans)
-        after = spans.cumsum(0)
-        return to_device(after - spans, device), to_device(after - 1, device)
+            self._known_ends = (known, ends)
+        return ends
 
     def state_dict(self) -> dict[str, Any]:
         """How many samples were drawn."""
@@ -306,6 +316,18 @@ class ClipSampler(Sampler):
             f"stride={self.stride}, strict_length={self.strict_length}, "
             f"weighting={self.weighting!r}, layout={self.layout!r})"
         )
+
+
+_FLAG = Entry("dense", (1,), torch.bool)
+"""What flags look like if none is stored."""
+
+
+def _edges(spans: int | Tensor, device: torch.device) -> tuple[Any, Any]:
+    """Where the first and the last steps of the clips are in a sample."""
+    if isinstance(spans, int):
+        return slice(0, None, spans), slice(spans - 1, None, spans)
+    after = spans.cumsum(0)
+    return to_device(after - spans, device), to_device(after - 1, device)
 
 
 def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:

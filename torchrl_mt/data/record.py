@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -62,19 +63,14 @@ class Record:
         capacity: int,
         memory: Memory,
     ) -> None:
-        self._places: dict[Path, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
-        """Where each entry begins in a record, its shape, and its strides within the record."""
-        width = 0
-        for path, shape in shapes:
-            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-            self._places[path] = (width, shape, strides)
-            width += math.prod(shape)
+        self.shapes = dict(shapes)
+        """The entries, in the order in which they lie in a record."""
+        self._sizes = [math.prod(shape) for shape in self.shapes.values()]
         self._memory = memory
-        self._hold(memory.empty((capacity, width), dtype))
+        self._hold(memory.empty((capacity, sum(self._sizes)), dtype))
 
     def _hold(self, data: Tensor) -> None:
         self.data = data
-        self.width = data.shape[1]
         self.windows = Windows(data, self._memory)
 
     @property
@@ -82,17 +78,17 @@ class Record:
         """Bytes of memory held."""
         return self.data.numel() * self.data.element_size()
 
-    def entry(self, path: Path, records: Tensor) -> Tensor:
-        """An entry of some records ``[N, width]``: ``[N, *shape]``, as a view."""
-        offset, shape, strides = self._places[path]
-        return records.as_strided(
-            (records.shape[0], *shape), (self.width, *strides), records.storage_offset() + offset
-        )
+    def entries(self, records: Tensor) -> dict[Path, Tensor]:
+        """The entries of some records ``[N, width]``: ``[N, *shape]`` each, as views."""
+        parts = zip(self.shapes.items(), records.split_with_sizes(self._sizes, 1), strict=True)
+        return {
+            path: part if len(shape) == 1 else part.view(len(part), *shape)
+            for (path, shape), part in parts
+        }
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
-        new = object.__new__(Record)
-        new._places, new._memory = self._places, self._memory
-        new._hold(self._memory.empty((capacity, self.width), self.data.dtype))
+        new = copy(self)
+        new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new

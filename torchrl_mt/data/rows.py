@@ -36,7 +36,7 @@ class RowPlan:
         self.starts = starts
         self.span = span
         self._moved: Tensor | None = None
-        self._records: dict[tuple[int, int], Tensor] = {}
+        self._entries: dict[tuple[Record, int], dict[Path, Tensor]] = {}
 
     def __len__(self) -> int:
         return self.starts.shape[0] * self.span
@@ -55,15 +55,13 @@ class RowPlan:
             return self.starts
         return (self.starts[:, None] + torch.arange(self.span, device="cpu")).flatten()
 
-    def records(self, record: Record, shift: int) -> Tensor:
-        """The records of the rows, each ``shift`` rows further on: ``[n * span, words]``.
-
-        All entries of one read are views of them, so they are read once.
-        """
-        key = (id(record), shift)
-        if key not in self._records:
-            self._records[key] = record.windows.read(self, shift)
-        return self._records[key]
+    def entries(self, record: Record, shift: int) -> dict[Path, Tensor]:
+        """What the records of the rows hold, each ``shift`` rows further on; read once."""
+        found = self._entries.get((record, shift))
+        if found is None:
+            records = record.windows.read(self, shift)
+            found = self._entries[record, shift] = record.entries(records)
+        return found
 
     def read(self, path: Path, column: StoredColumn) -> Column:
         """The entry ``path``, which ``column`` stores, at the rows."""

@@ -28,20 +28,14 @@ class Selection:
 
     plan: ReadPlan
     """Where the steps are read: ring rows."""
-    given: np.ndarray | int
-    """The index as it was given out: one changed since is read anew. On a device, where comparing
-    would mean to wait, how often torch had seen it change in place."""
+    given: int
+    """How often torch had seen the index change in place: one changed since is read anew."""
     read: dict[Path, Column] = field(default_factory=dict)
     """Columns read so far, and those that are given out in place of what is stored."""
 
     def mark(self, columns: Mapping[NestedKey, Column]) -> None:
         """Give these columns out in place of what is stored."""
         self.read.update({path_of(key): column for key, column in columns.items()})
-
-    def is_of(self, index: Tensor) -> bool:
-        """Whether the index is still as it was given out."""
-        state = state_of(index)
-        return state == self.given if isinstance(state, int) else np.array_equal(state, self.given)
 
 
 def plan_runs(
@@ -62,20 +56,18 @@ def plan_runs(
     if not isinstance(spans, int):
         if stride == 1:
             return runs(steps, spans), RowPlan(runs(rows, spans))
-        within = runs(torch.zeros_like(spans), spans) * stride
-        index = torch.repeat_interleave(steps, spans) + within
-        return index, StridePlan(torch.repeat_interleave(rows, spans) + within, stride)
-    within = torch.arange(0, spans * stride, stride, device="cpu")
-    index = steps[:, None] + within
-    if not rectangular:
-        index = index.flatten()
+        offsets = runs(torch.zeros_like(spans), spans) * stride
+        index = torch.repeat_interleave(steps, spans) + offsets
+        return index, StridePlan(torch.repeat_interleave(rows, spans) + offsets, stride)
+    within = np.arange(0, spans * stride, stride)
+    handles = steps.numpy()[:, None] + within
+    index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
     if stride == 1:
         return index, RowPlan(rows, spans)
-    return index, StridePlan((rows[:, None] + within).flatten(), stride)
+    places = rows.numpy()[:, None] + within
+    return index, StridePlan(torch.from_numpy(places.reshape(-1)), stride)
 
 
-def state_of(index: Tensor) -> np.ndarray | int:
-    """What tells whether an index tensor is changed later on."""
-    if index.device.type == "cpu":
-        return index.numpy()
+def state_of(index: Tensor) -> int:
+    """What tells whether an index tensor is changed in place later on, as far as torch can."""
     return 0 if index.is_inference() else index._version

@@ -113,6 +113,11 @@ class EpisodeTable:
         """int64 ``[E]``: first ring row of each episode, oldest first (a view)."""
         return torch.from_numpy(self._start[self._head : self._tail])
 
+    @property
+    def tokens(self) -> Tensor:
+        """int64 ``[E]``: tokens of each episode, oldest first."""
+        return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
+
     def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Number and ring row of steps.
 
@@ -123,11 +128,11 @@ class EpisodeTable:
         Returns:
             two times int64 ``[n]``.
         """
-        stored, offset = self._head + episodes.numpy(), offsets.numpy()
-        return (
-            torch.from_numpy(self._steps[stored] + offset),
-            torch.from_numpy(self._start[stored] + offset),
-        )
+        of, offset = episodes.numpy(), offsets.numpy()
+        numbers, rows = self._steps[self._head :][of], self._start[self._head :][of]
+        numbers += offset
+        rows += offset
+        return torch.from_numpy(numbers), torch.from_numpy(rows)
 
     def extend(self, lengths: Tensor, starts: Tensor, tokens: Tensor) -> None:
         """Add the newest episodes.
@@ -163,6 +168,12 @@ class EpisodeTable:
         """Give the stored episodes ordinals from ``oldest`` on, and the steps numbers from ``first``."""
         self.oldest, self.renumbered = oldest, renumbered
         self._steps[self._head : self._tail + 1] += first - self._steps[self._head]
+
+    def number_from(self, least: int) -> None:
+        """Give the stored steps higher numbers, unless theirs begin at ``least`` or above."""
+        more = least - self.first
+        if more > 0:
+            self.renumber(self.oldest, least, self.renumbered + more)
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
@@ -224,8 +235,10 @@ class EpisodeTable:
         """The episode that holds each unit, given the units before each episode."""
         before = counts[self._head : self._tail + 1]
         units = units + before[0]
-        episodes = before.searchsorted(units, "right") - 1
-        return torch.from_numpy(episodes), torch.from_numpy(units - before[episodes])
+        episodes = before.searchsorted(units, "right")
+        episodes -= 1
+        units -= before[episodes]
+        return torch.from_numpy(episodes), torch.from_numpy(units)
 
     def _tally(self, weight: Weight, span: int, least: int) -> np.ndarray:
         """Units before each episode, kept for the spans last asked for."""
