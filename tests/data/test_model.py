@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
                     assert torch.equal(got[key], expected[key]), key
         if self.sampler == "clips by priority":
             self.rb.update_priority(info["index"], torch.arange(len(numbers)) % 3)
-        ends = info.get(("next", "truncated"), sample["next", "done"]).flatten().tolist()
+        ends = sample["next", "done"].flatten().tolist()
         assert ends[-1]
         for (here, there), end in zip(pairwise(numbers), ends, strict=False):
             (e, t), following = places[here], places[there]

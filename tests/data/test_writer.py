@@ -9,6 +9,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.indexing import HANDLES
 
 episode_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
@@ -121,7 +122,7 @@ def test_steps_can_be_added_one_by_one(make):
         for cls in (ReplayBuffer, TensorDictReplayBuffer):
             rb, data = buffer(cls), maker([3, 2])
             index = [rb.add(step.clone()) for step in data.unbind(0)]
-            assert index == [None, None, 2, None, 4]
+            assert index == [None, None, HANDLES + 2, None, HANDLES + 4]
             assert make.steps(rb[:]) == make.steps(data)
 
 
@@ -298,13 +299,14 @@ def test_a_tensordict_buffer_marks_what_is_stored(make):
     rb = buffer(TensorDictReplayBuffer)
     data = make.vectors([3, 4])
     index = [rb.extend(piece).tolist() for piece in data.split(2)]
-    assert index == [[-1, -1], [2, -1], [-1, -1], [6]]
+    assert index == [[-1, -1], [HANDLES + 2, -1], [-1, -1], [HANDLES + 6]]
     assert make.steps(rb[:]) == make.steps(data)
     batch = torch.stack([make.vectors([2]), make.vectors([2], first_id=1)])
-    assert rb.extend(batch).tolist() == [[7, 8], [9, 10]]
+    assert rb.storage.places(rb.extend(batch)).tolist() == [[7, 8], [9, 10]]
     batch["episode"] = torch.tensor([[2, 1], [3, 3]])
     batch["next", "done"][0] = True
-    assert rb.extend(batch.reshape(-1)).tolist() == [11, 12, 13, 14]
+    index = rb.extend(batch.reshape(-1))
+    assert index.tolist() == [HANDLES + i for i in (11, 12, 13, 14)]
 
 
 def test_bad_batches_are_refused_by_name(make):
