@@ -287,7 +287,7 @@ def test_what_is_not_stored_is_said(stored):
         stored[[HANDLES + 4, 7]]
     with pytest.raises(IndexError, match=r"index must lie in \[-7, 7\)"):
         stored[HANDLES - 1]
-    with pytest.raises(TypeError, match="integer dtype, got torch.float64"):
+    with pytest.raises(TypeError, match=r"integer dtype, got torch\.float64"):
         stored[[float(HANDLES + 4)]]
 
 

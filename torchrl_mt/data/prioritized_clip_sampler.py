@@ -83,8 +83,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         ... )
         >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
         >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
-        >>> rb.extend(two_episodes)
-        tensor([0, 1, 2, 3, 4])
+        >>> index = rb.extend(two_episodes)
         >>> sample = rb.sample()
         >>> sample["priority_weight"]
         tensor([1., 1., 1., 1.])
