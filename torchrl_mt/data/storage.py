@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
 from numbers import Integral
@@ -431,8 +431,6 @@ class EpisodeStorage(LazyStackStorage):
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
         """Store whole episodes in the given order: all of them, or none if one is refused.
 
@@ -446,7 +444,7 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock:
+        with self.lock, _lasting():
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
             # Whatever can go wrong has gone wrong before anything is changed.
@@ -462,15 +460,13 @@ class EpisodeStorage(LazyStackStorage):
                 self._warn_of_too_much(admitted)
             return index
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def check(self, episode: Steps) -> None:
         """Raise what :meth:`append_all` would of one whole episode; nothing is changed.
 
         Raises:
             ValueError: if it is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock:
+        with self.lock, _lasting():
             length = torch.tensor([episode.length], device="cpu")
             self._store.admit(episode.on(self.device), length)
 
@@ -670,3 +666,8 @@ class EpisodeStorage(LazyStackStorage):
             f"EpisodeStorage(max_steps={self.max_size}, steps={len(self)}, "
             f"episodes={self.num_episodes}, device={self.device})"
         )
+
+
+def _lasting() -> AbstractContextManager[Any]:
+    """Where tensors are made that can be changed later on, in inference mode, too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
