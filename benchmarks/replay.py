@@ -8,6 +8,7 @@ and versions. On a busy machine, several threads wait for each other: measure on
 
     OMP_NUM_THREADS=1 python benchmarks/replay.py
     python benchmarks/replay.py --large --device cuda
+    OMP_NUM_THREADS=1 python benchmarks/replay.py --checkpoint
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
+from replay_checkpoints import checkpoints
 from tables import medians
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
@@ -297,7 +299,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where steps are stored")
     parser.add_argument("--large", action="store_true", help="1e7 steps too (5 GB of memory)")
     parser.add_argument("--repeats", type=int, default=31, help="turns; the median counts")
+    parser.add_argument("--checkpoint", action="store_true", help="saving and loading alone")
     args = parser.parse_args()
+    if args.checkpoint:
+        return checkpoints(7_500_000)
     device, repeats = args.device, args.repeats
 
     torchrl_logger.setLevel("WARNING")

@@ -41,6 +41,9 @@ __all__ = ["EpisodeStorage"]
 
 _logger = logging.getLogger("torchrl_mt")
 
+_TOLD_AT_ONCE = 1 << 20
+"""Steps that buffers are told of in one call when all of them are others."""
+
 
 class EpisodeStorage(LazyStackStorage):
     """A storage of whole episodes, at most ``max_steps`` steps of them.
@@ -496,8 +499,24 @@ class EpisodeStorage(LazyStackStorage):
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
-        index = torch.arange(end - new, end, device="cpu")
-        # Every buffer on this storage is told: what its sampler remembers may be of the past.
+        return self._told(end - new, end)
+
+    def _replaced(self) -> None:
+        """Note that all stored steps are others now."""
+        self._revision += 1
+        self._bump_mutation_revision()
+        end = HANDLES + self.table.end
+        # Not all handles at once: they would take much memory.
+        for first in range(end - len(self), end, _TOLD_AT_ONCE) or [end]:
+            self._told(first, min(first + _TOLD_AT_ONCE, end))
+
+    def _told(self, first: int, end: int) -> Tensor:
+        """Tell every buffer on this storage of steps: what its sampler remembers may be of the past.
+
+        Returns:
+            their handles, from ``first`` to before ``end``.
+        """
+        index = torch.arange(first, end, device="cpu")
         for buffer in self._attached_entities_iter():
             buffer.mark_update(index)
         return index
@@ -615,7 +634,7 @@ class EpisodeStorage(LazyStackStorage):
             store.table.number_from(self.table.end)
             self._settle()
             self._store = store
-            self._changed(len(self))
+            self._replaced()
         if left_out:
             _logger.warning(
                 "the newest %d of %d saved episodes are loaded: the others do not fit in "
@@ -638,7 +657,7 @@ class EpisodeStorage(LazyStackStorage):
                 if self._store is not store:
                     self._settle()
                     self._store = store
-                    self._changed(len(self))
+                    self._replaced()
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
