@@ -162,6 +162,12 @@ class EpisodeStorage(LazyStackStorage):
         return False
 
     @property
+    def _last_cursor(self) -> tuple[int, int]:
+        """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
+        with self.lock:
+            return self._revision, self.first_number + self.table.num_steps
+
+    @property
     def table(self) -> EpisodeTable:
         """The stored episodes' lengths and rows; hold ``lock`` while using it."""
         return self._store.table
