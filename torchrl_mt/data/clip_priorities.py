@@ -20,7 +20,7 @@ __all__ = ["ClipPriorities"]
 
 
 class ClipPriorities:
-    """Priorities by number of the step that a clip begins at (``storage.first_number + index``).
+    """Priorities by number of the step that a clip begins at (see :meth:`EpisodeStorage.get`).
 
     Call its methods under the storage's lock.
 
@@ -60,6 +60,8 @@ class ClipPriorities:
         self._ring: PriorityRing | None = None
         self._loaded: tuple[int, Tensor, Tensor] | None = None
         """First number, priorities and weights, until they are in the ring."""
+        self._renumbered = 0
+        """What :attr:`EpisodeTable.renumbered` was when the numbers were saved."""
         self._table: EpisodeTable | None = None
         """The table whose steps the numbers count; a storage that is loaded has another one."""
         self._reweigh = False
@@ -92,28 +94,21 @@ class ClipPriorities:
         assert self._ring is not None
         return self._ring
 
-    def follows(self, storage: EpisodeStorage) -> bool:
-        """Whether the numbers are those of what this storage holds."""
-        return self._table is storage.table
-
-    def follow(self, storage: EpisodeStorage, span: int | None = None) -> bool:
+    def follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
         """Take note of what came and left.
 
         Args:
             storage: the storage.
             span: stored steps of a clip from now on; None leaves it as it is.
 
-        Returns:
-            whether the numbers are those of other steps than before.
-
         Raises:
             ValueError: if ``capacity`` is less than the storage's ``max_steps``.
         """
-        renumbered = self._tie(storage)
-        ring, end = self.ring, storage.first_number + len(storage)
+        self._tie(storage)
+        ring, end = self.ring, storage.table.end
         if span is not None and span != self.span:
             self.span, self._reopen = span, True
-        ring.release(storage.first_number)
+        ring.release(storage.table.first)
         self._settle_weights()
         if self._reopen:
             ring.open_only(self._clips(storage, ring.first, ring.end))
@@ -123,7 +118,6 @@ class ClipPriorities:
             priority = torch.tensor(self.default, dtype=self.dtype, device="cpu")
             ring.admit(end, float(priority), float(self._weigh(priority)))
             ring.open(self._clips(storage, known, end))
-        return renumbered
 
     def update(self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor) -> None:
         """Give clips new priorities.
@@ -157,6 +151,7 @@ class ClipPriorities:
             "span": self.span,
             "largest": self._largest,
             "stored": self._loaded if self._ring is None else self._ring.stored(),
+            "renumbered": self._renumbered if self._table is None else self._table.renumbered,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -176,35 +171,37 @@ class ClipPriorities:
             stored = first, priority.to(self.dtype), weight.to(self.dtype)
         self.forget()
         self._loaded, self._table = stored, None
+        self._renumbered = state_dict.get("renumbered", 0)
         self._alpha, self.eps = state_dict["alpha"], state_dict["eps"]
         self.span, self._largest = state_dict["span"], state_dict["largest"]
 
     def __getstate__(self) -> dict[str, Any]:
-        loaded = self.state_dict()["stored"]
-        state = self.__dict__ | {"_loaded": loaded, "_reopen": True}
+        known = self.state_dict()
+        loaded = {"_loaded": known["stored"], "_renumbered": known["renumbered"]}
+        state = self.__dict__ | loaded | {"_reopen": True}
         return state | {"_ring": None, "_table": None}
 
-    def _tie(self, storage: EpisodeStorage) -> bool:
+    def _tie(self, storage: EpisodeStorage) -> None:
         """Begin to follow a storage, with what was loaded for it, unless it is followed already."""
         if self._ring is not None and self._table is storage.table:
-            return False
+            return
         capacity = self.capacity or storage.max_size
         if capacity < storage.max_size:
             raise ValueError(
                 f"max_capacity must be at least the storage's max_steps={storage.max_size}, got "
                 f"{capacity}: give none to take the storage's"
             )
-        renumbered = self._table is not None and self._table is not storage.table
-        if renumbered:
+        if self._table is not None and self._table is not storage.table:
             self.forget()
-        ring, first = PriorityRing(capacity, self.dtype), storage.first_number
+        ring, first = PriorityRing(capacity, self.dtype), storage.table.first
         ring.load(first, *2 * [torch.zeros(0, dtype=self.dtype, device="cpu")])
-        if self._loaded is not None and self._loaded[0] <= first:
+        if self._loaded is not None:
             begin, priority, weight = self._loaded
-            kept = slice(first - begin, first - begin + len(storage))
-            ring.load(first, priority[kept], weight[kept])
+            begin += storage.table.renumbered - self._renumbered
+            if begin <= first:
+                kept = slice(first - begin, first - begin + len(storage))
+                ring.load(first, priority[kept], weight[kept])
         self._ring, self._loaded, self._table, self._reopen = ring, None, storage.table, True
-        return renumbered
 
     def _weigh(self, priority: Tensor) -> Tensor:
         """Weights in the draw."""
@@ -226,7 +223,7 @@ class ClipPriorities:
         """The clips of the episodes whose steps have the numbers from ``begin`` to ``end``."""
         if begin >= end or self.span is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
-        table, first = storage.table, storage.first_number
+        table, first = storage.table, storage.table.first
         (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - first)
         episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
         clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
@@ -237,6 +234,6 @@ class ClipPriorities:
         """Whether a clip begins at stored steps: bool ``[n]``."""
         if self.span is None:
             return torch.zeros_like(numbers, dtype=torch.bool)
-        episodes, offsets = storage.table.find(numbers - storage.first_number)
+        episodes, offsets = storage.table.find(numbers - storage.table.first)
         lengths = storage.table.lengths[episodes]
         return offsets < weigh(lengths, self.span, self.unit, self.least)

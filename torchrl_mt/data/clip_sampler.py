@@ -15,8 +15,10 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.memory import to_device
 from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage, require_episodes
+from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.selection import Selection
 from torchrl_mt.data.signature import ConstructorSignature
+from torchrl_mt.data.steps import Path, path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
 from torchrl_mt.data.table import Weight, weigh
@@ -32,11 +34,9 @@ class ClipSampler(Sampler):
 
     ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
     the other; or one clip per row, with ``layout="clips"``. The last step of each clip is marked
-    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample as
-    far as these entries are stored, in the shape and dtype that they are stored with, and in its
-    ``info``, which has ``done``, ``terminated`` and ``truncated`` in any case, and all of which a
-    ``TensorDictReplayBuffer`` writes in the sample. The cost of choosing clips does not grow with
-    the number of stored steps.
+    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample
+    itself, in the shape and dtype that these entries are stored with. The cost of choosing clips does
+    not grow with the number of stored steps.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
@@ -133,6 +133,13 @@ class ClipSampler(Sampler):
         self.layout = layout
         self.truncated_key = truncated_key
         self.init_key = init_key
+        self._flags: list[Path] = []
+        """Truncated, terminated and done, beside each other."""
+        if truncated_key is not None:
+            others = (_replace_last(truncated_key, name) for name in ("terminated", "done"))
+            self._flags = [path_of(key) for key in (truncated_key, *others)]
+        self._known_ends: tuple[Any, Any] = (None, None)
+        """The flags of :meth:`_ends_of` that were last asked for, and for what."""
         self._least = 1 if strict_length else stride
         """Stored steps that an episode must have to be sampled whole."""
         self._step = 0
@@ -146,8 +153,8 @@ class ClipSampler(Sampler):
             batch_size: number of steps.
 
         Returns:
-            int64 ``[batch_size]`` storage indices (``[num_slices, slice_len]`` with
-            ``layout="clips"``) and the marks.
+            int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
+            ``layout="clips"``), and an empty ``info``: the marks are in what is read.
 
         Raises:
             TypeError: if ``storage`` is another kind of storage, or ``selector`` gives no tensor.
@@ -171,10 +178,9 @@ class ClipSampler(Sampler):
             index, selection = storage.select(
                 episodes, offsets, spans, stride=self.stride, rectangular=self.layout == "clips"
             )
-            info = self._marks(storage, selection, index, spans)
-            info |= self._facts(storage, episodes, offsets, spans, index)
+            self._mark(storage, selection, spans)
             self._step += 1
-            return index, info
+            return index, self._facts(storage, episodes, offsets, spans, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -242,53 +248,48 @@ class ClipSampler(Sampler):
             )
         return total
 
-    def _marks(
-        self, storage: EpisodeStorage, selection: Selection, index: Tensor, spans: int | Tensor
-    ) -> dict[Any, Any]:
-        """The sample's ``info``; what of it is stored is given out so marked, too.
+    def _mark(self, storage: EpisodeStorage, selection: Selection, spans: int | Tensor) -> None:
+        """Mark where clips begin and end in what is about to be read.
 
         ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags,
         set at the ends and starts of clips, too; ``terminated`` is as stored. Each has the shape and
         dtype that it is stored with; one that is not is like the first of truncated, terminated and
         done that is.
         """
-        info: dict[Any, Any] = {}
-        if isinstance(spans, int):
-            starts: Any = slice(0, None, spans)
-            ends: Any = slice(spans - 1, None, spans)
-        else:
-            after = spans.cumsum(0)
-            starts, ends = (to_device(edge, index.device) for edge in (after - spans, after - 1))
-        if self.truncated_key is not None:
-            names = ("truncated", "terminated", "done")
-            keys = [self.truncated_key, *(_replace_last(self.truncated_key, n) for n in names[1:])]
-            entries = (storage.entry(key) for key in keys)
-            shape, dtype = next(
-                ((e.shape, e.dtype) for e in entries if e is not None and e.kind == "dense"),
-                ((1,), torch.bool),
-            )
-            truncated = torch.zeros((index.numel(), *shape), dtype=dtype, device=index.device)
-            terminated, done = (
-                flag if isinstance(flag, Tensor) else torch.zeros_like(truncated)
-                for flag in (storage.read_selected(selection, key) for key in keys[1:])
-            )
-            truncated[ends] = True
-            if done.shape == truncated.shape and done.dtype == truncated.dtype == torch.bool:
-                done |= truncated
+        read, schema = selection.read, storage.schema
+        assert schema is not None
+        if self._flags:
+            truncated, terminated, done = self._flags
+            entries = [schema.entries.get(path, _FLAG) for path in self._flags]
+            like = next((e for e in entries if e is not _FLAG and e.kind == "dense"), _FLAG)
+            ends = self._ends_of(len(selection.plan), spans, like, storage.device)
+            read[truncated] = ends.clone()
+            if entries[1] is _FLAG:
+                read[terminated] = torch.zeros_like(ends)
+            flag = storage.read_selected(selection, done)
+            if not isinstance(flag, Tensor):
+                read[done] = ends.clone()
+            elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
+                read[done] = flag | ends
             else:
-                done[ends] = True
-            info |= zip(keys, (truncated, terminated, done), strict=True)
-        if self.init_key is not None:
-            stored = storage.read_selected(selection, self.init_key)
-            if isinstance(stored, Tensor):
-                stored[starts] = True
-                info[self.init_key] = stored
-        selection.mark(info)
-        # Copies: a change of the sample must not change what its info says.
-        info = {key: flag.clone() for key, flag in info.items()}
-        if index.ndim > 1:
-            info = {key: flag.unflatten(0, index.shape) for key, flag in info.items()}
-        return info
+                flag[_edges(spans, flag.device)[1]] = True
+        if self.init_key is not None and path_of(self.init_key) in schema.entries:
+            begins = storage.read_selected(selection, self.init_key)
+            if isinstance(begins, Tensor):
+                begins[_edges(spans, begins.device)[0]] = True
+
+    def _ends_of(
+        self, steps: int, spans: int | Tensor, like: Entry, device: torch.device
+    ) -> Tensor:
+        """Flags ``[steps, *shape]`` of the ends of clips; kept for clips of one length."""
+        known = (steps, spans, like.shape, like.dtype, device)
+        if isinstance(spans, int) and self._known_ends[0] == known:
+            return self._known_ends[1]
+        ends = torch.zeros((steps, *like.shape), dtype=like.dtype, device=device)
+        ends[_edges(spans, device)[1]] = True
+        if isinstance(spans, int):
+            self._known_ends = (known, ends)
+        return ends
 
     def state_dict(self) -> dict[str, Any]:
         """How many samples were drawn."""
@@ -315,6 +316,18 @@ class ClipSampler(Sampler):
             f"stride={self.stride}, strict_length={self.strict_length}, "
             f"weighting={self.weighting!r}, layout={self.layout!r})"
         )
+
+
+_FLAG = Entry("dense", (1,), torch.bool)
+"""What flags look like if none is stored."""
+
+
+def _edges(spans: int | Tensor, device: torch.device) -> tuple[Any, Any]:
+    """Where the first and the last steps of the clips are in a sample."""
+    if isinstance(spans, int):
+        return slice(0, None, spans), slice(spans - 1, None, spans)
+    after = spans.cumsum(0)
+    return to_device(after - spans, device), to_device(after - 1, device)
 
 
 def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:

@@ -5,7 +5,6 @@ What is read equals, bit for bit, what was written. A column knows rows, not epi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -16,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.memory import Memory, to_device
+from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.record import Record
 from torchrl_mt.data.ring import Blocks, Moves, Ring
+from torchrl_mt.data.rows import RowPlan, Windows
 from torchrl_mt.data.schema import Entry, bits
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, own, step_tensors
 
@@ -28,51 +29,14 @@ __all__ = [
     "ObjectColumn",
     "RaggedColumn",
     "ReadPlan",
-    "RowPlan",
+    "RecordColumn",
     "StoredColumn",
 ]
-
-
-_MAX_WINDOWS = 16
-"""Views that a column keeps, by span and shift."""
 
 
 def _run(operation: Callable[..., Any], *args: Any) -> None:
     """Carry out an operation for what it does to memory."""
     operation(*args)
-
-
-class RowPlan:
-    """The ring rows of one read: windows of equal length, or rows in any order.
-
-    Args:
-        starts: int64 ``[n]`` on the CPU, first row of each window (or each row).
-        span: rows per window; 1 reads single rows.
-    """
-
-    def __init__(self, starts: Tensor, span: int = 1) -> None:
-        self.starts = starts
-        self.span = span
-        self._moved: dict[torch.device, Tensor] = {}
-
-    def __len__(self) -> int:
-        return self.starts.shape[0] * self.span
-
-    def starts_on(self, device: torch.device) -> Tensor:
-        """``starts`` on ``device``; copied there once."""
-        if device not in self._moved:
-            self._moved[device] = to_device(self.starts, device)
-        return self._moved[device]
-
-    def rows(self) -> Tensor:
-        """int64 ``[n * span]`` on the CPU: every row."""
-        if self.span == 1:
-            return self.starts
-        return (self.starts[:, None] + torch.arange(self.span, device="cpu")).flatten()
-
-    def read(self, path: Path, column: StoredColumn) -> Column:
-        """The entry ``path``, which ``column`` stores, at the rows."""
-        return column.read(self)
 
 
 class ReadPlan(Protocol):
@@ -126,11 +90,12 @@ class DenseColumn:
     """Tensors of one shape: row ``r`` of ``data`` is the value at ring row ``r``."""
 
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
-        self.data = memory.empty((capacity, *entry.shape), entry.dtype)
         self._memory = memory
-        self._width = math.prod(entry.shape)
-        self._windows: dict[tuple[int, int], Tensor] = {}
-        """Views of ``data`` by span and shift: row ``r`` is the window that begins there."""
+        self._hold(memory.empty((capacity, *entry.shape), entry.dtype))
+
+    def _hold(self, data: Tensor) -> None:
+        self.data = data
+        self._windows = Windows(data, self._memory)
 
     @property
     def nbytes(self) -> int:
@@ -139,64 +104,74 @@ class DenseColumn:
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores a column of whole episodes."""
-        values = torch.stack(column.items) if isinstance(column, Rows) else column
-        pieces = change.written.pieces
-        if len(pieces) > 1:
-            return self.plan_rows(change.written.rows, values)
-        row, first, stop = pieces[0]
-        place = self.data[row : row + stop - first]
-        return partial(_run, place.copy_, values)
-
-    def plan_rows(self, rows: Tensor, values: Tensor) -> Callable[[], None]:
-        """What stores one value in each of the rows."""
-        device = self.data.device
-        places, values = rows.to(device), bits(values.to(device, self.data.dtype).contiguous())
-        return partial(_run, bits(self.data).index_copy_, 0, places, values)
+        return _plan_values(self.data, change.written, column)
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
-        data, steps = self.data, len(plan)
-        windows = self._windows.get((plan.span, shift))
-        if windows is None:
-            windows = self._windows_of(plan.span, shift)
-        starts = plan.starts_on(data.device)
-        out = self._memory.for_sample(steps * self._width, data.dtype)
-        if out is None:
-            return windows.index_select(0, starts).view(steps, *data.shape[1:])
-        torch.index_select(windows, 0, starts, out=out.view(len(starts), -1))
-        return out.view(steps, *data.shape[1:])
-
-    def _windows_of(self, span: int, shift: int) -> Tensor:
-        """A view of ``data`` by windows, kept for the next read."""
-        if len(self._windows) >= _MAX_WINDOWS:
-            self._windows.clear()
-        width = self._width
-        windows = self.data.as_strided(
-            (self.data.shape[0] - span + 1 - shift, span * width), (width, 1), shift * width
-        )
-        return self._windows.setdefault((span, shift), windows)
-
-    def _with(self, capacity: int) -> DenseColumn:
-        """A column like this one of ``capacity`` rows, without their values."""
-        new = copy(self)
-        new.data = self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype)
-        new._windows = {}
-        return new
+        return self._windows.read(plan, shift)
 
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of: rows are overwritten."""
 
     def laid_out(self, moves: Moves, capacity: int) -> DenseColumn:
         """The column for a ring of ``capacity`` rows to which the rows have moved."""
-        new = self._with(capacity)
+        new = copy(self)
+        new._hold(self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
+
+
+class RecordColumn:
+    """An entry that is part of each row's record."""
+
+    nbytes = 0
+    """The record's memory is counted by who holds it."""
+
+    def __init__(self, record: Record, path: Path) -> None:
+        self.path = path
+        self.follow(record)
+
+    def follow(self, record: Record) -> None:
+        """Take the values from this record."""
+        self.record = record
+        self.data = record.entries(record.data)[self.path]
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes."""
+        return _plan_values(self.data, change.written, column)
+
+    def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
+        """The rows of ``plan``, each ``shift`` rows further on."""
+        return plan.entries(self.record, shift)[self.path]
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Nothing to let go of: rows are overwritten."""
+
+    def laid_out(self, moves: Moves, capacity: int) -> RecordColumn:
+        """A column that is yet to follow the records to where they have moved."""
+        return copy(self)
+
+
+def _plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
+    """What stores the values of whole episodes."""
+    values = torch.stack(column.items) if isinstance(column, Rows) else column
+    pieces = blocks.pieces
+    if len(pieces) > 1:
+        return _plan_rows(data, blocks.rows, values)
+    row, first, stop = pieces[0]
+    return partial(_run, data[row : row + stop - first].copy_, values)
+
+
+def _plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
+    """What stores one value in each of the rows."""
+    places, values = rows.to(data.device), bits(values.to(data.device, data.dtype).contiguous())
+    return partial(_run, bits(data).index_copy_, 0, places, values)
 
 
 class NextColumn:
     """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more."""
 
-    source: DenseColumn
+    source: DenseColumn | RecordColumn
     """Set by the store."""
 
     @property
@@ -216,7 +191,7 @@ class NextColumn:
             values = torch.stack([column.items[i] for i in last.tolist()])
         else:
             values = column.index_select(0, last.to(column.device))
-        return self.source.plan_rows(blocks.starts + blocks.lengths, values)
+        return _plan_rows(self.source.data, blocks.starts + blocks.lengths, values)
 
     def read(self, plan: RowPlan) -> Tensor:
         """The rows of ``plan``, as new memory."""
@@ -229,10 +204,11 @@ class NextColumn:
         """A column that is yet to be told its source."""
         return NextColumn()
 
-    def unshared(self) -> DenseColumn:
+    def unshared(self, memory: Memory) -> DenseColumn:
         """The same values in rows of their own."""
-        column = self.source._with(len(self.source.data))
-        column.data[:-1].copy_(self.source.data[1:])
+        here = self.source.data
+        column = DenseColumn(Entry("dense", tuple(here.shape[1:]), here.dtype), len(here), memory)
+        column.data[:-1].copy_(here[1:])
         return column
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.columns import Change, RaggedColumn, RowPlan, StoredColumn
+from torchrl_mt.data.columns import Change, RaggedColumn, StoredColumn
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves, runs
+from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry
 from torchrl_mt.data.steps import Column, Rows, Steps, kinds, step_tensors
 

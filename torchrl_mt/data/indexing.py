@@ -1,4 +1,8 @@
-"""What an index of stored steps means: the i-th oldest step, or several of them."""
+"""What an index of stored steps means: handles, which stay with a step, or places by age.
+
+Every step has a number: how many steps were stored before it, ever. Its handle is ``HANDLES`` plus
+that number: no other step ever has it. Smaller integers count the stored steps from the oldest.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["resolve_index"]
+__all__ = ["HANDLES", "integers", "resolve_index"]
+
+HANDLES = 1 << 52
+"""Handles begin here: above every place by age, and exact as a float64."""
 
 
-def resolve_index(index: Any, stored: int) -> tuple[Tensor, torch.Size | None]:
+def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Size | None]:
     """The steps that an index stands for.
 
     Args:
-        index: an int, a slice, a range, a mask ``[stored]`` or integers of any shape.
+        index: an int, a slice, a range, a mask ``[stored]`` or integers of any shape: handles, or
+            places by age, from 0 for the oldest or -1 for the newest step.
+        first: number of the oldest stored step.
         stored: number of stored steps.
 
     Returns:
-        int64 ``[n]`` on the CPU, in ``[0, stored)``; and the shape that was asked for, None for a
-        single step.
+        int64 ``[n]`` on the CPU, places in ``[0, stored)``; and the shape that was asked for, None
+        for a single step.
 
     Raises:
-        IndexError: if a step is not stored, or a mask has another shape.
+        IndexError: if a step is not stored (any more), or a mask has another shape.
         TypeError: if it is no index.
 
     Examples:
-        >>> resolve_index([-1, 0], 5)
-        (tensor([4, 0]), torch.Size([2]))
+        >>> resolve_index([-1, 0, HANDLES + 12], 10, 5)
+        (tensor([4, 0, 2]), torch.Size([3]))
     """
     if isinstance(index, slice):
         part = range(*index.indices(stored))
@@ -45,14 +54,35 @@ def resolve_index(index: Any, stored: int) -> tuple[Tensor, torch.Size | None]:
         if wanted.shape != (stored,):
             raise IndexError(f"a mask must have shape {(stored,)}, got {tuple(wanted.shape)}")
         wanted = wanted.nonzero().squeeze(1)
-    if wanted.numel() == 0:
-        wanted = wanted.long()
-    if wanted.is_floating_point() or wanted.is_complex():
-        raise TypeError(f"index must be of an integer dtype, got {wanted.dtype}")
-    steps = wanted.reshape(-1).long()
-    if steps.numel() and (int(steps.min()) < -stored or int(steps.max()) >= stored):
+    given = integers(wanted, "index").reshape(-1)
+    places = given
+    if given.numel() and int(given.max()) >= HANDLES:
+        is_handle = given >= HANDLES
+        places = torch.where(is_handle, given - (HANDLES + first), given)
+        gone = is_handle & ((places < 0) | (places >= stored))
+        if bool(gone.any()):
+            raise IndexError(
+                f"index has handles of {int(gone.sum())} steps that are not stored (any more), such "
+                f"as {int(given[gone][0])}: the {stored} stored steps have the handles "
+                f"from {HANDLES + first}"
+            )
+    if given.numel() and (int(places.min()) < -stored or int(places.max()) >= stored):
         raise IndexError(
             f"index must lie in [{-stored}, {stored}): {stored} steps are stored, got values "
-            f"from {int(steps.min())} to {int(steps.max())}"
+            f"from {int(places.min())} to {int(places.max())}"
         )
-    return torch.where(steps < 0, steps + stored, steps), wanted.shape if wanted.ndim else None
+    places = torch.where(places < 0, places + stored, places)
+    return places, wanted.shape if wanted.ndim else None
+
+
+def integers(values: Tensor, name: str) -> Tensor:
+    """The values as int64.
+
+    Raises:
+        TypeError: if they are no integers; names the argument.
+    """
+    if not values.numel():
+        return values.long()
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{name} must be of an integer dtype, got {values.dtype}")
+    return values.long()

@@ -1,4 +1,7 @@
-"""Priorities as they are given: checked whole before anything is changed, one per clip after."""
+"""Priorities as they are given: checked whole before anything is changed, one per clip after.
+
+What clips some steps stand for is told from the steps alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_index", "check_priority", "reduce_by_clip"]
+from torchrl_mt.data.indexing import integers
+
+__all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
 
 
 def check_index(index: Any) -> Tensor:
@@ -16,12 +21,38 @@ def check_index(index: Any) -> Tensor:
     Raises:
         TypeError: if it does not hold integers.
     """
-    index = torch.as_tensor(index)
-    if not index.numel():
-        return index.long()
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise TypeError(f"index must hold integers, got {index.dtype}")
-    return index.long()
+    return integers(torch.as_tensor(index), "index")
+
+
+def clips_of(numbers: Tensor, entries: Tensor, stride: int) -> Tensor:
+    """The clip that each of some steps stands for, by the number of its first step.
+
+    All steps of a clip, one after the other, stand for that clip; any other step for the clip that
+    begins at it.
+
+    Args:
+        numbers: int64 ``[N]``, the steps.
+        entries: int64 ``[N]``, how many steps the clip has that begins at each, at least 1.
+        stride: stored steps from one step of a clip to the next.
+
+    Returns:
+        int64 ``[N]``.
+
+    Examples:
+        >>> clips_of(torch.tensor([3, 4, 5, 8, 7, 8, 9]), torch.full((7,), 3), stride=1)
+        tensor([3, 3, 3, 8, 7, 7, 7])
+    """
+    goes_on = (numbers[1:] - numbers[:-1]).eq(stride).tolist()
+    needed, clips = entries.tolist(), numbers.tolist()
+    run_ends = [len(clips)] * len(clips)
+    for i in range(len(clips) - 2, -1, -1):
+        run_ends[i] = run_ends[i + 1] if goes_on[i] else i + 1
+    i = 0
+    while i < len(clips):
+        step = needed[i] if run_ends[i] - i >= needed[i] else 1
+        clips[i : i + step] = [clips[i]] * step
+        i += step
+    return torch.tensor(clips, dtype=torch.int64, device="cpu")
 
 
 def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,11 @@ or leaves: it never comes to count for another one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from tensordict.utils import NestedKey
@@ -19,8 +21,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.clip_priorities import ClipPriorities
 from torchrl_mt.data.clip_sampler import ClipSampler
-from torchrl_mt.data.draw_log import Draw, DrawLog
-from torchrl_mt.data.priorities import check_index, check_priority, reduce_by_clip
+from torchrl_mt.data.indexing import HANDLES
+from torchrl_mt.data.priorities import check_index, check_priority, clips_of, reduce_by_clip
 from torchrl_mt.data.sampling import episode_storage
 from torchrl_mt.data.storage import EpisodeStorage
 
@@ -143,8 +145,10 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             least=self._least,
             within=max_priority_within_buffer,
         )
-        self._draws = DrawLog()
         self._storage: EpisodeStorage | None = None
+        self._just_written: ref[Tensor] | None = None
+        self.dropped = 0
+        """Priorities that came for steps that had left."""
 
     # ---- what TorchRL reads ---------------------------------------------------------------------
 
@@ -194,16 +198,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             self.extend(index)
 
     def extend(self, index: Tensor) -> None:
-        """Called by the replay buffer once something is written: the index means those steps."""
-        storage = self._storage
-        if storage is None or not index.numel() or not index.is_contiguous():
-            return
-        with storage.lock:
-            # Not the number of now: others may have written since the index was given out.
-            first = storage.first_when_written(index)
-            if first is not None and self._priorities.follows(storage):
-                numbers = index.flatten().cpu() + first
-                self._draws.record(index, Draw(numbers, 1, 1, first), recent=False)
+        """Called by the replay buffer once something is written: priorities may follow at once."""
+        self._just_written = ref(index) if isinstance(index, Tensor) else None
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Nothing to do: stored steps never change, and new ones are noticed by themselves."""
@@ -215,7 +211,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         self._total(storage, self._priorities.unit, span)
         self._follow(storage, span)
         numbers = self._priorities.ring.draw(num, self._rng)
-        return storage.table.find(numbers - storage.first_number)
+        return storage.table.find(numbers - storage.table.first)
 
     def _facts(
         self,
@@ -225,10 +221,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         spans: int | Tensor,
         index: Tensor,
     ) -> dict[Any, Any]:
-        """The importance weights; what was drawn is noted."""
-        first = storage.first_number
-        numbers = storage.table.places(episodes, offsets)[0] + first
-        self._draws.record(index, Draw(numbers, spans, self.stride, first))
+        """The importance weights."""
+        numbers, _ = storage.table.places(episodes, offsets)
         weight = self._priorities.importance(numbers, self._beta)
         steps = weight.repeat_interleave(
             torch.as_tensor(spans, device="cpu"), output_size=index.numel()
@@ -241,15 +235,15 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Give clips new priorities.
 
-        The index of a sample, or any view of it (``td["index"]`` of a slice or a reshape of the
-        sample, say), means the clips as sampled: clips that left since are skipped. So does a copy
-        of a whole index, or of the starts of its clips, of one of the last 256 samples. Priorities
-        given for several steps of a clip become one by ``reduction``. The index that ``rb.extend``
-        returned means the steps written there.
+        The handles of all steps of a clip, in their order (a sample, a part of one, a copy), are
+        taken together: priorities given for them become one by ``reduction``. Any other handle means
+        the clip that begins at that step; so does every handle of an index ``[n, 1]``, and of the
+        index that a write returned if a ``TensorDictReplayBuffer`` finds priorities in what is
+        written. Priorities of steps that have left are dropped, and counted in ``dropped``.
 
-        Any other index means the clips that begin at these stored steps now, ``-1`` none; so does
-        a copy of a part of a sample's index. Equal values are reduced, too. The priority of a step
-        that no clip begins at is kept, and counts if clips of another length begin there.
+        Integers below ``HANDLES`` mean the clips that begin at these stored steps now, by age, and
+        ``-1`` none. Several values for one clip are reduced, too. The priority of a step that no
+        clip begins at is kept, and counts if clips of another length begin there.
 
         Args:
             index: integers of any shape.
@@ -260,7 +254,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         Raises:
             TypeError: if ``index`` does not hold integers or ``storage`` no episodes.
             ValueError: if ``priority`` has another shape, or a negative or infinite value or NaN.
-            IndexError: if ``index`` has a step that is not stored.
+            IndexError: if ``index`` has a step that was never stored.
         """
         held = episode_storage(self._storage if storage is None else storage, self)
         index = check_index(index)
@@ -270,25 +264,53 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
                 index = index[..., 0]
         with held.lock:
             self._follow(held)
-            ring = self._priorities.ring
-            clips = self._draws.clips_of(index)
-            if clips is None:
-                steps = index.flatten().cpu()
-                stored = len(held)
-                if bool((steps >= stored).any()):
-                    raise IndexError(
-                        f"index must be below {stored}: so many steps are stored; got values up "
-                        f"to {int(steps.max())}"
-                    )
-                clips = torch.where(steps < 0, -1, steps + ring.first)
-            here = (clips >= ring.first) & (clips < ring.end)
-            clips, values = reduce_by_clip(clips[here], priority[here], self.reduction)
+            self._check_known(index, held)
+            clips, values = self._by_clip(index, priority, held)
+            clips, values = reduce_by_clip(clips, values, self.reduction)
             self._priorities.update(held, clips, values)
+
+    def _check_known(self, index: Tensor, storage: EpisodeStorage) -> None:
+        """Refuse steps that were never stored."""
+        stored, end = len(storage), HANDLES + storage.table.end
+        unknown = (index >= end) | ((index < HANDLES) & (index >= stored))
+        if bool(unknown.any()):
+            raise IndexError(
+                f"index must be below {stored}, the number of stored steps, or the handle of one, "
+                f"below {end}; got {int(index[unknown].flatten()[0])}"
+            )
+
+    def _by_clip(
+        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
+    ) -> tuple[Tensor, Tensor]:
+        """Numbers of the clips that priorities are for, and these, of clips that are stored."""
+        first, span = storage.table.first, self._priorities.span
+        written = self._just_written is not None and self._just_written() is index
+        singly = written or (index.ndim > 1 and index.shape[-1] == 1)
+        given = index.flatten().cpu()
+        is_handle = given >= HANDLES
+        numbers = torch.where(is_handle, given - HANDLES, given + first)
+        here = (given >= 0) & (numbers >= first)
+        if not bool(here.all()):
+            self.dropped += int((is_handle & ~here).sum())
+            is_handle, numbers, priority = is_handle[here], numbers[here], priority[here]
+        if singly or span is None or not bool(is_handle.all()) or not len(numbers):
+            return numbers, priority
+        slice_len, stride = span // self.stride, self.stride
+        if len(numbers) % slice_len == 0 and self.reduction in _OF_REDUCED:
+            rows = numbers.view(-1, slice_len)
+            if bool((rows[:, 1:] - rows[:, :-1] == stride).all()):
+                return rows[:, 0], _OF_REDUCED[self.reduction](priority.view_as(rows), 1)
+        episodes, offsets = storage.table.find(numbers - first)
+        lengths = storage.table.lengths[episodes]
+        entries = torch.where(offsets + span <= lengths, slice_len, 1)
+        if not self.strict_length:
+            whole = (offsets == 0) & (lengths < span)
+            entries = torch.where(whole, lengths // stride, entries).clamp_min(1)
+        return clips_of(numbers, entries, stride), priority
 
     def _follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
         """Bring the priorities up to what is stored."""
-        if self._priorities.follow(storage, span):
-            self._draws.forget()
+        self._priorities.follow(storage, span)
         self._storage = storage
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -304,7 +326,6 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             return super().state_dict() | {
                 "beta": self._beta,
                 "priorities": self._priorities.state_dict(),
-                "draws": self._draws.state(),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -317,15 +338,12 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             self._priorities.load_state_dict(state_dict["priorities"])
             super().load_state_dict(state_dict)
             self._beta = state_dict["beta"]
-            self._draws.forget()
-            self._draws.restore(state_dict["draws"])
 
     def __getstate__(self) -> dict[str, Any]:
         with self._held():
-            # Copies are made now: what is pickled later may have changed by then.
-            priorities, draws = copy(self._priorities), copy(self._draws)
-            state = super().__getstate__()
-        return state | {"_priorities": priorities, "_draws": draws, "_storage": None}
+            # A copy is made now: what is pickled later may have changed by then.
+            state = super().__getstate__() | {"_priorities": copy(self._priorities)}
+        return state | {"_storage": None, "_just_written": None}
 
     def _held(self) -> AbstractContextManager[Any]:
         """The lock of the storage, once there is one."""
@@ -338,6 +356,14 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             f"alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
             f"reduction={self.reduction!r})"
         )
+
+
+_OF_REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "mean": torch.mean,
+}
+"""Reductions of which that of all values is that of the rows' ones."""
 
 
 def _not_negative(name: str, value: Any) -> float:

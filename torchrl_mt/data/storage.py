@@ -15,19 +15,20 @@ from multiprocessing.context import get_spawning_popen
 from numbers import Integral
 from pathlib import Path as FilePath
 from typing import Any
+from weakref import ref
 
 import torch
 from tensordict import is_tensor_collection
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one
-from torchrl_mt.data.columns import ReadPlan, RowPlan
-from torchrl_mt.data.indexing import resolve_index
+from torchrl_mt.data.columns import ReadPlan
+from torchrl_mt.data.indexing import HANDLES, resolve_index
 from torchrl_mt.data.memory import to_device
+from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, Entry, Schema
 from torchrl_mt.data.selection import Selection, plan_runs, state_of
 from torchrl_mt.data.signature import ConstructorSignature
@@ -43,9 +44,11 @@ _logger = logging.getLogger("torchrl_mt")
 class EpisodeStorage(LazyStackStorage):
     """A storage of whole episodes, at most ``max_steps`` steps of them.
 
-    ``len(storage)`` counts steps, and index ``i`` is the ``i``-th oldest stored step. When a new
-    episode does not fit, the oldest whole episodes leave until it does, and no more than needed. A
-    write in which some leave for later ones of the same write is warned of, once for each storage.
+    ``len(storage)`` counts steps, and index ``i`` is the ``i``-th oldest stored step. What the writer
+    and the samplers give out as ``"index"`` are handles: integers from ``HANDLES`` on that stay with
+    a step; see :meth:`get`. When a new episode does not fit, the oldest whole episodes leave until it
+    does, and no more than needed. A write in which some leave for later ones of the same write is
+    warned of, once for each storage.
     The first episode fixes the keys, per-step shapes and dtypes.
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
@@ -92,10 +95,11 @@ class EpisodeStorage(LazyStackStorage):
         ... )
         >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
         >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
-        >>> rb.extend(two_episodes)
-        tensor([0, 1, 2, 3, 4])
+        >>> index = rb.extend(two_episodes)
         >>> rb.storage.lengths
         tensor([3, 2])
+        >>> rb[index[3:]]["action"], rb[-1]["action"]
+        (tensor([3, 4]), tensor(4))
         >>> rb.sample().batch_size
         torch.Size([4])
     """
@@ -136,8 +140,7 @@ class EpisodeStorage(LazyStackStorage):
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0
-        self._selections = WeakTensorKeyDictionary()
-        self._written = WeakTensorKeyDictionary()
+        self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
         """A store for this storage's episodes that holds none yet."""
@@ -199,28 +202,21 @@ class EpisodeStorage(LazyStackStorage):
         """Changes whenever the stored steps do."""
         return self._revision
 
-    @property
-    def first_number(self) -> int:
-        """Number of the oldest stored step: how many came before it, ever, and left.
+    def places(self, index: Any) -> Tensor:
+        """Where steps are now, by age: 0 is the oldest stored step.
 
-        Step ``i`` has the number ``first_number + i`` for as long as it is stored, and no other
-        step ever has it, until :meth:`load_state_dict` replaces everything.
+        Args:
+            index: handles, or what else :meth:`get` takes, ``N`` steps of any shape.
+
+        Returns:
+            int64 on the CPU, of the same shape.
+
+        Raises:
+            IndexError: if one of the steps is not stored (any more).
         """
         with self.lock:
-            return self._store.first_number
-
-    def mark_written(self, index: Tensor) -> Tensor:
-        """Have :meth:`first_when_written` know an index that a write gives out now."""
-        self._written[index] = (self.table, self.first_number)
-        return index
-
-    def first_when_written(self, index: Tensor) -> int | None:
-        """:attr:`first_number` when a write gave out this very tensor.
-
-        None if no write did, or if everything was replaced since.
-        """
-        table, first = self._written.get(index, (None, None))
-        return first if table is self.table else None
+            places, shape = resolve_index(index, self.table.first, self.table.num_steps)
+        return places.reshape(() if shape is None else shape)
 
     def num_clips(self, span: int) -> int:
         """Number of stored clips of ``span`` consecutive steps of one episode.
@@ -302,16 +298,24 @@ class EpisodeStorage(LazyStackStorage):
             ordinal += 1
 
     def get(self, index: Any) -> Any:
-        """The steps at ``index``: an int, a slice, a mask or integers, counted by age."""
+        """The steps at ``index``: an int, a slice, a mask or integers.
+
+        Integers from ``HANDLES`` (``2 ** 52``) on are handles, as samples and writes give them out:
+        ``HANDLES`` plus the number of steps that were stored before this one, ever. A handle stays
+        with its step, wherever it is copied or sent, and no other step ever has it. Smaller integers
+        count the stored steps by age, from 0 for the oldest or -1 for the newest.
+
+        Raises:
+            IndexError: if a step is not stored (any more).
+        """
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self.lock:
-            if isinstance(index, Tensor) and index in self._selections:
-                selection = self._selections.pop(index)
-                if selection.given == state_of(index):
-                    data = self._pack(selection.plan, selection.read)
-                    return data if index.ndim == 1 else data.reshape(index.shape)
-            steps, shape = resolve_index(index, self.table.num_steps)
+            selection = self._selected(index)
+            if selection is not None:
+                data = self._pack(selection.plan, selection.read)
+                return data if index.ndim == 1 else data.reshape(index.shape)
+            steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
             episodes, offsets = self.table.find(steps)
             _, rows = self.table.places(episodes, offsets)
             data = self._pack(RowPlan(rows))
@@ -319,15 +323,25 @@ class EpisodeStorage(LazyStackStorage):
             return data[0]
         return data if len(shape) == 1 else data.reshape(shape)
 
+    def _selected(self, index: Tensor) -> Selection | None:
+        """What a sampler selected with this very index, once."""
+        known = self._selections.pop(id(index), None)
+        if known is None or known[0]() is not index:
+            return None
+        return known[1] if known[1].given == state_of(index) else None
+
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self)):
             yield self.get(i)
 
     def contains(self, item: Any) -> Any:
-        """Whether ``item`` is the index of a stored step; elementwise for a tensor."""
-        if isinstance(item, Tensor):
-            return (item < len(self)) & (item >= -len(self))
-        return -len(self) <= int(item) < len(self)
+        """Whether ``item`` is the index of a stored step, or its handle; elementwise for a tensor."""
+        if not isinstance(item, Tensor):
+            return bool(self.contains(torch.tensor(int(item), device="cpu")))
+        with self.lock:
+            stored, handle = self.table.num_steps, HANDLES + self.table.first
+        by_age = (item < stored) & (item >= -stored)
+        return by_age | ((item >= handle) & (item < handle + stored))
 
     # ---- choosing -------------------------------------------------------------------------------
 
@@ -351,16 +365,21 @@ class EpisodeStorage(LazyStackStorage):
             rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
 
         Returns:
-            the storage indices (the first of each ``stride`` steps), int64 ``[N]`` on the
-            storage's device, one run after the other, and the selection, which lives as long as
-            they do. Indices that are changed in place are read as they are then; on a GPU, unless
-            torch cannot tell (through ``.data``, or in inference mode).
+            the handles (of the first of each ``stride`` steps), int64 ``[N]`` on the storage's
+            device, one run after the other, and the selection, which lives as long as they do.
+            Handles that are changed in place are read as they are then, unless torch cannot tell
+            (through ``.data`` or NumPy, or in inference mode).
         """
         with self.lock:
-            steps, rows = self.table.places(episodes, offsets)
-            index, plan = plan_runs(steps, rows, spans, stride=stride, rectangular=rectangular)
+            numbers, rows = self.table.places(episodes, offsets)
+            index, plan = plan_runs(
+                numbers + HANDLES, rows, spans, stride=stride, rectangular=rectangular
+            )
             index = to_device(index, self.device)
-            selection = self._selections[index] = Selection(plan, state_of(index))
+            selection = Selection(plan, state_of(index))
+            key, selections = id(index), self._selections
+            # Whoever looks for the key has the index, so that it cannot be another's.
+            selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
             return index, selection
 
     def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
@@ -368,11 +387,11 @@ class EpisodeStorage(LazyStackStorage):
 
         What is read here is not read again when the selection is.
         """
-        path = path_of(key)
+        path, read = path_of(key), selection.read
         with self.lock:
-            if path in self._store.columns and path not in selection.read:
-                selection.read[path] = selection.plan.read(path, self._store.columns[path])
-            return selection.read.get(path)
+            if path not in read and path in self._store.columns:
+                read[path] = selection.plan.read(path, self._store.columns[path])
+            return read.get(path)
 
     def first_values(self, key: NestedKey) -> Column:
         """The entry ``key`` at the first step of each episode, oldest first.
@@ -403,7 +422,7 @@ class EpisodeStorage(LazyStackStorage):
             episode: TED TensorDict of batch size ``[T]``.
 
         Returns:
-            int64 ``[T]``: the storage indices of its steps.
+            int64 ``[T]``: the handles of its steps.
 
         Raises:
             ValueError: if it is empty, has another batch size, exceeds a budget or does not fit the
@@ -427,7 +446,7 @@ class EpisodeStorage(LazyStackStorage):
             lengths: int64 ``[E]``, steps of each.
 
         Returns:
-            int64 ``[N]``: the storage indices of their steps that are stored now.
+            int64 ``[N]``: the handles of their steps that are stored now.
 
         Raises:
             ValueError: if one is empty, exceeds a budget or does not fit the schema.
@@ -482,10 +501,11 @@ class EpisodeStorage(LazyStackStorage):
         )
 
     def _changed(self, new: int) -> Tensor:
-        """Note that the stored steps are others now; give the indices of the ``new`` last ones."""
+        """Note that the stored steps are others now; give the handles of the ``new`` last ones."""
         self._revision += 1
         self._bump_mutation_revision()
-        index = torch.arange(len(self) - new, len(self), device="cpu")
+        end = HANDLES + self.table.end
+        index = torch.arange(end - new, end, device="cpu")
         # Every buffer on this storage is told: what its sampler remembers may be of the past.
         for buffer in self._attached_entities_iter():
             buffer.mark_update(index)
@@ -507,7 +527,7 @@ class EpisodeStorage(LazyStackStorage):
 
     def _settle(self) -> None:
         """Read what is selected but not read yet, before the rows change."""
-        for selection in self._selections.values() if self._selections else ():
+        for _, selection in list(self._selections.values()):
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -536,7 +556,8 @@ class EpisodeStorage(LazyStackStorage):
             schema: Schema | None = state_dict["schema"]
             if schema is not None and not store.share_next:
                 state_dict = {**state_dict, "schema": schema.unshared()}
-            store.load_state_dict(state_dict)
+            # Handles that were given out before must not come to mean other steps.
+            store.load_state_dict(state_dict, least=self.table.end)
             self._settle()
             self._store = store
             self._changed(len(self))
@@ -566,7 +587,7 @@ class EpisodeStorage(LazyStackStorage):
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
-            del state["lock"], state["_selections"], state["_written"]
+            del state["lock"], state["_selections"]
             state["_store"] = (self._store.share_next, self._store.state_dict())
             return state
 
@@ -574,8 +595,7 @@ class EpisodeStorage(LazyStackStorage):
         share_next, stored = state.pop("_store")
         super().__setstate__(state)
         self.lock = threading.RLock()
-        self._selections = WeakTensorKeyDictionary()
-        self._written = WeakTensorKeyDictionary()
+        self._selections = {}
         self._store = self._new_store(share_next)
         self._store.load_state_dict(stored)
 

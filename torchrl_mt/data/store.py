@@ -29,12 +29,14 @@ from torchrl_mt.data.columns import (
     ObjectColumn,
     RaggedColumn,
     ReadPlan,
-    RowPlan,
+    RecordColumn,
     StoredColumn,
 )
 from torchrl_mt.data.growing import PromptColumn, additions
 from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.record import Record, records_for
 from torchrl_mt.data.ring import Blocks, Moves, Ring, runs
+from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry, Schema
 from torchrl_mt.data.steps import Column, Path, Steps, step_tensors
 from torchrl_mt.data.table import EpisodeTable
@@ -92,20 +94,16 @@ class EpisodeStore:
         self.memory = Memory(device, scratch_dir)
         self.schema: Schema | None = None
         self.columns: dict[Path, StoredColumn] = {}
+        self.records: dict[Path, Record] = {}
+        """Where the small entries are; several have one record."""
         self.table = EpisodeTable()
         self._rows = _RingRows(Ring(0))
-        self._seen_steps = 0
-        """Steps ever stored, those that left included."""
-
-    @property
-    def first_number(self) -> int:
-        """How many steps came before the oldest stored one, ever."""
-        return self._seen_steps - self.table.num_steps
 
     @property
     def nbytes(self) -> int:
         """Bytes that the columns hold, Python objects not counted."""
-        return sum(column.nbytes for column in self.columns.values())
+        records = sum(record.nbytes for record in set(self.records.values()))
+        return records + sum(column.nbytes for column in self.columns.values())
 
     def admit(self, steps: Steps, lengths: Tensor) -> Admission:
         """Check episodes before they are stored.
@@ -153,7 +151,7 @@ class EpisodeStore:
                 column.release(blocks, first)
 
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
-        """The steps of ``plan``; columns that are ``known`` are not read again.
+        """The steps of ``plan``; columns that are ``known`` are not read again, and others added.
 
         Raises:
             IndexError: if nothing was ever stored.
@@ -165,6 +163,7 @@ class EpisodeStore:
             path: known[path] if path in known else plan.read(path, column)
             for path, column in self.columns.items()
         }
+        columns.update(known)
         return Steps(len(plan), columns, self.schema.root_class)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,11 +176,16 @@ class EpisodeStore:
             "columns": columns,
             "lengths": self.table.lengths.clone(),
             "oldest": self.table.oldest,
-            "seen_steps": self._seen_steps,
+            "seen_steps": self.table.end,
+            "renumbered": self.table.renumbered,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], least: int = 0) -> None:
         """Store what :meth:`state_dict` gave, in a store that holds nothing yet.
+
+        Args:
+            state_dict: the state.
+            least: steps get numbers from here on, if theirs are lower.
 
         Raises:
             ValueError: if it holds more than a budget.
@@ -201,7 +205,7 @@ class EpisodeStore:
         if schema is not None and not stored:
             # An empty storage knows what its steps look like, too.
             self.schema, self._rows = schema, self._new_rows(schema, torch.ones(1, device="cpu"))
-            self.columns = self._columns_for(schema, self._rows.ring.capacity)
+            self.columns, self.records = self._columns_for(schema, self._rows.ring.capacity)
         if schema is not None and stored:
             steps = Steps(stored, state_dict["columns"], schema.root_class).on(self.memory.device)
             admitted = self._admitted(schema, steps, lengths)
@@ -211,8 +215,9 @@ class EpisodeStore:
                     f"the state holds {tokens} tokens, more than max_tokens={self.max_tokens}"
                 )
             self.append(admitted)
-        self.table.oldest = state_dict["oldest"]
-        self._seen_steps = state_dict["seen_steps"]
+        first = state_dict["seen_steps"] - stored
+        renumbered = state_dict.get("renumbered", 0) + max(least - first, 0)
+        self.table.renumber(state_dict["oldest"], max(least, first), renumbered)
 
     def _admitted(self, schema: Schema, steps: Steps, lengths: Tensor) -> Admission:
         """Episodes that fit the schema, in the form in which they are stored.
@@ -236,11 +241,12 @@ class EpisodeStore:
         schema, table = admitted.schema, self.table
         skipped = max(self.not_kept(admitted).values()) if len(admitted.lengths) > 1 else 0
         lengths, tokens = admitted.lengths[skipped:], admitted.tokens[skipped:]
-        steps = admitted.steps[admitted.steps.length - int(lengths.sum()) :]
+        skipped_steps = admitted.steps.length - int(lengths.sum())
+        steps = admitted.steps[skipped_steps:]
         rows = replace(self._rows) if self.schema is not None else self._new_rows(schema, lengths)
-        columns, recount = self.columns, None
+        columns, records, recount = self.columns, self.records, None
         if schema is not self.schema:
-            columns = self._columns_for(schema, rows.ring.capacity)
+            columns, records = self._columns_for(schema, rows.ring.capacity)
             recount = self._recount(schema, columns)
         leaving = table.num_episodes
         if not skipped:
@@ -257,7 +263,11 @@ class EpisodeStore:
             columns = {
                 path: column.laid_out(moves, ring.capacity) for path, column in columns.items()
             }
-            _link(columns)
+            moved = {
+                record: record.laid_out(moves, ring.capacity) for record in set(records.values())
+            }
+            records = {path: moved[record] for path, record in records.items()}
+            _link(columns, records)
             left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
             starts = ring.push_all(sizes)
             assert starts is not None
@@ -269,14 +279,13 @@ class EpisodeStore:
             if recount is not None:
                 table.recount(recount)
             table.evict(leaving)
-            table.pass_over(skipped)
+            table.pass_over(skipped, skipped_steps)
             if moves is not None:
                 table.move(moves)
-            self.schema, self.columns, self._rows = schema, columns, rows
+            self.schema, self.columns, self.records, self._rows = schema, columns, records, rows
             for store in commits:
                 store()
             table.extend(lengths, written.starts, tokens)
-            self._seen_steps += admitted.steps.length
 
         return commit
 
@@ -327,15 +336,22 @@ class EpisodeStore:
             Ring(self.max_steps + pad * math.ceil(self.max_steps / usual) + slack), pad, slack
         )
 
-    def _columns_for(self, schema: Schema, capacity: int) -> dict[Path, StoredColumn]:
+    def _columns_for(
+        self, schema: Schema, capacity: int
+    ) -> tuple[dict[Path, StoredColumn], dict[Path, Record]]:
         """Columns that fit ``schema``, with what is stored; those that fit already as they are."""
+        records = self.records
+        if not self.columns:
+            records = records_for(schema.entries, capacity, self.memory)
         columns: dict[Path, StoredColumn] = {}
         for path, entry in schema.entries.items():
             column = copy(self.columns.get(path))
             if isinstance(column, NextColumn) and not entry.shared:
-                column = column.unshared()
-            if isinstance(column, DenseColumn) and entry.kind == "ragged":
+                column = column.unshared(self.memory)
+            if isinstance(column, (DenseColumn, RecordColumn)) and entry.kind == "ragged":
                 column = self._as_ragged(column, entry, capacity)
+            if column is None and path in records:
+                column = RecordColumn(records[path], path)
             if column is None:
                 column = NextColumn() if entry.shared else self._new_column(entry, capacity)
             columns[path] = column
@@ -343,8 +359,8 @@ class EpisodeStore:
             columns[PROMPT] = self._as_growing(
                 columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT], capacity
             )
-        _link(columns)
-        return columns
+        _link(columns, records)
+        return columns, records
 
     def _new_column(self, entry: Entry, capacity: int) -> StoredColumn:
         """An empty column for ``entry``."""
@@ -354,7 +370,9 @@ class EpisodeStore:
             return DenseColumn(entry, capacity, self.memory)
         return RaggedColumn(entry, capacity, self.memory)
 
-    def _as_ragged(self, dense: DenseColumn, entry: Entry, capacity: int) -> RaggedColumn:
+    def _as_ragged(
+        self, dense: DenseColumn | RecordColumn, entry: Entry, capacity: int
+    ) -> RaggedColumn:
         """A dense column's episodes, stored as ragged ones."""
         ragged = RaggedColumn(entry, capacity, self.memory)
         if self.table.num_episodes:
@@ -395,7 +413,7 @@ class EpisodeStore:
         if longest > rows.slack:
             rows.slack = min(max(longest, rows.slack * 3 // 2), self.max_steps + rows.pad)
         episodes = self.table.next + len(sizes)
-        mean = (self._seen_steps + sum(sizes) - rows.pad * len(sizes)) / episodes
+        mean = (self.table.end + sum(sizes) - rows.pad * len(sizes)) / episodes
         wanted = self.max_steps + rows.pad * math.ceil(self.max_steps / mean) + rows.slack
         moves = rows.ring.layout()
         needed = moves.upper + moves.lower + sum(sizes)
@@ -415,12 +433,15 @@ class _RingRows:
     """Rows of the longest episode that the ring has room for beside the budget."""
 
 
-def _link(columns: dict[Path, StoredColumn]) -> None:
+def _link(columns: dict[Path, StoredColumn], records: dict[Path, Record]) -> None:
     """Tell the columns that are read from others which those are."""
+    for path, column in columns.items():
+        if isinstance(column, RecordColumn):
+            column.follow(records[path])
     for path, column in columns.items():
         if isinstance(column, NextColumn):
             source = columns[path[1:]]
-            assert isinstance(source, DenseColumn)
+            assert isinstance(source, (DenseColumn, RecordColumn))
             column.source = source
         elif isinstance(column, PromptColumn):
             column.responses = columns[RESPONSE]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.columns import RowPlan, StoredColumn
+from torchrl_mt.data.columns import StoredColumn
+from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import Schema
 from torchrl_mt.data.steps import Column, Path, name_of
 

@@ -52,22 +52,24 @@ def weigh(lengths: Tensor, span: int, weight: Weight, least: int = 1) -> Tensor:
 class EpisodeTable:
     """Length and first row of every stored episode, oldest first.
 
-    Episodes have *ordinals*: 0 for the first ever stored, and never used again. Cumulative counts
-    only matter by their differences, so that evicting changes none of them.
+    Episodes have *ordinals*, and steps have *numbers*: 0 for the first ever stored, and never used
+    again. Other cumulative counts only matter by their differences, so that evicting changes none.
     """
 
     def __init__(self) -> None:
         self.oldest = 0
         """Ordinal of the oldest stored episode."""
+        self.renumbered = 0
+        """How much larger the numbers of steps are than in the state that was loaded."""
         self._head = 0
         self._tail = 0
         # Arrays, not tensors: what is asked for here is small, and torch takes longer to begin.
         self._length = np.zeros(64, dtype=np.int64)
         self._start = np.zeros(64, dtype=np.int64)
         self._steps = np.zeros(65, dtype=np.int64)
-        """Steps before each episode and after the last, counted from anywhere."""
+        """Number of the first step of each episode; after the last, of the step that comes next."""
         self._tokens = np.zeros(65, dtype=np.int64)
-        """Tokens likewise."""
+        """Tokens before each episode and after the last, counted from anywhere."""
         self._tallies: OrderedDict[tuple[Weight, int, int], np.ndarray] = OrderedDict()
         """Units of choice likewise, for the spans last asked for."""
 
@@ -80,6 +82,16 @@ class EpisodeTable:
     def num_steps(self) -> int:
         """Number of stored steps."""
         return int(self._steps[self._tail] - self._steps[self._head])
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest stored step; if there is none, of the step that comes next."""
+        return int(self._steps[self._head])
+
+    @property
+    def end(self) -> int:
+        """Number of the step that comes next."""
+        return int(self._steps[self._tail])
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +114,7 @@ class EpisodeTable:
         return torch.from_numpy(self._start[self._head : self._tail])
 
     def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Storage index and ring row of steps.
+        """Number and ring row of steps.
 
         Args:
             episodes: int64 ``[n]``, positions of their episodes (0 is the oldest).
@@ -111,9 +123,11 @@ class EpisodeTable:
         Returns:
             two times int64 ``[n]``.
         """
-        stored, offset = self._head + episodes.numpy(), offsets.numpy()
-        steps = self._steps[stored] + (offset - self._steps[self._head])
-        return torch.from_numpy(steps), torch.from_numpy(self._start[stored] + offset)
+        of, offset = episodes.numpy(), offsets.numpy()
+        numbers, rows = self._steps[self._head :][of], self._start[self._head :][of]
+        numbers += offset
+        rows += offset
+        return torch.from_numpy(numbers), torch.from_numpy(rows)
 
     def extend(self, lengths: Tensor, starts: Tensor, tokens: Tensor) -> None:
         """Add the newest episodes.
@@ -140,15 +154,22 @@ class EpisodeTable:
         """Replace the tokens of each stored episode: int64 ``[E]``."""
         self._accumulate(self._tokens, slice(self._head, self._tail), tokens.numpy())
 
-    def pass_over(self, episodes: int) -> None:
-        """Give ordinals to episodes that came and left at once, while none is stored."""
+    def pass_over(self, episodes: int, steps: int) -> None:
+        """Number episodes that came and left at once, and their steps, while none is stored."""
         self.oldest += episodes
+        self._steps[self._head] += steps
+
+    def renumber(self, oldest: int, first: int, renumbered: int) -> None:
+        """Give the stored episodes ordinals from ``oldest`` on, and the steps numbers from ``first``."""
+        self.oldest, self.renumbered = oldest, renumbered
+        self._steps[self._head : self._tail + 1] += first - self._steps[self._head]
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
         self._head += episodes
         self.oldest += episodes
         if self._head == self._tail:
+            self._steps[0] = self._steps[self._tail]
             self._head = self._tail = 0
 
     def episodes_holding(self, steps: int, tokens: int = 0) -> int:
@@ -159,7 +180,7 @@ class EpisodeTable:
         """The episode of each stored step.
 
         Args:
-            steps: int64 ``[n]`` storage indices: 0 is the oldest stored step.
+            steps: int64 ``[n]``, places by age: 0 is the oldest stored step.
 
         Returns:
             int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
@@ -203,8 +224,10 @@ class EpisodeTable:
         """The episode that holds each unit, given the units before each episode."""
         before = counts[self._head : self._tail + 1]
         units = units + before[0]
-        episodes = before.searchsorted(units, "right") - 1
-        return torch.from_numpy(episodes), torch.from_numpy(units - before[episodes])
+        episodes = before.searchsorted(units, "right")
+        episodes -= 1
+        units -= before[episodes]
+        return torch.from_numpy(episodes), torch.from_numpy(units)
 
     def _tally(self, weight: Weight, span: int, least: int) -> np.ndarray:
         """Units before each episode, kept for the spans last asked for."""

@@ -32,6 +32,7 @@ from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.episode_sampler import EpisodeSampler
 from torchrl_mt.data.grouping import Segment, group_steps
 from torchrl_mt.data.growing import copy_of_episodes
+from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.open_episode import OpenEpisode
 from torchrl_mt.data.schema import Schema
 from torchrl_mt.data.steps import (
@@ -101,7 +102,7 @@ class EpisodeWriter(Writer):
         tensor([], dtype=torch.int64)
         >>> len(rb), len(rb.writer.open_episodes)
         (0, 1)
-        >>> rb.extend(steps(True))
+        >>> rb.storage.places(rb.extend(steps(True)))
         tensor([0, 1, 2])
     """
 
@@ -146,7 +147,8 @@ class EpisodeWriter(Writer):
             data: TED TensorDict or tensorclass, ``[N]`` or ``[B, T]``.
 
         Returns:
-            int64 ``[K]``: the storage indices of the steps stored by this call, oldest first. A
+            int64 ``[K]``: the handles of the steps stored by this call, oldest first (see
+            :meth:`EpisodeStorage.get`). A
             ``TensorDictReplayBuffer`` sets the indices in ``data``: for it they have the batch
             size of ``data``, with -1 for a step that is not stored (yet), and for one whose episode
             the transform made longer or shorter: which of its steps is which is not known.
@@ -180,8 +182,16 @@ class EpisodeWriter(Writer):
             self._open, self._told_by = still_open, told_by
             self._write_count += episodes.length
             if self._sets_indices():
-                stored = _aligned(segments, came, lengths, order, shape, len(storage))
-            return storage.mark_written(stored)
+                stored = _aligned(
+                    segments,
+                    came,
+                    lengths,
+                    order,
+                    shape,
+                    len(storage),
+                    HANDLES + storage.table.first,
+                )
+            return stored
 
     def add(self, data: Any) -> int | Tensor | None:
         """Take one step, or one step of each of ``B`` environments.
@@ -198,7 +208,7 @@ class EpisodeWriter(Writer):
                 index = self.extend(lazy_stack([data], data.ndim))
                 if index.shape != (*data.batch_size, 1):
                     return index
-                return self._storage.mark_written(index.squeeze(-1))
+                return index.squeeze(-1)
         index = self.extend(lazy_stack([data]))
         last = int(index[-1]) if index.numel() else -1
         return None if last < 0 else last
@@ -207,7 +217,7 @@ class EpisodeWriter(Writer):
         """Store the open episodes as they are, as truncated.
 
         Returns:
-            int64 ``[K]``: the storage indices of their steps.
+            int64 ``[K]``: the handles of their steps.
 
         Raises:
             ValueError: if their steps have neither ``("next", "truncated")`` nor
@@ -513,8 +523,9 @@ def _aligned(
     order: Tensor | None,
     shape: torch.Size,
     stored: int,
+    first: int,
 ) -> Tensor:
-    """The storage index of each step of the batch, -1 if it is not known or not stored.
+    """The handle of each step of the batch, -1 if it is not known or not stored.
 
     Args:
         segments: the segments of the batch.
@@ -523,13 +534,15 @@ def _aligned(
         order: the order of the batch's steps in the segments.
         shape: batch size of the batch.
         stored: number of stored steps.
+        first: handle of the oldest one.
     """
     if (
         len(segments) == 1
         and order is None
         and came.tolist() == lengths.tolist() == [shape.numel()]
     ):
-        return torch.arange(stored - shape.numel(), stored, device="cpu").view(shape)
+        end = first + stored
+        return torch.arange(end - shape.numel(), end, device="cpu").view(shape)
     index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
     whole = [s for s in segments if s.ended]
     end = stored
@@ -539,7 +552,7 @@ def _aligned(
         if end >= length == before:
             places = torch.arange(segment.start, segment.stop, device="cpu")
             index[places if order is None else order[places]] = torch.arange(
-                end - steps, end, device="cpu"
+                first + end - steps, first + end, device="cpu"
             )
         end -= length
     return index.view(shape)

@@ -1,0 +1,94 @@
+"""Records: small entries of one dtype side by side in one row of memory.
+
+Reading a window of steps then touches one place instead of one for each entry. What is read are
+views of one tensor; no two of them share an element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.ring import Moves
+from torchrl_mt.data.rows import Windows
+from torchrl_mt.data.schema import Entry
+from torchrl_mt.data.steps import Path
+
+__all__ = ["Record", "records_for"]
+
+_MOST_BYTES = 512
+"""Of one entry per step: reading a larger one costs more than finding it."""
+
+
+def records_for(entries: Mapping[Path, Entry], capacity: int, memory: Memory) -> dict[Path, Record]:
+    """The record of every entry that is small and of one shape, with those of the same dtype.
+
+    Args:
+        entries: what every step looks like.
+        capacity: rows.
+        memory: where they are kept.
+    """
+    small: dict[torch.dtype, list[Path]] = {}
+    for path, entry in entries.items():
+        if entry.kind != "dense" or entry.shared or entry.dtype is None:
+            continue
+        if 0 < math.prod(entry.shape) * entry.dtype.itemsize <= _MOST_BYTES:
+            small.setdefault(entry.dtype, []).append(path)
+    found: dict[Path, Record] = {}
+    for dtype, paths in small.items():
+        record = Record(((path, entries[path].shape) for path in paths), dtype, capacity, memory)
+        found.update(dict.fromkeys(paths, record))
+    return found
+
+
+class Record:
+    """One record for each row of the ring.
+
+    Args:
+        shapes: the entries and their shapes per step.
+        dtype: of all of them.
+        capacity: rows.
+        memory: where they are kept.
+    """
+
+    def __init__(
+        self,
+        shapes: Iterable[tuple[Path, tuple[int, ...]]],
+        dtype: torch.dtype,
+        capacity: int,
+        memory: Memory,
+    ) -> None:
+        self.shapes = dict(shapes)
+        """The entries, in the order in which they lie in a record."""
+        self._sizes = [math.prod(shape) for shape in self.shapes.values()]
+        self._memory = memory
+        self._hold(memory.empty((capacity, sum(self._sizes)), dtype))
+
+    def _hold(self, data: Tensor) -> None:
+        self.data = data
+        self.windows = Windows(data, self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self.data.numel() * self.data.element_size()
+
+    def entries(self, records: Tensor) -> dict[Path, Tensor]:
+        """The entries of some records ``[N, width]``: ``[N, *shape]`` each, as views."""
+        parts = zip(self.shapes.items(), records.split_with_sizes(self._sizes, 1), strict=True)
+        return {
+            path: part if len(shape) == 1 else part.view(len(part), *shape)
+            for (path, shape), part in parts
+        }
+
+    def laid_out(self, moves: Moves, capacity: int) -> Record:
+        """The records for a ring of ``capacity`` rows to which the rows have moved."""
+        new = copy(self)
+        new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
+        moves.rows(self.data, new.data)
+        return new

@@ -1,0 +1,106 @@
+"""Rows of the ring: which are read, and reading them.
+
+A read gives new memory: one copy of each window of consecutive rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.memory import Memory, to_device
+
+if TYPE_CHECKING:
+    from torchrl_mt.data.columns import StoredColumn
+    from torchrl_mt.data.record import Record
+    from torchrl_mt.data.steps import Column, Path
+
+__all__ = ["RowPlan", "Windows"]
+
+_MAX_VIEWS = 16
+"""Views that are kept, by span and shift."""
+
+
+class RowPlan:
+    """The rows of one read: windows of equal length, or rows in any order.
+
+    Args:
+        starts: int64 ``[n]`` on the CPU, first row of each window (or each row).
+        span: rows per window; 1 reads single rows.
+    """
+
+    def __init__(self, starts: Tensor, span: int = 1) -> None:
+        self.starts = starts
+        self.span = span
+        self._moved: Tensor | None = None
+        self._entries: dict[tuple[Record, int], dict[Path, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return self.starts.shape[0] * self.span
+
+    def starts_on(self, device: torch.device) -> Tensor:
+        """``starts`` on ``device``; copied there once."""
+        if device.type == "cpu":
+            return self.starts
+        if self._moved is None or self._moved.device != device:
+            self._moved = to_device(self.starts, device)
+        return self._moved
+
+    def rows(self) -> Tensor:
+        """int64 ``[n * span]`` on the CPU: every row."""
+        if self.span == 1:
+            return self.starts
+        return (self.starts[:, None] + torch.arange(self.span, device="cpu")).flatten()
+
+    def entries(self, record: Record, shift: int) -> dict[Path, Tensor]:
+        """What the records of the rows hold, each ``shift`` rows further on; read once."""
+        found = self._entries.get((record, shift))
+        if found is None:
+            records = record.windows.read(self, shift)
+            found = self._entries[record, shift] = record.entries(records)
+        return found
+
+    def read(self, path: Path, column: StoredColumn) -> Column:
+        """The entry ``path``, which ``column`` stores, at the rows."""
+        return column.read(self)
+
+
+class Windows:
+    """Reads windows of rows of one tensor.
+
+    Args:
+        data: contiguous, a row per row of the ring.
+        memory: where samples are read to.
+    """
+
+    def __init__(self, data: Tensor, memory: Memory) -> None:
+        self._data = data
+        self._memory = memory
+        self._width = math.prod(data.shape[1:])
+        self._views: dict[tuple[int, int], Tensor] = {}
+        """By span and shift: row ``r`` is the window that begins there."""
+
+    def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
+        """The rows of ``plan``, each ``shift`` rows further on: ``[n * span, *shape]``."""
+        data, steps = self._data, len(plan)
+        views = self._views.get((plan.span, shift))
+        if views is None:
+            views = self._view(plan.span, shift)
+        starts = plan.starts_on(data.device)
+        out = self._memory.for_sample(steps * self._width, data.dtype)
+        if out is None:
+            return views.index_select(0, starts).view(steps, *data.shape[1:])
+        torch.index_select(views, 0, starts, out=out.view(len(starts), -1))
+        return out.view(steps, *data.shape[1:])
+
+    def _view(self, span: int, shift: int) -> Tensor:
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        width = self._width
+        view = self._data.as_strided(
+            (self._data.shape[0] - span + 1 - shift, span * width), (width, 1), shift * width
+        )
+        return self._views.setdefault((span, shift), view)
