@@ -168,7 +168,7 @@ class EpisodeStorage(LazyStackStorage):
     def _last_cursor(self) -> tuple[int, int]:
         """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
         with self.lock:
-            return self._revision, self.first_number + self.table.num_steps
+            return self._revision, self.table.end
 
     @property
     def table(self) -> EpisodeTable:
