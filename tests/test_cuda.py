@@ -188,3 +188,29 @@ def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):
     for answer in answers:
         assert len(answer.token_ids) == 300
         assert set(answer.versions) == {0, 1}
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_checkpoint_loads_on_another_device(saved_on, loaded_on, tmp_path):
+    def buffer(device):
+        return TensorDictReplayBuffer(
+            storage=EpisodeStorage(100, device=device),
+            writer=EpisodeWriter(),
+            sampler=PrioritizedClipSampler(slice_len=2),
+            batch_size=8,
+        )
+
+    torch.manual_seed(0)
+    rb, other = buffer(saved_on), buffer(loaded_on)
+    data = episodes([5, 4, 7, 3])
+    rb.extend(data[:-1])
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert other.storage.device.type == loaded_on
+    assert other.sample().device.type == loaded_on
+    other.extend(data[-1:])
+    assert other.storage.lengths.tolist() == [5, 4, 7, 3]
+    torch.testing.assert_close(other[:].cpu()["observation"], data["observation"], rtol=0, atol=0)
+    other.load_state_dict(rb.state_dict())
+    assert other[:].device.type == loaded_on
+    torch.testing.assert_close(other[:].cpu()["observation"], data["observation"][:16])

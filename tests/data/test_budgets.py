@@ -130,14 +130,22 @@ def test_entries_that_cannot_vary_are_no_tokens():
     assert storage.num_tokens == 0
 
 
-def test_a_state_of_too_many_tokens_is_refused_and_changes_nothing():
+def test_of_a_state_of_too_many_tokens_the_newest_episodes_are_loaded(said):
     full, small = EpisodeStorage(9), EpisodeStorage(9, max_tokens=5)
-    full.append(episode([1, 2]))
-    full.append(episode([1, 2]))
-    small.append(episode([1, 2], 1))
-    with pytest.raises(ValueError, match=r"6 tokens, more than max_tokens=5"):
-        small.load_state_dict(full.state_dict())
+    full.append(episode([1, 2], 1))
+    full.append(episode([1, 2], 2))
+    small.append(episode([1], 3))
+    small.load_state_dict(full.state_dict())
     assert small.num_tokens == 3
+    assert small[:]["episode"].tolist() == [2, 2]
+    (message,) = said()
+    assert "the newest 1 of 2 saved episodes" in message
+    assert "max_tokens=5" in message
+    tiny = EpisodeStorage(9, max_tokens=2)
+    tiny.append(episode([1], 3))
+    with pytest.raises(ValueError, match=r"newest .* has 3 tokens, more than max_tokens=2"):
+        tiny.load_state_dict(full.state_dict())
+    assert tiny.lengths.tolist() == [1]
     roomy = EpisodeStorage(9, max_tokens=6)
     roomy.load_state_dict(full.state_dict())
     assert roomy.num_tokens == 6
@@ -228,9 +236,8 @@ def test_the_budget_of_episodes_comes_through_saving_and_a_refused_write(tmp_pat
         assert loaded.lengths.tolist() == [2, 4]
     small = EpisodeStorage(100, max_episodes=1)
     small.append(dense([5], first_id=9))
-    with pytest.raises(ValueError, match=r"2 episodes, more than max_episodes=1"):
-        small.load_state_dict(storage.state_dict())
-    assert small.lengths.tolist() == [5]
+    small.load_state_dict(storage.state_dict())
+    assert small.lengths.tolist() == [2]
 
 
 @pytest.fixture

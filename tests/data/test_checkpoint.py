@@ -415,23 +415,18 @@ def test_a_plain_checkpoint_is_loaded_and_replaced(name, tmp_path):
 
 def test_nothing_to_load_is_said(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(FileNotFoundError, match=f"no checkpoint: .*{path}"):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint.*{path}"):
             versions.empty().loads(path)
 
 
 def storage_file(path):
-    (found,) = path.glob("checkpoint-*/storage/state.pt")
+    (found,) = path.glob("checkpoint-*/storage/000-*.rows")
     return found
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "pointer", "content", "sampler", "transform"])
+@pytest.mark.parametrize("how", ["missing", "cut", "pointer", "content", "transform"])
 def test_what_cannot_be_loaded_changes_nothing(how, tmp_path):
-    if how == "sampler":
-        rb = versions.version(7)
-        rb.set_sampler(EpisodeSampler())
-        rb._prefetch_queue.clear()
-        rb.dumps(tmp_path)
-    elif how == "transform":
+    if how == "transform":
         rb = versions.version(7)
         rb.transform[0].register_buffer("more", torch.zeros(1))
         rb.dumps(tmp_path)
@@ -454,7 +449,7 @@ def test_what_cannot_be_loaded_changes_nothing(how, tmp_path):
         (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.PickleError)
     ) as caught:
         rb.loads(tmp_path)
-    if how in ("missing", "cut", "pointer"):
+    if how != "transform":
         assert "damaged" in str(caught.value)
         assert str(tmp_path) in str(caught.value)
         assert rb.storage.revision == revision

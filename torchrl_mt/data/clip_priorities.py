@@ -155,20 +155,14 @@ class ClipPriorities:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Know what :meth:`state_dict` gave, of the storage that is followed next.
-
-        Raises:
-            ValueError: if there are priorities of more than ``capacity`` steps.
+        """Know what :meth:`state_dict` gave, of the storage that is followed next: of more than
+        ``capacity`` steps, the newest.
         """
         stored = state_dict["stored"]
         if stored is not None:
             first, priority, weight = stored
-            if self.capacity is not None and priority.shape[0] > self.capacity:
-                raise ValueError(
-                    f"the state holds priorities of {priority.shape[0]} steps, more than "
-                    f"max_capacity={self.capacity}"
-                )
-            stored = first, priority.to(self.dtype), weight.to(self.dtype)
+            left = max(0, priority.shape[0] - (self.capacity or priority.shape[0]))
+            stored = first + left, priority[left:].to(self.dtype), weight[left:].to(self.dtype)
         self.forget()
         self._loaded, self._table = stored, None
         self._renumbered = state_dict.get("renumbered", 0)

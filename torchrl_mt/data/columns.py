@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.parts import Part, SavedParts
 from torchrl_mt.data.record import Record
 from torchrl_mt.data.ring import Blocks, Moves, Ring
 from torchrl_mt.data.rows import RowPlan, Windows
@@ -64,7 +65,14 @@ class Change:
 
 
 class StoredColumn(Protocol):
-    """What the storage asks of a column."""
+    """What the storage asks of a column.
+
+    To be saved, a column names its ``parts``: each tensor that it needs to be made again, as the live
+    rows of it, oldest first. :mod:`torchrl_mt.data.parts` writes them to files, a few megabytes at a
+    time. ``load`` gets them back: a column made for rows 0, 1, 2... of a ring takes each part ``into``
+    the tensor that it has for it, and keeps what that returns, which is another tensor where files
+    are mapped. So the form in a file is that of the entry, however a column lays out its memory.
+    """
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores a column of whole episodes.
@@ -80,6 +88,19 @@ class StoredColumn(Protocol):
 
     def laid_out(self, moves: Moves, capacity: int) -> StoredColumn:
         """The column for a ring of ``capacity`` rows to which the rows have moved."""
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """What it is made of, by name.
+
+        Args:
+            live: where its live rows are.
+        """
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold, from row 0 on, these rows of what :meth:`parts` gave: those of the newest episodes.
+
+        Called once, before anything is written.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +141,14 @@ class DenseColumn:
         moves.rows(self.data, new.data)
         return new
 
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The values."""
+        return {"values": Part(live.pieces(self.data))}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        self._hold(saved.into("values", rows, self.data))
+
 
 class RecordColumn:
     """An entry that is part of each row's record."""
@@ -150,6 +179,14 @@ class RecordColumn:
     def laid_out(self, moves: Moves, capacity: int) -> RecordColumn:
         """A column that is yet to follow the records to where they have moved."""
         return copy(self)
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The values."""
+        return {"values": Part(live.pieces(self.data))}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        saved.into("values", rows, self.data)
 
 
 def _plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
@@ -204,6 +241,13 @@ class NextColumn:
         """A column that is yet to be told its source."""
         return NextColumn()
 
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """None of its own."""
+        return {}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Nothing to load: the source has the rows."""
+
     def unshared(self, memory: Memory) -> DenseColumn:
         """The same values in rows of their own."""
         here = self.source.data
@@ -250,6 +294,19 @@ class ObjectColumn:
         new.data[: moves.upper] = self.data[moves.start : moves.start + moves.upper]
         new.data[moves.upper : moves.upper + moves.lower] = self.data[: moves.lower]
         return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The objects."""
+        upper = self.data[live.start : live.start + live.upper]
+        return {"objects": Objects([*upper, *self.data[: live.lower]])}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        items = saved.objects("objects", rows)
+        if len(items) > len(self.data):
+            self.data = np.empty(len(items), dtype=object)
+        for row, item in enumerate(items):
+            self.data[row] = item
 
 
 class RaggedColumn:
@@ -341,6 +398,27 @@ class RaggedColumn:
         new.offset = moves.laid_out(self.offset, capacity)
         new.shape = moves.laid_out(self.shape, capacity)
         return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The elements, and of each row where they begin and what shape they have."""
+        elements = self.ring.layout()
+        return {
+            "values": Part(elements.pieces(self.values)),
+            "offset": Part(live.pieces(self.offset), elements.positions),
+            "shape": Part(live.pieces(self.shape)),
+        }
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        self.offset = saved.into("offset", rows, self.offset)
+        self.shape = saved.into("shape", rows, self.shape)
+        elements = saved.rows("values")
+        begin = int(self.offset[0]) if rows else elements
+        if rows and begin:
+            self.offset -= begin
+        self.values = saved.new("values", range(begin, elements), self._memory)
+        size = len(self.values)
+        self.ring = Ring(size, tail=size, upper_end=size)
 
     def _with_room(self, ring: Ring, more: int) -> tuple[Moves, Tensor]:
         """Lay ``ring`` out with room for ``more`` elements, an eighth as much again at least: the

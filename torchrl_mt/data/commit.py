@@ -1,7 +1,8 @@
 """Contents of a folder that are replaced as one: the old or the new ones are there, and whole.
 
 However the writer ends, and at whatever moment. Every version is a subfolder of its own; one small
-file, replaced atomically, names the one that counts. Nothing else in the folder is touched.
+file, replaced atomically, names the one that counts and tells the hash of every file in it. Nothing
+else in the folder is touched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from torchrl_mt.data.hashes import (
+    MANIFEST,
+    check_hash,
+    check_size,
+    damaged,
+    hash_of,
+    read_record,
+    record_text,
+)
 
 try:
     import fcntl
@@ -23,7 +35,7 @@ except ImportError:  # Windows
 __all__ = ["POINTER", "commit", "committed"]
 
 POINTER = "checkpoint.json"
-"""The file that names the subfolder that counts, and the sizes of the files in it."""
+"""The file that names the subfolder that counts, and the sizes and hashes of the files in it."""
 _VERSION = re.compile(r"checkpoint-[0-9a-f]{32}")
 
 
@@ -55,9 +67,9 @@ def commit(path: Path, write: Callable[[Path], None]) -> None:
         try:
             folder.mkdir()
             write(folder)
-            sizes = _flush_all(folder)
+            files = _flush_all(folder)
             pointer = folder / POINTER
-            pointer.write_text(json.dumps({"folder": folder.name, "files": sizes}))
+            pointer.write_text(record_text({"folder": folder.name, "files": files}))
             _flush(pointer)
             _flush(path)
             os.replace(pointer, path / POINTER)
@@ -71,8 +83,13 @@ def commit(path: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def committed(path: Path) -> Iterator[Path | None]:
+def committed(path: Path, *, verify: bool = True) -> Iterator[Path | None]:
     """The folder with what is committed in ``path``, which stays as long as the context.
+
+    Args:
+        path: the folder that was given to :func:`commit`.
+        verify: read the files to see whether one is damaged, but for those that a ``hashes.json``
+            beside them has the hashes of: who reads them compares these. Sizes are compared anyway.
 
     Yields:
         the folder; None if nothing was ever committed.
@@ -87,26 +104,32 @@ def committed(path: Path) -> Iterator[Path | None]:
         if not (path / POINTER).exists():
             yield None
             return
-        name, sizes = _read_pointer(path)
-        for file, size in sizes.items():
-            found = path / name / file
-            if not found.exists():
-                raise FileNotFoundError(f"the checkpoint in {path} is damaged: {found} is missing")
-            if found.stat().st_size != size:
-                raise ValueError(
-                    f"the checkpoint in {path} is damaged: {found} must have {size} bytes, it has "
-                    f"{found.stat().st_size}"
-                )
+        name, files = _read_pointer(path)
+        for file, (size, _) in files.items():
+            check_size(path / name / file, size)
+        for file, (_, digest) in files.items() if verify else ():
+            if digest is not None:
+                check_hash(path / name / file, digest)
         yield path / name
 
 
-def _read_pointer(path: Path) -> tuple[str, dict[str, int]]:
-    """The subfolder that counts, and the sizes of the files in it."""
+def _read_pointer(path: Path) -> tuple[str, dict[str, tuple[int, str | None]]]:
+    """The subfolder that counts, and the size of each file in it and its hash, if that is known."""
+    file = path / POINTER
     try:
-        record = json.loads((path / POINTER).read_text())
-        return str(record["folder"]), dict(record["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / POINTER} does not name a checkpoint: it is damaged") from error
+        record = read_record(file)
+    except ValueError:
+        record = _without_hashes(file)
+    return str(record["folder"]), {name: tuple(noted) for name, noted in record["files"].items()}
+
+
+def _without_hashes(file: Path) -> Any:
+    """The record of an earlier version: it has sizes only, and no hash of its own."""
+    with suppress(ValueError, TypeError, AttributeError):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record.keys() == {"folder", "files"}:
+            return {**record, "files": {name: (n, None) for name, n in record["files"].items()}}
+    raise damaged(file)
 
 
 def _current(path: Path) -> str | None:
@@ -157,16 +180,23 @@ def _in_use(path: Path) -> Iterator[Callable[[], bool]]:
         os.close(folder)
 
 
-def _flush_all(folder: Path) -> dict[str, int]:
-    """Flush a folder with all that is in it; the size of each file, by its path in the folder."""
-    sizes: dict[str, int] = {}
+def _flush_all(folder: Path) -> dict[str, tuple[int, str | None]]:
+    """Flush a folder with all that is in it.
+
+    Returns:
+        the size of each file, by its path in the folder, and its hash, or None where a manifest
+        beside the file has it: what is large was hashed as it was written.
+    """
+    found: dict[str, tuple[int, str | None]] = {}
     for where, _, files in os.walk(folder, topdown=False):
+        known = read_record(Path(where, MANIFEST))["files"] if MANIFEST in files else {}
         for each in sorted(files):
             file = Path(where, each)
             _flush(file)
-            sizes[file.relative_to(folder).as_posix()] = file.stat().st_size
+            digest = None if each in known else hash_of(file)
+            found[file.relative_to(folder).as_posix()] = file.stat().st_size, digest
         _flush(Path(where))
-    return sizes
+    return found
 
 
 def _flush(path: Path) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from torchrl_mt.data.columns import Change, RaggedColumn, StoredColumn
 from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.parts import Part, SavedParts
 from torchrl_mt.data.ring import Blocks, Moves, runs
 from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry
-from torchrl_mt.data.steps import Column, Rows, Steps, kinds, step_tensors
+from torchrl_mt.data.steps import Column, Objects, Rows, Steps, kinds, step_tensors
 
 __all__ = ["Additions", "PromptColumn", "additions", "copy_of_episodes", "expand"]
 
@@ -193,6 +194,17 @@ class PromptColumn:
         new._kept = moves.laid_out(self._kept, capacity)
         new._since = moves.laid_out(self._since, capacity)
         return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """What each prompt adds and keeps."""
+        kept, since = (Part(live.pieces(rows)) for rows in (self._kept, self._since))
+        return {**self._added.parts(live), "kept": kept, "since": since}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        self._added.load(saved, rows)
+        self._kept = saved.into("kept", rows, self._kept)
+        self._since = saved.into("since", rows, self._since)
 
 
 def _agreeing(a: Tensor, b: Tensor) -> int:

@@ -329,10 +329,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` left it, with the storage that belongs to it.
-
-        Raises:
-            ValueError: if there are priorities of more than ``max_capacity`` steps.
+        """Continue where :meth:`state_dict` left it, with the storage that belongs to it: of more than
+        ``max_capacity`` steps, the newest keep their priorities.
         """
         with self._held():
             self._priorities.load_state_dict(state_dict["priorities"])

@@ -75,10 +75,15 @@ class Moves:
     upper: int
     lower: int
 
+    def pieces(self, old: Tensor) -> list[Tensor]:
+        """The live rows of ``old``, oldest first, as views."""
+        return [old[self.start : self.start + self.upper], old[: self.lower]]
+
     def rows(self, old: Tensor, new: Tensor) -> None:
         """Copy the live rows of ``old`` to their new places in ``new``."""
-        new[: self.upper].copy_(old[self.start : self.start + self.upper])
-        new[self.upper : self.upper + self.lower].copy_(old[: self.lower])
+        upper, lower = self.pieces(old)
+        new[: self.upper].copy_(upper)
+        new[self.upper : self.upper + self.lower].copy_(lower)
 
     def laid_out(self, old: Tensor, capacity: int) -> Tensor:
         """The live rows of ``old`` at their new places, in new memory of ``capacity`` rows."""

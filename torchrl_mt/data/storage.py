@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from multiprocessing.context import get_spawning_popen
@@ -24,7 +24,7 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one
+from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one, storage_folder
 from torchrl_mt.data.columns import ReadPlan
 from torchrl_mt.data.indexing import HANDLES, resolve_index
 from torchrl_mt.data.memory import to_device
@@ -34,6 +34,7 @@ from torchrl_mt.data.selection import Selection, plan_runs, state_of
 from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import Column, Path, Steps, pack, path_of, unpack
 from torchrl_mt.data.store import Admission, EpisodeStore
+from torchrl_mt.data.store_files import StoreFiles
 from torchrl_mt.data.table import EpisodeTable
 
 __all__ = ["EpisodeStorage"]
@@ -532,6 +533,62 @@ class EpisodeStorage(LazyStackStorage):
 
     # ---- saving ---------------------------------------------------------------------------------
 
+    @classmethod
+    def load_memmap(
+        cls,
+        path: str | FilePath,
+        *,
+        max_steps: int | None = None,
+        max_tokens: int | None = None,
+        max_episodes: int | None = None,
+        scratch_dir: str | FilePath | None = None,
+        verify: bool = False,
+    ) -> EpisodeStorage:
+        """A storage on the files of a checkpoint, which are mapped into memory and not read.
+
+        What is sampled is read when it is sampled. Nothing that happens to the storage changes the
+        files. The first write that needs room copies all that is stored to new memory, or to files
+        in ``scratch_dir``; a storage that is only read needs none. Python objects are read at once.
+
+        Args:
+            path: a folder that a buffer's or a storage's ``dumps`` wrote. It may be replaced or
+                deleted once this returns (not on Windows).
+            max_steps: the budget, in steps; None takes what the saved storage had. In a smaller one
+                the newest whole episodes are kept.
+            max_tokens: likewise.
+            max_episodes: likewise.
+            scratch_dir: where what is written later on is kept; None for memory.
+            verify: read all files once, to see whether one is damaged. Without it, only their sizes
+                are compared, and the hashes of the small ones.
+
+        Raises:
+            FileNotFoundError: if there is no such folder, or a file is missing.
+            ValueError: if it is no such checkpoint or an earlier version's, a file is damaged, or not
+                even the newest episode fits.
+
+        Examples:
+            >>> import tempfile, torch
+            >>> from tensordict import TensorDict
+            >>> from torchrl_mt.data import EpisodeStorage
+            >>> storage = EpisodeStorage(100)
+            >>> index = storage.append(TensorDict({"action": torch.arange(3)}, [3]))
+            >>> folder = tempfile.mkdtemp()
+            >>> storage.dumps(folder)
+            >>> EpisodeStorage.load_memmap(folder)[1:]["action"]
+            tensor([1, 2])
+        """
+        given = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
+        with storage_folder(path, verify=verify) as folder:
+            files = StoreFiles(folder)
+            budgets = {
+                name: files.state["budgets"][name] if budget is None else budget
+                for name, budget in given.items()
+            }
+            share_next = files.state["share_next"]
+            storage = cls(**budgets, scratch_dir=scratch_dir, share_next=share_next)
+            storage._restore(lambda store: files.load(store, mapped=True, verify=verify))
+        return storage
+
     def attach(self, buffer: Any) -> None:
         """Tell ``buffer`` of changes, and have it saved and loaded as one, whole or not at all."""
         super().attach(buffer)
@@ -546,21 +603,39 @@ class EpisodeStorage(LazyStackStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace everything stored by what :meth:`state_dict` gave; nothing, if that fails.
 
-        Entries that shared rows do so here if this storage's ``share_next`` allows it.
+        Entries that shared rows do so here if this storage's ``share_next`` allows it. Of more than
+        the budgets allow, the newest whole episodes are kept, and a warning says so.
 
         Raises:
-            ValueError: if it holds more than a budget.
+            ValueError: if not even the newest episode fits.
+        """
+        self._restore(lambda store: store.load_state_dict(state_dict))
+
+    @torch.inference_mode(False)
+    def _restore(self, load: Callable[[EpisodeStore], int]) -> None:
+        """Replace everything stored by what ``load`` loads into a new store; nothing, if that fails.
+
+        Args:
+            load: gives the number of oldest episodes that the budgets had no room for.
         """
         with self.lock:
             store = self._new_store(self._store.share_next)
-            schema: Schema | None = state_dict["schema"]
-            if schema is not None and not store.share_next:
-                state_dict = {**state_dict, "schema": schema.unshared()}
+            left_out = load(store)
             # Handles that were given out before must not come to mean other steps.
-            store.load_state_dict(state_dict, least=self.table.end)
+            store.table.number_from(self.table.end)
             self._settle()
             self._store = store
             self._changed(len(self))
+        if left_out:
+            _logger.warning(
+                "the newest %d of %d saved episodes are loaded: the others do not fit in "
+                "max_steps=%s, max_tokens=%s, max_episodes=%s",
+                self.num_episodes,
+                self.num_episodes + left_out,
+                store.max_steps,
+                store.max_tokens,
+                store.max_episodes,
+            )
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:

@@ -34,11 +34,12 @@ from torchrl_mt.data.columns import (
 )
 from torchrl_mt.data.growing import PromptColumn, additions
 from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.parts import Part, SavedParts, TensorParts
 from torchrl_mt.data.record import Record, records_for
 from torchrl_mt.data.ring import Blocks, Moves, Ring, runs
 from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, RESPONSE, Entry, Schema
-from torchrl_mt.data.steps import Column, Path, Steps, step_tensors
+from torchrl_mt.data.steps import Column, Objects, Path, Steps, own, step_tensors
 from torchrl_mt.data.table import EpisodeTable
 from torchrl_mt.data.token_count import count_tokens
 from torchrl_mt.data.undisturbed import undisturbed
@@ -166,58 +167,132 @@ class EpisodeStore:
         columns.update(known)
         return Steps(len(plan), columns, self.schema.root_class)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything stored, as copies."""
-        columns: dict[Path, Column] = {}
-        if self.schema is not None:
-            columns = self.read(RowPlan(runs(self.table.starts, self.table.lengths))).columns
+    def parts(self) -> dict[str, Any]:
+        """What the store is made of, of each column by name; nothing is copied."""
+        live = self._rows.ring.layout()
         return {
             "schema": self.schema,
-            "columns": columns,
             "lengths": self.table.lengths.clone(),
+            "tokens": self.table.tokens,
             "oldest": self.table.oldest,
             "seen_steps": self.table.end,
             "renumbered": self.table.renumbered,
+            "pad": self._rows.pad,
+            "columns": {path: column.parts(live) for path, column in self.columns.items()},
+            "budgets": {
+                "max_steps": self.max_steps,
+                "max_tokens": self.max_tokens,
+                "max_episodes": self.max_episodes,
+            },
+            "share_next": self.share_next,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any], least: int = 0) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Everything stored, as copies; entries that share rows do so there, too."""
+
+        def copied(part: Part | Objects) -> Tensor | Objects:
+            return part.whole() if isinstance(part, Part) else Objects([*map(own, part.items)])
+
+        state = self.parts()
+        state["columns"] = {
+            path: {name: copied(part) for name, part in parts.items()}
+            for path, parts in state["columns"].items()
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> int:
         """Store what :meth:`state_dict` gave, in a store that holds nothing yet.
 
-        Args:
-            state_dict: the state.
-            least: steps get numbers from here on, if theirs are lower.
+        Returns:
+            how many of the oldest episodes are left out, since the budgets are smaller.
 
         Raises:
-            ValueError: if it holds more than a budget.
+            ValueError: if not even the newest episode fits.
         """
-        lengths: Tensor = state_dict["lengths"]
-        stored = int(lengths.sum())
-        if stored > self.max_steps:
-            raise ValueError(
-                f"the state holds {stored} steps, more than max_steps={self.max_steps}"
+        if "pad" not in state_dict:
+            return self._load_whole_columns(state_dict)
+        columns = {
+            path: TensorParts(parts, self.memory.device)
+            for path, parts in state_dict["columns"].items()
+        }
+        return self.load(state_dict, columns)
+
+    def load(
+        self, state: Mapping[str, Any], columns: Mapping[Path, SavedParts], *, mapped: bool = False
+    ) -> int:
+        """Store what :meth:`parts` gave, in a store that holds nothing yet.
+
+        Args:
+            state: as there; its columns are not looked at.
+            columns: the saved parts of each.
+            mapped: whether they come in memory of their own, without room for more.
+
+        Returns:
+            how many of the oldest episodes are left out, since the budgets are smaller.
+
+        Raises:
+            ValueError: if not even the newest episode fits.
+        """
+        schema: Schema | None = state["schema"]
+        left_out = self._beyond_budgets(state["lengths"], state["tokens"])
+        lengths, tokens = state["lengths"][left_out:], state["tokens"][left_out:]
+        sizes = lengths + state["pad"]
+        if schema is not None:
+            total, live = int((state["lengths"] + state["pad"]).sum()), int(sizes.sum())
+            self._rows = self._new_rows(schema, lengths, state["pad"])
+            capacity = live if mapped else max(live, self._rows.ring.capacity)
+            self._rows.ring = Ring(capacity, tail=live, upper_end=live)
+            stored, records = self._columns_for(
+                schema, 0 if mapped else capacity, packed=not mapped
             )
-        episodes = lengths.shape[0]
-        if self.max_episodes is not None and episodes > self.max_episodes:
+            for path, column in stored.items():
+                column.load(columns[path], range(total - live, total))
+            self.schema, self.columns, self.records = schema, stored, records
+            self.table.extend(lengths, sizes.cumsum(0) - sizes, tokens)
+            if not self.share_next and schema != schema.unshared():
+                self.columns, self.records = self._columns_for(schema.unshared(), capacity)
+                self.schema = schema.unshared()
+        self._number(state, left_out)
+        return left_out
+
+    def _load_whole_columns(self, state: dict[str, Any]) -> int:
+        """Store what earlier versions saved: each entry with rows of its own, prompts as a whole."""
+        schema, lengths, left_out = state["schema"], state["lengths"], 0
+        if schema is not None:
+            schema = schema if self.share_next else schema.unshared()
+            if length := int(lengths.sum()):
+                steps = Steps(length, state["columns"], schema.root_class).on(self.memory.device)
+                tokens = count_tokens(schema, _taken_apart(schema, steps, lengths), lengths)
+                left_out = self._beyond_budgets(lengths, tokens)
+                lengths, left = lengths[left_out:], int(lengths[:left_out].sum())
+                self.append(self._admitted(schema, steps[left:], lengths))
+            else:
+                # An empty storage knows what its steps look like, too.
+                self.schema, self._rows = schema, self._new_rows(schema, lengths)
+                self.columns, self.records = self._columns_for(schema, self._rows.ring.capacity)
+        self._number(state, left_out)
+        return left_out
+
+    def _number(self, state: Mapping[str, Any], left_out: int) -> None:
+        """Give the loaded episodes the ordinals, and their steps the numbers, that they had."""
+        oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
+        self.table.renumber(oldest, first, state.get("renumbered", 0))
+
+    def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
+        """How many of the oldest episodes must be left out, so that the others fit.
+
+        Raises:
+            ValueError: if not even the newest fits.
+        """
+        left_out = max(self._not_kept(lengths, tokens).values())
+        if left_out and left_out == len(lengths):
+            budget = "max_steps" if int(lengths[-1]) > self.max_steps else "max_tokens"
+            size = int(lengths[-1] if budget == "max_steps" else tokens[-1])
             raise ValueError(
-                f"the state holds {episodes} episodes, more than max_episodes={self.max_episodes}"
+                f"the newest episode that was saved has {size} {budget[4:]}, more than "
+                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget"
             )
-        schema: Schema | None = state_dict["schema"]
-        if schema is not None and not stored:
-            # An empty storage knows what its steps look like, too.
-            self.schema, self._rows = schema, self._new_rows(schema, torch.ones(1, device="cpu"))
-            self.columns, self.records = self._columns_for(schema, self._rows.ring.capacity)
-        if schema is not None and stored:
-            steps = Steps(stored, state_dict["columns"], schema.root_class).on(self.memory.device)
-            admitted = self._admitted(schema, steps, lengths)
-            tokens = int(admitted.tokens.sum())
-            if self.max_tokens is not None and tokens > self.max_tokens:
-                raise ValueError(
-                    f"the state holds {tokens} tokens, more than max_tokens={self.max_tokens}"
-                )
-            self.append(admitted)
-        first = state_dict["seen_steps"] - stored
-        renumbered = state_dict.get("renumbered", 0) + max(least - first, 0)
-        self.table.renumber(state_dict["oldest"], max(least, first), renumbered)
+        return left_out
 
     def _admitted(self, schema: Schema, steps: Steps, lengths: Tensor) -> Admission:
         """Episodes that fit the schema, in the form in which they are stored.
@@ -306,15 +381,19 @@ class EpisodeStore:
 
     def not_kept(self, admitted: Admission) -> dict[str, int]:
         """How many of the episodes leave again as the later ones of them come, for each budget."""
+        return self._not_kept(admitted.lengths, admitted.tokens)
+
+    def _not_kept(self, lengths: Tensor, tokens: Tensor) -> dict[str, int]:
+        """How many of the oldest of such episodes do not fit beside the later ones."""
 
         def beyond(sizes: Tensor, budget: int) -> int:
             return int((sizes.flip(0).cumsum(0) > budget).sum())
 
-        skipped = {"max_steps": beyond(admitted.lengths, self.max_steps)}
+        skipped = {"max_steps": beyond(lengths, self.max_steps)}
         if self.max_tokens is not None:
-            skipped["max_tokens"] = beyond(admitted.tokens, self.max_tokens)
+            skipped["max_tokens"] = beyond(tokens, self.max_tokens)
         if self.max_episodes is not None:
-            skipped["max_episodes"] = max(admitted.lengths.shape[0] - self.max_episodes, 0)
+            skipped["max_episodes"] = max(lengths.shape[0] - self.max_episodes, 0)
         return skipped
 
     def _oldest(self, episodes: int) -> Blocks:
@@ -327,9 +406,12 @@ class EpisodeStore:
         stays = episodes < self.table.num_episodes
         return int(self.table.starts[episodes]) if stays else None
 
-    def _new_rows(self, schema: Schema, lengths: Tensor) -> _RingRows:
+    def _new_rows(self, schema: Schema, lengths: Tensor, pad: int | None = None) -> _RingRows:
         """Rows for a store that begins with episodes of these lengths."""
-        pad = int(any(entry.shared for entry in schema.entries.values()))
+        if pad is None:
+            pad = int(any(entry.shared for entry in schema.entries.values()))
+        if not len(lengths):
+            lengths = torch.ones(1, device="cpu")
         slack = int(lengths.max()) + pad
         usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
         return _RingRows(
@@ -337,11 +419,11 @@ class EpisodeStore:
         )
 
     def _columns_for(
-        self, schema: Schema, capacity: int
+        self, schema: Schema, capacity: int, *, packed: bool = True
     ) -> tuple[dict[Path, StoredColumn], dict[Path, Record]]:
         """Columns that fit ``schema``, with what is stored; those that fit already as they are."""
         records = self.records
-        if not self.columns:
+        if packed and not self.columns:
             records = records_for(schema.entries, capacity, self.memory)
         columns: dict[Path, StoredColumn] = {}
         for path, entry in schema.entries.items():

@@ -113,6 +113,11 @@ class EpisodeTable:
         """int64 ``[E]``: first ring row of each episode, oldest first (a view)."""
         return torch.from_numpy(self._start[self._head : self._tail])
 
+    @property
+    def tokens(self) -> Tensor:
+        """int64 ``[E]``: tokens of each episode, oldest first."""
+        return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
+
     def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Number and ring row of steps.
 
@@ -163,6 +168,12 @@ class EpisodeTable:
         """Give the stored episodes ordinals from ``oldest`` on, and the steps numbers from ``first``."""
         self.oldest, self.renumbered = oldest, renumbered
         self._steps[self._head : self._tail + 1] += first - self._steps[self._head]
+
+    def number_from(self, least: int) -> None:
+        """Give the stored steps higher numbers, unless theirs begin at ``least`` or above."""
+        more = least - self.first
+        if more > 0:
+            self.renumber(self.oldest, least, self.renumbered + more)
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
