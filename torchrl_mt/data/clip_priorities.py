@@ -222,7 +222,7 @@ class ClipPriorities:
         episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
         clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
         starts, _ = table.places(episodes, torch.zeros_like(episodes))
-        return runs(starts + first, clips)
+        return runs(starts, clips)
 
     def _is_clip(self, storage: EpisodeStorage, numbers: Tensor) -> Tensor:
         """Whether a clip begins at stored steps: bool ``[n]``."""
