@@ -128,13 +128,15 @@ def test_a_checkpoint_of_the_actor_goes_on_here_and_there(make, rb, tmp_path):
         assert not starts(buffer.sample()) & starts(sample)
 
 
-def test_a_collector_of_several_processes(rb):
+@pytest.mark.usefixtures("cluster")
+def test_a_collector_of_several_processes():
     from torchrl.collectors.distributed import RayCollector
 
     # A local function is sent to other processes by value: they cannot import the tests.
     def env():
         return TransformedEnv(PendulumEnv(), StepCounter(max_steps=5))
 
+    rb = by_backend()
     collector = RayCollector(
         [env, env],
         None,
@@ -150,10 +152,10 @@ def test_a_collector_of_several_processes(rb):
             pass
     finally:
         collector.shutdown(shutdown_ray=False)
-    stored = rb[:]
+    stored, clips = rb[:], rb.sample().view(4, SPAN)
+    rb.shutdown()
     assert len(stored) >= 20
     assert stored["step_count"].view(-1, 5).tolist() == [list(range(5))] * (len(stored) // 5)
     episodes = stored["th"].view(-1, 5)
     assert torch.equal(stored["next", "th"].view(-1, 5)[:, :-1], episodes[:, 1:])
-    clips = rb.sample().view(4, SPAN)
     assert (clips["step_count"].squeeze(-1).diff() == 1).all()
