@@ -169,6 +169,12 @@ class EpisodeStorage(LazyStackStorage):
         return False
 
     @property
+    def _last_cursor(self) -> tuple[int, int]:
+        """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
+        with self.lock:
+            return self._revision, self.table.end
+
+    @property
     def table(self) -> EpisodeTable:
         """The stored episodes' lengths and rows; hold ``lock`` while using it."""
         return self._store.table
@@ -663,8 +669,11 @@ class EpisodeStorage(LazyStackStorage):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             raise RuntimeError(
-                "an EpisodeStorage cannot be shared between processes: write to it in the process "
-                "that samples from it"
+                "an EpisodeStorage is not shared between processes: write to it in the process that "
+                "samples from it, or let one process serve it to all: "
+                "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Workers that "
+                "only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or the "
+                "folder of a checkpoint that was written by buffer.dumps(folder)"
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))

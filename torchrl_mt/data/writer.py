@@ -17,13 +17,19 @@ import torch
 from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
-from torchrl.data import PrioritizedSampler, PromptGroupSampler, TensorDictReplayBuffer
+from torchrl.data import (
+    HERReplayBuffer,
+    PrioritizedSampler,
+    PromptGroupSampler,
+    TensorDictReplayBuffer,
+)
 from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.clip_sampler import ClipSampler
+from torchrl_mt.data.episode_sampler import EpisodeSampler
 from torchrl_mt.data.grouping import Segment, group_steps
 from torchrl_mt.data.growing import copy_of_episodes
 from torchrl_mt.data.indexing import HANDLES
@@ -468,6 +474,13 @@ def _check_samplers(storage: EpisodeStorage) -> None:
     """Refuse samplers that tie something to a storage index: it is a step's age, and shifts."""
     for buffer in storage._attached_entities:
         sampler = getattr(buffer, "_sampler", None)
+        if isinstance(buffer, HERReplayBuffer) and isinstance(
+            sampler, (ClipSampler, EpisodeSampler)
+        ):
+            raise TypeError(
+                f"HERReplayBuffer gives new goals to single steps: use TorchRL's RandomSampler or "
+                f"SamplerWithoutReplacement, got {type(sampler).__name__}"
+            )
         if isinstance(sampler, ClipSampler):
             continue
         if isinstance(sampler, (PrioritizedSampler, StreamingSliceSampler)):
