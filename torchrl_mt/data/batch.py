@@ -138,7 +138,7 @@ def segment(
         if alone.differ:
             return Batch(steps, None, None, alone, flags.ended(steps), begins(steps), {})
     rows = None
-    if len(shape) > 1 and (ids is None or shape[-1] < steps.length):
+    if shape[-1] < steps.length:
         rows = np.repeat(np.arange(steps.length // shape[-1]), shape[-1])
     valid = not_padding(steps)
     places = None if valid is None else valid.nonzero()[0]

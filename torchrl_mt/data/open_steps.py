@@ -88,10 +88,22 @@ class OpenSteps:
         return ordered
 
     def rows(self, slot: int) -> np.ndarray:
-        """int64 ``[T]``: the rows of an episode."""
-        first = int(self.first[slot])
-        found: np.ndarray = np.flatnonzero(self.owner[first : self.tail] == slot)
-        return found + first
+        """int64 ``[T]``: the rows of an open episode."""
+        return self.rows_of([slot], self.tail)[0]
+
+    def rows_of(self, slots: Sequence[int], stop: int) -> list[np.ndarray]:
+        """int64 ``[T]`` each: the rows before ``stop`` that are of some slots."""
+        known = [int(self.first[slot]) for slot in slots if self.is_open[slot]]
+        first = min(known) if len(known) == len(slots) else min([*known, self.tail])
+        owner = self.owner[first:stop]
+        if len(slots) == 1:
+            return [np.flatnonzero(owner == slots[0]) + first]
+        chosen = np.zeros(len(self.ids) + 1, dtype=bool)  # Free rows have the slot -1: the last.
+        chosen[slots] = True
+        found = np.flatnonzero(chosen[owner])
+        owner = owner[found]
+        found += first
+        return [found[owner == slot] for slot in slots]
 
     def take(self, rows: np.ndarray) -> Steps:
         """The steps in some rows; tensors are copies."""
@@ -129,6 +141,12 @@ class OpenSteps:
             held.put(first, column)
         return first
 
+    def assign(self, parts: Segments, order: np.ndarray | None, slots: np.ndarray) -> None:
+        """Say of the rows that :meth:`put` wrote which slots they are of; see :meth:`commit`."""
+        owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
+        place = self.owner[self.tail : self.tail + len(owners)]
+        place[slice(None) if order is None else order] = owners
+
     def new_slots(self, number: int) -> list[int]:
         """Slots for so many episodes; they are free until :meth:`commit`."""
         lacking = number - len(self._free)
@@ -151,7 +169,7 @@ class OpenSteps:
         fresh: Sequence[int],
         gone: Mapping[int, np.ndarray],
     ) -> None:
-        """Have the batch that :meth:`put` wrote count.
+        """Have the batch that :meth:`put` wrote and :meth:`assign` shared out count.
 
         Args:
             parts: its segments.
@@ -165,10 +183,7 @@ class OpenSteps:
         first, last = parts.starts, parts.stops - 1
         if order is not None:
             first, last = order[first], order[last]
-        owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
-        number = len(owners)
-        place = self.owner[self.tail : self.tail + number]
-        place[slice(None) if order is None else order] = owners
+        number = int(parts.stops[-1])
         if fresh:
             is_new = np.zeros(len(self.ids), dtype=bool)
             is_new[fresh] = True
@@ -201,6 +216,7 @@ class OpenSteps:
         self.put(steps, schema)
         (slot,) = self.new_slots(1)
         whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
+        self.assign(whole, None, np.array([slot]))
         self.commit(whole, None, np.array([slot]), [slot], {})
         del self.slots[self.labels[slot]]
         self.labels[slot], self.slots[label] = label, slot
@@ -274,6 +290,8 @@ class OpenSteps:
         """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
         live = np.flatnonzero(self.owner[: self.tail] >= 0)
         size = max(64, 3 * (len(live) + more))
+        if size <= len(self.owner) <= 2 * size:
+            size = len(self.owner)  # Memory that is in use already is the fastest.
         columns = {path: column.laid_out(live, size) for path, column in self.columns.items()}
         owner = np.full(size, -1, dtype=np.int32)
         owner[: len(live)] = self.owner[live]

@@ -52,7 +52,7 @@ class EndFlags:
             flag = stacked(column)
             if flag is None:
                 raise ValueError("done flags must be tensors, got Python objects")
-            values = _array(flag.bool(), steps.length)
+            values = _array(flag, steps.length)
             width = values.shape[1]
             by_agents[width] = values | by_agents[width] if width in by_agents else values
         last: np.ndarray | None = None
@@ -104,7 +104,7 @@ def begins(steps: Steps) -> np.ndarray | None:
     flag = None if column is None else stacked(column)
     if flag is None or flag.shape[0] != steps.length or not flag.numel():
         return None
-    values = _array(flag.bool(), steps.length)
+    values = _array(flag, steps.length)
     found = values[:, 0] if values.shape[1] == 1 else np.any(values, 1)
     return found if found.any() else None
 
@@ -114,7 +114,7 @@ def not_padding(steps: Steps) -> np.ndarray | None:
     mask = stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
     if mask is None or bool(mask.all()):
         return None
-    return _array(mask.bool(), steps.length)[:, 0]
+    return _array(mask, steps.length)[:, 0]
 
 
 def stacked(column: Column) -> Tensor | None:
@@ -131,5 +131,7 @@ def names_of(steps: Steps) -> str:
 
 def _array(flag: Tensor, length: int) -> np.ndarray:
     """A flag of steps on the CPU: bool ``[N, *]``."""
-    array: np.ndarray = flag.cpu().numpy()
+    if flag.dtype != torch.bool or not flag.is_cpu:
+        flag = flag.bool().cpu()
+    array: np.ndarray = flag.numpy()
     return array.reshape(length, -1)

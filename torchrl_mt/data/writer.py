@@ -548,21 +548,24 @@ class EpisodeWriter(Writer):
 
     def _gone(self, batch: Batch, found: Assembly, first: int) -> list[_Gone]:
         """The episodes that are no longer open after a batch, by their last steps."""
-        opened, keys, gone = self._open, batch.segments.keys, []
-        ended = np.flatnonzero(batch.ended)
-        whys: dict[int, Reason] = dict.fromkeys(found.slots[ended].tolist(), "ended")
-        segments_of = {int(found.slots[i]): [i] for i in ended.tolist()}
-        whys.update(dict.fromkeys(found.broken, "break"))
-        whys.update(dict.fromkeys(found.beyond, "budget"))
-        for slot, why in whys.items():
-            mine = segments_of.get(slot)
-            if mine is None or found.repeated:
-                mine = np.flatnonzero(found.slots == slot).tolist()
-            name = opened.labels.get(slot)
-            parts = [] if name is None else [opened.rows(slot)]
-            parts += [batch.positions(i) + first for i in mine]
-            rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
-            gone.append(_Gone(slot, rows, keys[mine[0]] if name is None else name, why))
+        opened, slots, keys = self._open, found.slots, batch.segments.keys
+        opened.assign(batch.segments, batch.order, slots)
+        ended = np.flatnonzero(batch.ended).tolist()
+        whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
+        names: dict[int, Label] = {int(slots[i]): keys[i] for i in ended}
+        for slot in found.broken:
+            whys[slot] = "break"
+        for slot in found.beyond:
+            whys[slot] = "budget"
+        if not whys:
+            return []
+        gone = []
+        rows_of = opened.rows_of([*whys], first + batch.steps.length)
+        for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
+            name = opened.labels.get(slot, names.get(slot))
+            if name is None:
+                name = keys[int(np.flatnonzero(slots == slot)[0])]
+            gone.append(_Gone(slot, rows, name, why))
         gone.sort(key=lambda episode: int(episode.rows[-1]))
         return gone
 
@@ -706,7 +709,7 @@ class EpisodeWriter(Writer):
 
     def _transformed(self, episodes: Steps, gone: list[_Gone]) -> tuple[Steps, Tensor]:
         """The episodes as they are to be stored, and their lengths."""
-        lengths = torch.tensor([len(e.rows) for e in gone], dtype=torch.int64, device="cpu")
+        lengths = torch.from_numpy(np.array([len(e.rows) for e in gone], dtype=np.int64))
         if self.transform is None or not gone:
             return episodes, lengths
         episodes = copy_of_episodes(episodes, lengths)
@@ -786,19 +789,15 @@ def _aligned(
         stored: int64 ``[K]``, indices of the last of these steps, those that are stored still.
         first: row of the first step of the batch.
     """
-    index = np.full(shape.numel(), -1, dtype=np.int64)
-    if gone:
-        came = np.array([len(episode.rows) for episode in gone])
-        sizes = lengths.numpy()
-        rows = np.concatenate([episode.rows for episode in gone]) - first
-        # Where each step lies among those that were stored.
-        place = np.arange(len(rows)) + np.repeat(
-            sizes.cumsum() - sizes - came.cumsum() + came, came
-        )
-        place -= int(sizes.sum()) - stored.shape[0]
-        known = (rows >= 0) & (place >= 0) & np.repeat(sizes == came, came)
-        at = rows[known] if batch.places is None else batch.places[rows[known]]
-        index[at] = stored.numpy()[place[known]]
+    index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
+    # Of all that was stored, the first may have left again.
+    for episode, length in zip(reversed(gone), reversed(lengths.tolist()), strict=True):
+        begin, stop, end = end - length, end, end - length
+        if begin < 0 or length != len(episode.rows):
+            continue
+        before = int(np.searchsorted(episode.rows, first))
+        at = episode.rows[before:] - first
+        index[at if batch.places is None else batch.places[at]] = known[begin + before : stop]
     return torch.from_numpy(index).view(shape)
 
 
