@@ -72,7 +72,7 @@ class Exceptions:
         """
         new, commit_values = copy(self), None
         if change.left is not None:
-            new._drop({int(start) for start in change.left.starts})
+            new._drop(set(change.left.starts))
         if odd is not None and bool(odd.any()):
             commit_values = new._plan_values(change, odd.nonzero().squeeze(1), column)
 
@@ -148,7 +148,7 @@ class Exceptions:
     def _plan_values(self, change: Change, odd: Tensor, column: Any) -> Callable[[], None]:
         """Make room for more episodes; what stores their values."""
         written = change.written
-        lengths = torch.tensor([int(n) for n in written.lengths], device="cpu")
+        lengths = torch.tensor(written.lengths, device="cpu")
         begins = (lengths.cumsum(0) - lengths)[odd]
         steps, lengths = runs(begins, lengths[odd]), lengths[odd]
         if isinstance(column, Rows):
@@ -170,7 +170,7 @@ class Exceptions:
             places, held = ring.push_all(sizes), larger
             assert places is not None
         self._ring, self._values = ring, held
-        starts = [int(written.starts[i]) for i in odd.tolist()]
+        starts = [written.starts[i] for i in odd.tolist()]
         self._starts = np.concatenate([self._starts, starts])
         self._lengths = np.concatenate([self._lengths, sizes])
         self._places = np.concatenate([self._places, places])

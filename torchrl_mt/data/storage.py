@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
 from numbers import Integral
@@ -57,11 +57,11 @@ class EpisodeStorage(LazyStackStorage):
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
     episode instead of ``2 T``. Episodes in which it does not have rows of their own for it; once
-    they are more than a quarter, all have (and more than eight). Tensors whose shape varies from step to step come in lazy stacks and
-    are read as such. Every entry is read as it was written; sub-TensorDicts come back with the
-    batch size of the steps, those without entries do not. Tensorclasses below the root and tensors
-    among Python objects are copied; other objects, such as a dict with tensors in it, are kept by
-    reference: whoever changes one changes what is stored.
+    those are more than eight and more than a quarter, all have. Tensors whose shape varies from step
+    to step come in lazy stacks and are read as such. Every entry is read as it was written;
+    sub-TensorDicts come back with the batch size of the steps, those without entries do not.
+    Tensorclasses below the root and tensors among Python objects are copied; other objects, such as
+    a dict with tensors in it, are kept by reference: whoever changes one changes what is stored.
 
     Of each turn's ``("tokens", "prompt")`` only what it adds to the turn before (its prompt and
     ``("tokens", "response")``) is stored; where it does not go on from there, all that differs. Read
@@ -170,6 +170,12 @@ class EpisodeStorage(LazyStackStorage):
     def _is_full(self) -> bool:
         """False: read in order of age, the stored steps never wrap around."""
         return False
+
+    @property
+    def _last_cursor(self) -> tuple[int, int]:
+        """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
+        with self.lock:
+            return self._revision, self.table.end
 
     @property
     def table(self) -> EpisodeTable:
@@ -437,8 +443,6 @@ class EpisodeStorage(LazyStackStorage):
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
         """Store whole episodes in the given order: all of them, or none if one is refused.
 
@@ -452,7 +456,7 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock:
+        with self.lock, _lasting():
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
             # Whatever can go wrong has gone wrong before anything is changed.
@@ -470,15 +474,13 @@ class EpisodeStorage(LazyStackStorage):
                 self._warn_of_too_much(admitted)
             return index
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def check(self, episode: Steps) -> None:
         """Raise what :meth:`append_all` would of one whole episode; nothing is changed.
 
         Raises:
             ValueError: if it is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock:
+        with self.lock, _lasting():
             length = torch.tensor([episode.length], device="cpu")
             self._store.admit(episode.on(self.device), length)
 
@@ -693,8 +695,11 @@ class EpisodeStorage(LazyStackStorage):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             raise RuntimeError(
-                "an EpisodeStorage cannot be shared between processes: write to it in the process "
-                "that samples from it"
+                "an EpisodeStorage is not shared between processes: write to it in the process that "
+                "samples from it, or let one process serve it to all: "
+                "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Workers that "
+                "only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or the "
+                "folder of a checkpoint that was written by buffer.dumps(folder)"
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
@@ -715,3 +720,8 @@ class EpisodeStorage(LazyStackStorage):
             f"EpisodeStorage(max_steps={self.max_size}, steps={len(self)}, "
             f"episodes={self.num_episodes}, device={self.device})"
         )
+
+
+def _lasting() -> AbstractContextManager[Any]:
+    """Where tensors are made that can be changed later on, in inference mode, too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
