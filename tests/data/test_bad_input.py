@@ -112,10 +112,10 @@ WRITES = {
         ValueError,
         f"an episode of 13 steps does not fit in max_steps={MAX_STEPS}",
     ),
-    "an open episode grown too long": (
-        lambda: batch(*[False] * 10, True, ids=[9] * 11),
+    "an open episode too long": (
+        lambda: batch(*[False] * (MAX_STEPS + 1), ids=[5] * 13),
         ValueError,
-        f"an episode of 13 steps does not fit in max_steps={MAX_STEPS}",
+        f"episode 5 is refused: an episode of 13 steps does not fit in max_steps={MAX_STEPS}",
     ),
     "one id in two rows": (
         lambda: torch.stack([batch(False, True, ids=[6, 6]), batch(False, True, ids=[6, 6])]),

@@ -41,6 +41,9 @@ __all__ = ["EpisodeStorage"]
 
 _logger = logging.getLogger("torchrl_mt")
 
+_TOLD_AT_ONCE = 1 << 20
+"""Steps that buffers are told of in one call when all of them are others."""
+
 
 class EpisodeStorage(LazyStackStorage):
     """A storage of whole episodes, at most ``max_steps`` steps of them.
@@ -164,6 +167,12 @@ class EpisodeStorage(LazyStackStorage):
     def _is_full(self) -> bool:
         """False: read in order of age, the stored steps never wrap around."""
         return False
+
+    @property
+    def _last_cursor(self) -> tuple[int, int]:
+        """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
+        with self.lock:
+            return self._revision, self.table.end
 
     @property
     def table(self) -> EpisodeTable:
@@ -496,8 +505,24 @@ class EpisodeStorage(LazyStackStorage):
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
-        index = torch.arange(end - new, end, device="cpu")
-        # Every buffer on this storage is told: what its sampler remembers may be of the past.
+        return self._told(end - new, end)
+
+    def _replaced(self) -> None:
+        """Note that all stored steps are others now."""
+        self._revision += 1
+        self._bump_mutation_revision()
+        end = HANDLES + self.table.end
+        # Not all handles at once: they would take much memory.
+        for first in range(end - len(self), end, _TOLD_AT_ONCE) or [end]:
+            self._told(first, min(first + _TOLD_AT_ONCE, end))
+
+    def _told(self, first: int, end: int) -> Tensor:
+        """Tell every buffer on this storage of steps: what its sampler remembers may be of the past.
+
+        Returns:
+            their handles, from ``first`` to before ``end``.
+        """
+        index = torch.arange(first, end, device="cpu")
         for buffer in self._attached_entities_iter():
             buffer.mark_update(index)
         return index
@@ -615,7 +640,7 @@ class EpisodeStorage(LazyStackStorage):
             store.table.number_from(self.table.end)
             self._settle()
             self._store = store
-            self._changed(len(self))
+            self._replaced()
         if left_out:
             _logger.warning(
                 "the newest %d of %d saved episodes are loaded: the others do not fit in "
@@ -638,14 +663,17 @@ class EpisodeStorage(LazyStackStorage):
                 if self._store is not store:
                     self._settle()
                     self._store = store
-                    self._changed(len(self))
+                    self._replaced()
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             raise RuntimeError(
-                "an EpisodeStorage cannot be shared between processes: write to it in the process "
-                "that samples from it"
+                "an EpisodeStorage is not shared between processes: write to it in the process that "
+                "samples from it, or let one process serve it to all: "
+                "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Workers that "
+                "only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or the "
+                "folder of a checkpoint that was written by buffer.dumps(folder)"
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
