@@ -302,13 +302,15 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if span is None or self.reduction not in _OF_REDUCED or self._is_written(index):
             return None
         slice_len = span // self.stride
-        if not index.numel() or index.numel() % slice_len or _is_column(index):
+        if slice_len < 2 or not index.numel() or index.numel() % slice_len or _is_column(index):
             return None
         rows = index.reshape(-1, slice_len).cpu().numpy()
         numbers = rows[:, 0] - HANDLES
         if (rows[:, 1:] - rows[:, :-1] != self.stride).any() or numbers.min() < 0:
             return None
         here = numbers >= first
+        if (here != (rows[:, -1] >= HANDLES + first)).any():
+            return None
         clips = torch.from_numpy(numbers[here])
         if not bool(self._entries(clips, storage).eq(slice_len).all()):
             return None
