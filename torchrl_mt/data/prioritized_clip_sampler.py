@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt.data.clip_marks import Cut
 from torchrl_mt.data.clip_priorities import ClipPriorities
 from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.indexing import HANDLES
@@ -60,6 +61,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             another length, and all stored steps are looked at once.
         stride: as for :class:`~torchrl_mt.data.ClipSampler`.
         strict_length: likewise.
+        pad_output: likewise.
+        burn_in: likewise.
         layout: likewise.
         truncated_key: likewise.
         init_key: likewise.
@@ -108,6 +111,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         num_slices: int | None = None,
         stride: int = 1,
         strict_length: bool = True,
+        pad_output: bool = False,
+        burn_in: int = 0,
         layout: Literal["flat", "clips"] = "flat",
         truncated_key: NestedKey | None = ("next", "truncated"),
         init_key: NestedKey | None = "is_init",
@@ -119,6 +124,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             num_slices=num_slices,
             stride=stride,
             strict_length=strict_length,
+            pad_output=pad_output,
+            burn_in=burn_in,
             layout=layout,
             truncated_key=truncated_key,
             init_key=init_key,
@@ -214,18 +221,13 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         return storage.table.find(numbers - storage.table.first)
 
     def _facts(
-        self,
-        storage: EpisodeStorage,
-        episodes: Tensor,
-        offsets: Tensor,
-        spans: int | Tensor,
-        index: Tensor,
+        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """The importance weights."""
-        numbers, _ = storage.table.places(episodes, offsets)
+        numbers, _ = storage.table.places(episodes, cut.offsets)
         weight = self._priorities.importance(numbers, self._beta)
         steps = weight.repeat_interleave(
-            torch.as_tensor(spans, device="cpu"), output_size=index.numel()
+            torch.as_tensor(cut.width or cut.spans, device="cpu"), output_size=index.numel()
         )
         return {"priority_weight": steps.view(index.shape).to(index.device)}
 
@@ -296,6 +298,12 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if singly or span is None or not bool(is_handle.all()) or not len(numbers):
             return numbers, priority
         slice_len, stride = span // self.stride, self.stride
+        if self.pad_output and len(numbers) % slice_len == 0:
+            # Padding is the last step again, whose priority is not asked for.
+            rows = numbers.view(-1, slice_len)
+            steps = torch.ones_like(rows, dtype=torch.bool)
+            steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
+            numbers, priority = rows[steps], priority.view_as(rows)[steps]
         if len(numbers) % slice_len == 0 and self.reduction in _OF_REDUCED:
             rows = numbers.view(-1, slice_len)
             if bool((rows[:, 1:] - rows[:, :-1] == stride).all()):
