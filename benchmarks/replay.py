@@ -8,14 +8,17 @@ and versions. On a busy machine, several threads wait for each other: measure on
 
     OMP_NUM_THREADS=1 python benchmarks/replay.py
     python benchmarks/replay.py --large --device cuda
+    OMP_NUM_THREADS=1 python benchmarks/replay.py --checkpoint
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 
 import torch
+from replay_checkpoints import checkpoints
 from tables import medians
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
@@ -188,6 +191,42 @@ def writing(stored: int, device: str, repeats: int) -> None:
     report(f"write an episode of {length}, {stored:,} stored", *times)
 
 
+def environments(number: int, steps: int) -> TensorDict:
+    """``[number, steps]`` steps of environments, each somewhere in an episode at first."""
+    rows = []
+    for _ in range(number):
+        lengths = torch.randint(50, 401, (2 + steps // 50,))
+        data = episodes(lengths)
+        data["collector", "traj_ids"] = torch.repeat_interleave(
+            torch.randint(1 << 40, (len(lengths),)), lengths
+        )
+        begin = int(torch.randint(int(lengths[0]), ()))
+        rows.append(data[begin : begin + steps])
+    return torch.stack(rows).contiguous()
+
+
+def writing_batches(environments_at_once: int, steps: int, ids: bool, repeats: int) -> None:
+    """Batches of environments, mean over all of them, those in which episodes end included."""
+    number = max(repeats * 10, 500 // steps)
+    data = environments(environments_at_once, number * steps)
+    if not ids:
+        del data["collector"]
+    pair = buffers(1_000_000, "cpu")
+    batches = [[piece.clone() for piece in data.split(steps, 1)] for _ in pair]
+    for buffer, pieces in zip(pair, batches, strict=True):
+        buffer.extend(pieces.pop())  # allocates
+    turns = [iter(pieces) for pieces in batches]
+    times = [0.0, 0.0]
+    for _ in range(number - 1):
+        for i, (buffer, pieces) in enumerate(zip(pair, turns, strict=True)):
+            piece = next(pieces)
+            begin = time.perf_counter()
+            buffer.extend(piece)
+            times[i] += 1e6 * (time.perf_counter() - begin) / (number - 1)
+    told = "with ids" if ids else "without ids"
+    report(f"write [{environments_at_once}, {steps}] steps, {told}", *times)
+
+
 def pixels(steps: int, device: str, repeats: int) -> None:
     """Images: bytes held, and sampling."""
     pair = buffers(steps, device)
@@ -297,7 +336,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where steps are stored")
     parser.add_argument("--large", action="store_true", help="1e7 steps too (5 GB of memory)")
     parser.add_argument("--repeats", type=int, default=31, help="turns; the median counts")
+    parser.add_argument("--checkpoint", action="store_true", help="saving and loading alone")
     args = parser.parse_args()
+    if args.checkpoint:
+        return checkpoints(7_500_000)
     device, repeats = args.device, args.repeats
 
     torchrl_logger.setLevel("WARNING")
@@ -315,6 +357,9 @@ def main() -> None:
         choosing(steps, name, device, repeats)
     for stored in (100, 100_000):
         writing(stored, device, repeats)
+    for shape in ((1, 1), (16, 1), (64, 1), (256, 1), (16, 16), (64, 16)):
+        for ids in (False, True):
+            writing_batches(*shape, ids, repeats)
     pixels(20_000, device, min(repeats, 11))
     for turns in (16, 64):
         conversations(turns, device)

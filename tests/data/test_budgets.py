@@ -204,7 +204,8 @@ def test_of_episodes_written_at_once_the_last_that_fit_stay(writes, max_steps, m
         while len(model) > max_episodes or sum(n for _, n in model) > max_steps:
             del model[0]
         assert [(int(e["episode"][0]), len(e)) for e in storage.episodes()] == model
-        assert index.tolist() == list(range(len(storage)))[-min(new, len(storage)) :]
+        assert storage.places(index).tolist() == list(range(len(storage)))[-len(index) :]
+        assert len(index) == min(new, len(storage))
 
 
 def test_two_batches_of_whole_episodes_are_kept_whatever_their_lengths():

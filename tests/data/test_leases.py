@@ -85,7 +85,7 @@ def test_samples_that_are_kept_stay_as_they_are(make, sampled, keep):
     for _ in range(30):
         kept = [*kept, rb.sample()][-keep - 1 :]
         for sample in kept:
-            for i, index in enumerate(sample["index"].tolist()):
+            for i, index in enumerate(rb.storage.places(sample["index"]).tolist()):
                 wanted = steps[index]
                 got = make.steps(sample[i : i + 1].exclude("index"))[0]
                 for key in (("observation",), ("action",), ("next", "reward")):
@@ -97,7 +97,7 @@ def test_prefetched_samples(sampled):
     seen = rb[:]["observation"]
     for _ in range(50):
         sample = rb.sample()
-        assert torch.equal(sample["observation"], seen[sample["index"]])
+        assert torch.equal(sample["observation"], seen[rb.storage.places(sample["index"])])
     assert threading.active_count() < 20
 
 

@@ -29,14 +29,18 @@ SAMPLERS = {
 }
 
 
-def dense_step(number, done, following):
-    """A step whose next observation is the observation of the next step, unless told otherwise."""
+def dense_step(number, done, following, goal):
+    """A step whose next observation is the observation of the next step, and its goal unless told
+    otherwise.
+    """
     return TensorDict(
         {
             "observation": torch.tensor([number, -number]),
             "number": torch.tensor(number),
+            "goal": torch.tensor(goal),
             "next": {
                 "observation": torch.tensor([following, -following]),
+                "goal": torch.tensor(goal),
                 "done": torch.tensor([done]),
             },
         }
@@ -80,7 +84,7 @@ class Machine(RuleBasedStateMachine):
     def new(self, generator=None):
         return self.cls(
             storage=EpisodeStorage(self.max_steps, max_tokens=self.max_tokens),
-            writer=EpisodeWriter(traj_key="id"),
+            writer=EpisodeWriter(traj_key="id", max_open_steps=1000),
             sampler=SAMPLERS[self.sampler](),
             batch_size=6,
             generator=generator or torch.Generator().manual_seed(1),
@@ -97,8 +101,9 @@ class Machine(RuleBasedStateMachine):
                 history = torch.cat([last["prompt"], last["response"]]).tolist()
             step = turn(self.number, done, history, adds=1 + self.number % 2)
         else:
-            step = dense_step(self.number, done, self.number + 100)
-            if begun and not odd:
+            goal = int(begun[-1]["goal"]) if begun and not odd else self.number
+            step = dense_step(self.number, done, self.number + 100, goal)
+            if begun:
                 step["observation"] = begun[-1]["next", "observation"].clone()
         return step.set("id", torch.tensor(identity))
 
@@ -157,7 +162,7 @@ class Machine(RuleBasedStateMachine):
                     assert torch.equal(got[key], expected[key]), key
         if self.sampler == "clips by priority":
             self.rb.update_priority(info["index"], torch.arange(len(numbers)) % 3)
-        ends = info.get(("next", "truncated"), sample["next", "done"]).flatten().tolist()
+        ends = sample["next", "done"].flatten().tolist()
         assert ends[-1]
         for (here, there), end in zip(pairwise(numbers), ends, strict=False):
             (e, t), following = places[here], places[there]

@@ -8,7 +8,7 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.columns import DenseColumn
+from torchrl_mt.data.columns import DenseColumn, NextColumn, RaggedColumn, RecordColumn
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.steps import unpack
 
@@ -38,7 +38,8 @@ def everything(make, storage):
         storage.schema,
         storage.num_tokens,
         storage.revision,
-        storage.first_number,
+        storage.table.first,
+        storage.table.end,
         storage.table.oldest,
     )
 
@@ -85,13 +86,22 @@ def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths,
     assert at > 1 or kind == "vectors"
 
 
-def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch):
+@pytest.mark.parametrize("column", [RecordColumn, NextColumn, DenseColumn, RaggedColumn])
+def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch, column):
     storage = EpisodeStorage(9)
-    storage.append(make.vectors([4]))
-    plan = DenseColumn.plan
+    maker = make.turns if column is RaggedColumn else make.vectors
 
-    def interrupted(self, change, column):
-        commit = plan(self, change, column)
+    def episode(length, seed=0):
+        data = maker([length], seed=seed, first_id=seed)
+        if column is DenseColumn:  # too large for a record
+            data["image"] = torch.randn(length, 300)
+        return data
+
+    storage.append(episode(4))
+    plan = column.plan
+
+    def interrupted(self, change, values):
+        commit = plan(self, change, values)
 
         def pressed():
             os.kill(os.getpid(), signal.SIGINT)
@@ -99,8 +109,8 @@ def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch):
 
         return pressed
 
-    monkeypatch.setattr(DenseColumn, "plan", interrupted)
-    new = make.vectors([6], seed=1, first_id=1)
+    monkeypatch.setattr(column, "plan", interrupted)
+    new = episode(6, seed=1)
     with pytest.raises(KeyboardInterrupt):
         storage.append(new)
     assert make.steps(storage[:]) == make.steps(new)
@@ -116,4 +126,5 @@ def test_episodes_that_leave_as_they_come_are_counted(make):
     assert make.steps(storage[:]) == make.steps(one_by_one[:])
     assert storage.lengths.tolist() == [2, 1, 3]
     assert storage.table.oldest == one_by_one.table.oldest == 2
-    assert storage.first_number == one_by_one.first_number == 7
+    assert storage.table.first == one_by_one.table.first == 7
+    assert storage.table.end == one_by_one.table.end == 13

@@ -75,7 +75,7 @@ def test_several_blocks_are_placed_or_none():
 def test_pieces_are_the_rows_of_the_blocks(blocks):
     starts, lengths = map(torch.tensor, zip(*blocks, strict=True))
     rows = [start + k for start, n in blocks for k in range(n)]
-    blocks = Blocks(starts, lengths)
+    blocks = Blocks(starts.tolist(), lengths.tolist())
     assert blocks.rows.tolist() == rows
     got = {}
     for row, first, stop in blocks.pieces:

@@ -17,6 +17,7 @@ from torchrl.data import (
 )
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.indexing import HANDLES
 
 lengths_of_writes = st.lists(st.integers(1, 12), min_size=1, max_size=40)
 
@@ -38,7 +39,8 @@ def test_storage_is_a_queue_of_whole_episodes(make, lengths, budget, share, turn
         assert len(storage) == len(stored)
         assert storage.num_episodes == len(model)
         assert storage.lengths.tolist() == [len(e) for e in model]
-        assert index.tolist() == list(range(len(stored) - length, len(stored)))
+        assert (index >= HANDLES).all()
+        assert storage.places(index).tolist() == list(range(len(stored) - length, len(stored)))
         for span in (1, 4):
             assert storage.num_clips(span) == sum(max(0, len(e) - span + 1) for e in model)
     assert make.steps(storage[:]) == stored

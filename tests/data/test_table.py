@@ -11,7 +11,7 @@ events = st.lists(
 
 @given(events=events, span=st.integers(1, 8), late=st.integers(1, 8))
 def test_table_equals_a_plain_list(events, span, late):
-    table, model, stored = EpisodeTable(), [], 0
+    table, model, stored, steps = EpisodeTable(), [], 0, 0
     for event in events:
         if isinstance(event, int):
             episodes = min(event, len(model))
@@ -22,10 +22,13 @@ def test_table_equals_a_plain_list(events, span, late):
             table.extend(torch.tensor(event), torch.tensor(starts), 2 * torch.tensor(event))
             model += zip(event, starts, strict=True)
             stored += len(event)
+            steps += sum(event)
         lengths = [n for n, _ in model]
         assert table.lengths.tolist() == lengths
         assert table.starts.tolist() == [s for _, s in model]
         assert table.num_steps == sum(lengths)
+        assert table.end == steps
+        assert table.first == steps - sum(lengths)
         assert table.next == stored
         assert table.oldest == stored - len(model)
         assert table.total("clips", span) == sum(max(0, n - span + 1) for n in lengths)
@@ -45,8 +48,8 @@ def test_table_equals_a_plain_list(events, span, late):
         assert list(zip(*(x.tolist() for x in found), strict=True)) == steps
         ends = torch.tensor([n for n, _ in model]).cumsum(0).tolist()
         episodes, offsets = (torch.tensor(column) for column in zip(*steps, strict=True))
-        index, rows = table.places(episodes, offsets)
-        assert index.tolist() == list(range(len(steps)))
+        numbers, rows = table.places(episodes, offsets)
+        assert numbers.tolist() == list(range(table.first, table.end))
         assert rows.tolist() == [model[e][1] + k for e, k in steps]
         for need in range(1, len(steps) + 1):
             assert table.episodes_holding(need) == 1 + next(

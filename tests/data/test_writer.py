@@ -9,6 +9,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.indexing import HANDLES
 
 episode_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
@@ -121,7 +122,7 @@ def test_steps_can_be_added_one_by_one(make):
         for cls in (ReplayBuffer, TensorDictReplayBuffer):
             rb, data = buffer(cls), maker([3, 2])
             index = [rb.add(step.clone()) for step in data.unbind(0)]
-            assert index == [None, None, 2, None, 4]
+            assert index == [None, None, HANDLES + 2, None, HANDLES + 4]
             assert make.steps(rb[:]) == make.steps(data)
 
 
@@ -192,16 +193,16 @@ def test_a_transform_may_change_what_it_is_given(make, many):
             data["next", "reward"].mul_(2)
             return data
 
-    rb, data = buffer(max_steps=5, transform=Double()), make.vectors([4, 6])
+    rb, data = buffer(max_steps=5, transform=Double()), make.vectors([4, 12])
     before = make.steps(data)
     rb.extend(data[:4])
     assert make.steps(data) == before
     assert torch.equal(rb[:]["next", "reward"], 2 * data[:4]["next", "reward"])
     rb.extend(data[4:9])
-    rb.extend(data[4:9].clone())
+    rb.extend(data[9:14].clone())
     with pytest.raises(ValueError, match="10 steps does not fit"):
         rb.writer.flush()
-    assert make.steps(rb.writer.open_episodes[1]) == 2 * before[4:9]
+    assert make.steps(rb.writer.open_episodes[1]) == before[4:14]
 
 
 @pytest.mark.parametrize("transform", [None, lambda episode: episode])
@@ -237,13 +238,24 @@ def test_steps_unlike_the_first_of_their_episode_are_refused(make, transform, st
             assert rb.writer.open_episodes == {}
 
 
-def test_few_parts_of_a_long_open_episode_are_kept(make):
-    rb, data = buffer(), make.vectors([300])
-    for step in data[:-1].split(1):
-        rb.extend(step)
-        assert len(rb.writer._open[0].parts) < 10
-    rb.extend(data[-1:])
-    assert make.steps(rb[:]) == make.steps(data)
+def test_memory_is_in_proportion_to_the_open_steps(make):
+    """Not to the slots times the longest, and not to what came before."""
+    rb = buffer(max_steps=10_000)
+    long, short = make.vectors([3_000]), make.vectors([1] * 200, first_id=1)
+    row_bytes = sum(v.element_size() * v[0].numel() for v in long.values(True, True))
+    short["next", "done"].zero_()
+    short["next", "terminated"].zero_()
+    short["next", "truncated"].zero_()
+    for piece in (*long[:-1].split(100), *short.split(50)):
+        rb.extend(piece)
+        held = rb.writer._open
+        columns = sum(c.held.numel() * c.held.element_size() for c in held.columns.values())
+        tables = held.owner.nbytes + 5 * held.ids.nbytes
+        assert columns + tables <= 4 * (row_bytes + 4) * (held.num_steps + 100) + 20_000
+    rb.extend(long[-1:])
+    assert rb.writer.stats()["open_steps"] == 200
+    assert len(rb.writer._open.owner) <= 8 * 200
+    assert make.steps(rb[:]) == make.steps(long)
 
 
 def test_indices_are_given_only_where_a_transform_keeps_the_length(make):
@@ -298,13 +310,14 @@ def test_a_tensordict_buffer_marks_what_is_stored(make):
     rb = buffer(TensorDictReplayBuffer)
     data = make.vectors([3, 4])
     index = [rb.extend(piece).tolist() for piece in data.split(2)]
-    assert index == [[-1, -1], [2, -1], [-1, -1], [6]]
+    assert index == [[-1, -1], [HANDLES + 2, -1], [-1, -1], [HANDLES + 6]]
     assert make.steps(rb[:]) == make.steps(data)
     batch = torch.stack([make.vectors([2]), make.vectors([2], first_id=1)])
-    assert rb.extend(batch).tolist() == [[7, 8], [9, 10]]
+    assert rb.storage.places(rb.extend(batch)).tolist() == [[7, 8], [9, 10]]
     batch["episode"] = torch.tensor([[2, 1], [3, 3]])
     batch["next", "done"][0] = True
-    assert rb.extend(batch.reshape(-1)).tolist() == [11, 12, 13, 14]
+    index = rb.extend(batch.reshape(-1))
+    assert index.tolist() == [HANDLES + i for i in (11, 12, 13, 14)]
 
 
 def test_bad_batches_are_refused_by_name(make):
@@ -317,7 +330,7 @@ def test_bad_batches_are_refused_by_name(make):
         ({"x": 1}, TypeError, "must be a TensorDict"),
         (two_rows, ValueError, "id 0 is in more than one row"),
         (data.exclude("next"), ValueError, r'\("next", "done"\)'),
-        (data.exclude("episode"), ValueError, "episodes are open that were told apart by"),
+        (data[:4].exclude("episode"), ValueError, "episodes are open that were told apart by"),
         (data.clone().set("episode", torch.zeros(5, 2)), ValueError, "one integer id per step"),
     ):
         with pytest.raises(error, match=message):
@@ -368,23 +381,26 @@ def rows(*done):
     return TensorDict({"x": x, "next": {"done": done}}, done.shape[:2])
 
 
-def test_an_open_episode_that_can_never_be_stored_is_refused_before_it_blocks_others():
+def test_an_open_episode_longer_than_the_storage_is_stored_in_parts(caplog):
     rb = buffer(max_steps=5)
     rb.extend(rows([0, 0, 0, 0], [0, 1, 0, 1]))
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"open episode 0 would have 6 steps .* max_steps=5.*discard\(0\)"
-        ):
-            rb.extend(rows([0, 0], [0, 1]))
-        assert len(rb.writer.open_episodes[0]) == 4
-        assert rb.storage.lengths.tolist() == [2, 2]
+        rb.extend(rows([0, 0, 0], [0, 0, 1]))
+        # The others' steps are taken.
+        assert rb.storage.lengths.tolist()[-1] == 3
+    assert rb.writer.open_lengths == {0: 3}
+    assert rb.writer.stats()["truncated"] == 2
+    (said,) = [r.getMessage() for r in caplog.records if "reset_at_each_iter" in r.getMessage()]
+    assert "max_open_steps=5" in said
+    assert ": 0 was ended as truncated" in said
     with pytest.raises(KeyError, match=r"no episode 7 is open; the open ones are \[0\]"):
         rb.writer.discard(7)
     rb.writer.discard(0)
     rb.extend(rows([0, 0], [0, 1]))
     assert rb.writer.flush().tolist() == [2, 3]
-    assert rb.storage.lengths.tolist() == [2, 2]
     assert rb.writer.open_episodes == {}
+    with pytest.raises(ValueError, match=r"episode 1 .* 6 steps does not fit in max_steps=5"):
+        rb.extend(rows([1] * 6, [0] * 6))
 
 
 @pytest.mark.parametrize("many", [True, False])
@@ -402,7 +418,7 @@ def test_a_flush_that_is_refused_names_the_episode_and_it_can_be_discarded(many)
                 part["next", "done"][-1] = True
             return torch.cat(longer)
 
-    rb = buffer(max_steps=5, transform=Twice())
+    rb = buffer(max_steps=5, transform=Twice(), max_open_steps=10)
     done = torch.zeros(8, dtype=torch.bool)
     ids = torch.tensor([1, 1, 2, 2, 2, 2, 3, 3])
     rb.extend(TensorDict({"episode": ids, "next": {"done": done}}, [8]))

@@ -217,8 +217,8 @@ class ClipPriorities:
         """The clips of the episodes whose steps have the numbers from ``begin`` to ``end``."""
         if begin >= end or self.span is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
-        table, first = storage.table, storage.table.first
-        (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - first)
+        table = storage.table
+        (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - table.first)
         episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
         clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
         starts, _ = table.places(episodes, torch.zeros_like(episodes))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +20,8 @@ from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.parts import Part, SavedParts
 from torchrl_mt.data.record import Record
 from torchrl_mt.data.ring import Blocks, Moves, Ring
-from torchrl_mt.data.rows import RowPlan, Windows
-from torchrl_mt.data.schema import Entry, bits
+from torchrl_mt.data.rows import RowPlan, Windows, plan_rows, plan_values, run
+from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, own, step_tensors
 
 __all__ = [
@@ -33,11 +34,6 @@ __all__ = [
     "RecordColumn",
     "StoredColumn",
 ]
-
-
-def _run(operation: Callable[..., Any], *args: Any) -> None:
-    """Carry out an operation for what it does to memory."""
-    operation(*args)
 
 
 class ReadPlan(Protocol):
@@ -61,7 +57,8 @@ class Change:
     first: int | None = None
     """If so, the oldest row that stays, None if none does."""
     left: Blocks | None = None
-    """The rows of those that leave, unless all rows were laid out anew without them."""
+    """The rows of those that leave, for objects to be dropped, unless all rows were laid out anew
+    without them."""
 
 
 class StoredColumn(Protocol):
@@ -125,7 +122,7 @@ class DenseColumn:
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores a column of whole episodes."""
-        return _plan_values(self.data, change.written, column)
+        return plan_values(self.data, change.written, column)
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
@@ -166,8 +163,8 @@ class RecordColumn:
         self.data = record.entries(record.data)[self.path]
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes."""
-        return _plan_values(self.data, change.written, column)
+        """What stores a column of whole episodes; all of a record at once: :meth:`Record.plan`."""
+        return plan_values(self.data, change.written, column)
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on."""
@@ -189,22 +186,6 @@ class RecordColumn:
         saved.into("values", rows, self.data)
 
 
-def _plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
-    """What stores the values of whole episodes."""
-    values = torch.stack(column.items) if isinstance(column, Rows) else column
-    pieces = blocks.pieces
-    if len(pieces) > 1:
-        return _plan_rows(data, blocks.rows, values)
-    row, first, stop = pieces[0]
-    return partial(_run, data[row : row + stop - first].copy_, values)
-
-
-def _plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
-    """What stores one value in each of the rows."""
-    places, values = rows.to(data.device), bits(values.to(data.device, data.dtype).contiguous())
-    return partial(_run, bits(data).index_copy_, 0, places, values)
-
-
 class NextColumn:
     """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more."""
 
@@ -219,16 +200,18 @@ class NextColumn:
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores each episode's last value in the row after its last."""
         blocks = change.written
-        if len(blocks.lengths) == 1:
+        ends = [i - 1 for i in accumulate(blocks.lengths)]
+        places = [
+            start + length for start, length in zip(blocks.starts, blocks.lengths, strict=True)
+        ]
+        if len(ends) == 1:
             value = column.items[-1] if isinstance(column, Rows) else column[-1]
-            place = self.source.data[int(blocks.starts) + int(blocks.lengths)]
-            return partial(_run, place.copy_, value)
-        last = blocks.lengths.cumsum(0) - 1
+            return partial(run, self.source.data[places[0]].copy_, value)
         if isinstance(column, Rows):
-            values = torch.stack([column.items[i] for i in last.tolist()])
+            values = torch.stack([column.items[i] for i in ends])
         else:
-            values = column.index_select(0, last.to(column.device))
-        return _plan_rows(self.source.data, blocks.starts + blocks.lengths, values)
+            values = column.index_select(0, torch.tensor(ends, device=column.device))
+        return plan_rows(self.source.data, torch.tensor(places, device="cpu"), values)
 
     def read(self, plan: RowPlan) -> Tensor:
         """The rows of ``plan``, as new memory."""
@@ -331,10 +314,11 @@ class RaggedColumn:
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores a column of whole episodes, after those that leave."""
         blocks, items = change.written, step_tensors(column)
+        lengths = torch.tensor(blocks.lengths, dtype=torch.int64, device="cpu")
         shapes = torch.tensor([item.shape for item in items], dtype=torch.int64, device="cpu")
         sizes = shapes.view(len(items), -1).prod(1)
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        ends = before[blocks.lengths.cumsum(0)]
+        ends = before[lengths.cumsum(0)]
         totals = ends.diff(prepend=ends.new_zeros(1))
         # An episode without elements takes one all the same: a block in a ring is never empty.
         ring, values, offset = replace(self.ring), self.values, self.offset
@@ -349,11 +333,11 @@ class RaggedColumn:
             assert places is not None
         starts = torch.tensor(places, device="cpu")
         flat = torch.cat([item.reshape(-1) for item in items])
-        shift = torch.repeat_interleave(starts - ends + totals, blocks.lengths)
+        shift = torch.repeat_interleave(starts - ends + totals, lengths)
         rows, offsets, forms = blocks.rows, before[:-1] + shift, shapes.view(len(items), -1)
         pieces = [
             (values[row : row + stop - first], flat[first:stop])
-            for row, first, stop in Blocks(starts, totals).pieces
+            for row, first, stop in Blocks(places, totals.tolist()).pieces
         ]
 
         def commit() -> None:

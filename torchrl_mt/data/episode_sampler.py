@@ -117,7 +117,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             batch_size: number of episodes, or of groups with ``group_key``.
 
         Returns:
-            int64 ``[N]`` storage indices of their steps, and no marks.
+            int64 ``[N]`` handles of their steps, and an empty ``info``.
 
         Raises:
             TypeError: if ``storage`` is another kind of storage.

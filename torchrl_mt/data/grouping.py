@@ -1,96 +1,94 @@
-"""Which steps of a batch belong to which episode.
+"""Which steps of a batch belong together, by the ids that came with them.
 
-Steps of one id are grouped in their order in time; an id that comes back after its episode ended
-starts another episode.
+Steps of one id are grouped in their order in time; nothing is lost and nothing doubled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
 
-__all__ = ["Segment", "group_steps"]
+__all__ = ["Segments", "group_steps", "segments"]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive steps of one episode in the grouped batch."""
+@dataclass
+class Segments:
+    """Runs of steps of one id each, which fill the grouped batch one after the other."""
 
-    key: int
-    """Id of the episode."""
-    start: int
-    stop: int
-    ended: bool
-    """Whether the episode ends with the last of them."""
+    ids: np.ndarray
+    """int64 ``[S]``: the id of each."""
+    starts: np.ndarray
+    """int64 ``[S]``"""
+    stops: np.ndarray
+    """int64 ``[S]``"""
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """The id of each."""
+        return self.ids.tolist()
+
+    @cached_property
+    def differ(self) -> bool:
+        """Whether no two have one id."""
+        return len(set(self.keys)) == len(self.keys)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 ``[S]``: steps of each."""
+        return self.stops - self.starts
 
 
-def group_steps(
-    ids: Tensor, ended: Tensor, valid: Tensor | None = None
-) -> tuple[Tensor | None, list[Segment]]:
-    """Group the steps of a batch by episode.
+def group_steps(ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray | None:
+    """The order in which steps of one id follow each other, in time.
 
     Args:
-        ids: int64 ``[B, T]``: the episode of each step; time runs along ``T``.
-        ended: bool ``[B, T]``: the steps that end their episode.
-        valid: bool ``[B, T]``: the steps that are no padding; None if there is none.
+        ids: int64 ``[N]``, the id of each step, row after row.
+        rows: int64 ``[N]``, the row of each step; None if there is one row, or each has an id of its
+            own.
 
     Returns:
-        the order in which to take the valid steps of the flattened batch (int64 ``[N]``, None for
-        all as they are), and the segments of the batch so ordered, listed in the order in which their
-        last steps lie in the flattened batch.
+        int64 ``[N]``; None if they do already.
 
     Raises:
         ValueError: if one id is in two rows.
 
     Examples:
-        >>> order, segments = group_steps(
-        ...     torch.tensor([[7, 4, 7, 4]]), torch.tensor([[False, False, True, False]])
-        ... )
-        >>> order
-        tensor([1, 3, 0, 2])
-        >>> [(s.key, s.start, s.stop, s.ended) for s in segments]
-        [(7, 2, 4, True), (4, 0, 2, False)]
+        >>> group_steps(np.array([7, 4, 7, 4]), None)
+        array([1, 3, 0, 2])
     """
-    order = rows = None
-    id_of, ends = ids.reshape(-1).numpy(), ended.reshape(-1).numpy()
-    if len(ids) > 1:
-        rows = np.repeat(np.arange(len(ids)), ids.shape[1])
-    if valid is not None:
-        order = valid.reshape(-1).numpy().nonzero()[0]
-        id_of, ends = id_of[order], ends[order]
-        rows = None if rows is None else rows[order]
-    if rows is not None:
-        _check_rows(id_of, rows)
-    if not len(id_of):
-        return _tensor(order), []
-    if (id_of[1:] < id_of[:-1]).any():
-        by_id = np.argsort(id_of, kind="stable")
-        id_of, ends = id_of[by_id], ends[by_id]
-        order = by_id if order is None else order[by_id]
-    bounds = np.flatnonzero((id_of[1:] != id_of[:-1]) | ends[:-1]) + 1
-    starts, stops = np.append(0, bounds), np.append(bounds, len(id_of))
-    if order is not None:
-        by_age = np.argsort(order[stops - 1])
-        starts, stops = starts[by_age], stops[by_age]
-    columns = (id_of[starts], starts, stops, ends[stops - 1])
-    segments = map(Segment, *(column.tolist() for column in columns))
-    return _tensor(order), list(segments)
+    other = ids[1:] != ids[:-1]
+    if other.all():
+        first = ids.tolist()
+    else:
+        first = ids[np.concatenate(([0], np.flatnonzero(other) + 1))].tolist()
+    alone = len(set(first)) == len(first)
+    if rows is not None and not (alone and _runs(rows, other) == len(first)):
+        by_id = np.lexsort((rows, ids))
+        ids, rows = ids[by_id], rows[by_id]
+        twice = ids[1:][(ids[1:] == ids[:-1]) & (rows[1:] != rows[:-1])]
+        if len(twice):
+            raise ValueError(
+                f"each row of a [B, T] batch is one environment and needs ids of its own: id "
+                f"{int(twice[0])} is in more than one row"
+            )
+        return by_id
+    return None if alone else np.argsort(ids, kind="stable")
 
 
-def _tensor(order: np.ndarray | None) -> Tensor | None:
-    return None if order is None else torch.from_numpy(order)
+def segments(ids: np.ndarray, linked: np.ndarray) -> Segments:
+    """Cut grouped steps where they do not go on.
+
+    Args:
+        ids: int64 ``[N]``, the id of each grouped step.
+        linked: bool ``[N - 1]``: whether each step goes on with the following one.
+    """
+    bounds = np.flatnonzero(~linked) + 1
+    starts = np.concatenate(([0], bounds))
+    return Segments(ids[starts], starts, np.concatenate((bounds, [len(ids)])))
 
 
-def _check_rows(ids: np.ndarray, rows: np.ndarray) -> None:
-    """Refuse an id that runs in two rows of the batch."""
-    by_id = np.lexsort((rows, ids))
-    ids, rows = ids[by_id], rows[by_id]
-    twice = ids[1:][(ids[1:] == ids[:-1]) & (rows[1:] != rows[:-1])]
-    if len(twice):
-        raise ValueError(
-            f"each row of a [B, T] batch is one environment and needs ids of its own: id "
-            f"{int(twice[0])} is in more than one row"
-        )
+def _runs(rows: np.ndarray, other: np.ndarray) -> int:
+    """How many runs of steps of one row and one id there are; ``other`` is where the id changes."""
+    return min(len(rows), 1) + int(np.count_nonzero(other | (rows[1:] != rows[:-1])))

@@ -86,8 +86,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         ... )
         >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
         >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
-        >>> rb.extend(two_episodes)
-        tensor([0, 1, 2, 3, 4])
+        >>> index = rb.extend(two_episodes)
         >>> sample = rb.sample()
         >>> sample["priority_weight"]
         tensor([1., 1., 1., 1.])
@@ -239,8 +238,9 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
         The handles of all steps of a clip, in their order (a sample, a part of one, a copy), are
         taken together: priorities given for them become one by ``reduction``. Any other handle means
-        the clip that begins at that step; so does every handle of an index ``[n, 1]``, and of the
-        index that a write returned if a ``TensorDictReplayBuffer`` finds priorities in what is
+        the clip that begins at that step; so does every handle of an index ``[n, 1]``, of a column
+        of one, such as ``index[:, 0]`` (what TorchRL makes of a sample ``[n, slice_len]``), and of
+        the index that a write returned if a ``TensorDictReplayBuffer`` finds priorities in what is
         written. Priorities of steps that have left are dropped, and counted in ``dropped``.
 
         Integers below ``HANDLES`` mean the clips that begin at these stored steps now, by age, and
@@ -287,16 +287,14 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         """Numbers of the clips that priorities are for, and these, of clips that are stored."""
         first, span = storage.table.first, self._priorities.span
         written = self._just_written is not None and self._just_written() is index
-        singly = written or (index.ndim > 1 and index.shape[-1] == 1)
         given = index.flatten().cpu()
         is_handle = given >= HANDLES
         numbers = torch.where(is_handle, given - HANDLES, given + first)
         here = (given >= 0) & (numbers >= first)
-        if not bool(here.all()):
-            self.dropped += int((is_handle & ~here).sum())
-            is_handle, numbers, priority = is_handle[here], numbers[here], priority[here]
-        if singly or span is None or not bool(is_handle.all()) or not len(numbers):
-            return numbers, priority
+        self.dropped += int((is_handle & ~here).sum())
+        singly = written or _is_column(index) or not bool(is_handle[here].all())
+        if singly or span is None:
+            return numbers[here], priority[here]
         slice_len, stride = span // self.stride, self.stride
         if self.pad_output and len(numbers) % slice_len == 0:
             # Padding is the last step again, whose priority is not asked for.
@@ -305,16 +303,30 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
             numbers, priority = rows[steps], priority.view_as(rows)[steps]
         if len(numbers) % slice_len == 0 and self.reduction in _OF_REDUCED:
-            rows = numbers.view(-1, slice_len)
-            if bool((rows[:, 1:] - rows[:, :-1] == stride).all()):
-                return rows[:, 0], _OF_REDUCED[self.reduction](priority.view_as(rows), 1)
-        episodes, offsets = storage.table.find(numbers - first)
+            rows, stay = numbers.view(-1, slice_len), here.view(-1, slice_len)
+            clips = rows[stay[:, 0], 0]
+            if (
+                bool((rows[:, 1:] - rows[:, :-1] == stride).all())
+                and bool((stay == stay[:, :1]).all())
+                and bool((self._entries(clips, storage) == slice_len).all())
+            ):
+                values = _OF_REDUCED[self.reduction](priority.view_as(rows), 1)
+                return clips, values[stay[:, 0]]
+        entries = torch.ones_like(numbers)
+        entries[here] = self._entries(numbers[here], storage)
+        return clips_of(numbers, entries, stride)[here], priority[here]
+
+    def _entries(self, numbers: Tensor, storage: EpisodeStorage) -> Tensor:
+        """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
+        span = self._priorities.span
+        assert span is not None
+        episodes, offsets = storage.table.find(numbers - storage.table.first)
         lengths = storage.table.lengths[episodes]
-        entries = torch.where(offsets + span <= lengths, slice_len, 1)
-        if not self.strict_length:
-            whole = (offsets == 0) & (lengths < span)
-            entries = torch.where(whole, lengths // stride, entries).clamp_min(1)
-        return clips_of(numbers, entries, stride), priority
+        entries = torch.where(offsets + span <= lengths, span // self.stride, 1)
+        if self.strict_length:
+            return entries
+        whole = (offsets == 0) & (lengths < span)
+        return torch.where(whole, lengths // self.stride, entries).clamp_min(1)
 
     def _follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
         """Bring the priorities up to what is stored."""
@@ -370,6 +382,13 @@ _OF_REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "mean": torch.mean,
 }
 """Reductions of which that of all values is that of the rows' ones."""
+
+
+def _is_column(index: Tensor) -> bool:
+    """Whether an index is a column, ``[n, 1]`` or out of a larger one: a step per row."""
+    if index.ndim > 1:
+        return index.shape[-1] == 1
+    return index.numel() > 1 and index.stride(0) != 1
 
 
 def _not_negative(name: str, value: Any) -> float:

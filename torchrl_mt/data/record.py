@@ -7,17 +7,19 @@ views of one tensor; no two of them share an element.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
-from torchrl_mt.data.ring import Moves
-from torchrl_mt.data.rows import Windows
+from torchrl_mt.data.ring import Blocks, Moves
+from torchrl_mt.data.rows import Windows, plan_rows
 from torchrl_mt.data.schema import Entry
-from torchrl_mt.data.steps import Path
+from torchrl_mt.data.steps import Path, Rows
 
 __all__ = ["Record", "records_for"]
 
@@ -86,9 +88,27 @@ class Record:
             for (path, shape), part in parts
         }
 
+    def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
+        """What stores the entries of whole episodes: all of them, in one go."""
+        parts = []
+        for path, shape in self.shapes.items():
+            column = columns[path]
+            values = torch.stack(column.items) if isinstance(column, Rows) else column
+            parts.append(values if len(shape) == 1 else values.reshape(len(values), -1))
+        pieces = blocks.pieces
+        if len(pieces) > 1:
+            return plan_rows(self.data, blocks.rows, torch.cat(parts, 1))
+        row, first, stop = pieces[0]
+        return partial(_join, parts, self.data[row : row + stop - first])
+
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
         new = copy(self)
         new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
+
+
+def _join(parts: list[Tensor], records: Tensor) -> None:
+    """Put the entries of some steps side by side."""
+    torch.cat(parts, 1, out=records)

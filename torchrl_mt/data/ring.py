@@ -39,22 +39,26 @@ def runs(starts: Tensor, lengths: Tensor) -> Tensor:
 class Blocks:
     """Blocks of rows; data for them comes one block after the other."""
 
-    starts: Tensor
-    """int64 ``[n]``: first row of each block."""
-    lengths: Tensor
-    """int64 ``[n]``: rows of each block that data is for."""
+    starts: list[int]
+    """First row of each block."""
+    lengths: list[int]
+    """Rows of each block that data is for."""
 
     @cached_property
     def rows(self) -> Tensor:
         """int64: every row."""
-        return runs(self.starts, self.lengths)
+        starts, lengths = (
+            torch.tensor(values, dtype=torch.int64, device="cpu")
+            for values in (self.starts, self.lengths)
+        )
+        return runs(starts, lengths)
 
     @cached_property
     def pieces(self) -> list[tuple[int, int, int]]:
         """``(row, first, last + 1)`` of the data, as few pieces as the rows allow."""
         pieces: list[tuple[int, int, int]] = []
         done = 0
-        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+        for start, length in zip(self.starts, self.lengths, strict=True):
             if pieces and pieces[-1][0] + pieces[-1][2] - pieces[-1][1] == start:
                 pieces[-1] = (pieces[-1][0], pieces[-1][1], done + length)
             else:
@@ -156,14 +160,17 @@ class Ring:
 
     def push_all(self, sizes: Sequence[int]) -> list[int] | None:
         """Place several blocks: their first rows, or None if one finds no place (none is placed)."""
+        if len(sizes) == 1:
+            start = self.push(sizes[0])
+            return None if start is None else [start]
         before = replace(self)
         starts: list[int] = []
         for size in sizes:
-            start = self.push(size)
-            if start is None:
+            place = self.push(size)
+            if place is None:
                 self.__dict__.update(before.__dict__)
                 return None
-            starts.append(start)
+            starts.append(place)
         return starts
 
     def pop(self, *, next_start: int | None) -> None:

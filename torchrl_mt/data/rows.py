@@ -1,24 +1,30 @@
-"""Rows of the ring: which are read, and reading them.
+"""Rows of the ring: which are read or written, reading and writing them.
 
-A read gives new memory: one copy of each window of consecutive rows.
+A read gives new memory: one copy of each window of consecutive rows. A write is planned first: what
+can fail has failed before anything is written.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchrl_mt.data.memory import Memory, to_device
+from torchrl_mt.data.ring import Blocks
+from torchrl_mt.data.schema import bits
+from torchrl_mt.data.steps import Rows
 
 if TYPE_CHECKING:
     from torchrl_mt.data.columns import StoredColumn
     from torchrl_mt.data.record import Record
     from torchrl_mt.data.steps import Column, Path
 
-__all__ = ["RowPlan", "Windows"]
+__all__ = ["RowPlan", "Windows", "plan_rows", "plan_values", "run"]
 
 _MAX_VIEWS = 16
 """Views that are kept, by span and shift."""
@@ -104,3 +110,24 @@ class Windows:
             (self._data.shape[0] - span + 1 - shift, span * width), (width, 1), shift * width
         )
         return self._views.setdefault((span, shift), view)
+
+
+def run(operation: Callable[..., Any], *args: Any) -> None:
+    """Carry out an operation for what it does to memory."""
+    operation(*args)
+
+
+def plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
+    """What writes a column of whole episodes to their rows of ``data``."""
+    values = torch.stack(column.items) if isinstance(column, Rows) else column
+    pieces = blocks.pieces
+    if len(pieces) > 1:
+        return plan_rows(data, blocks.rows, values)
+    row, first, stop = pieces[0]
+    return partial(run, data[row : row + stop - first].copy_, values)
+
+
+def plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
+    """What writes one value to each of the rows of ``data``."""
+    places, values = rows.to(data.device), bits(values.to(data.device, data.dtype).contiguous())
+    return partial(run, bits(data).index_copy_, 0, places, values)

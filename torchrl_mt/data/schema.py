@@ -143,6 +143,29 @@ class Schema:
             {path: _merge(path, entry, other.entries[path]) for path, entry in self.entries.items()}
         )
 
+    @cached_property
+    def has_objects(self) -> bool:
+        """Whether an entry holds Python objects."""
+        return any(entry.kind == "object" for entry in self.entries.values())
+
+    @cached_property
+    def shared(self) -> tuple[Path, ...]:
+        """The entries that are read from the rows of others."""
+        return tuple(path for path, entry in self.entries.items() if entry.shared)
+
+    def fits(self, steps: Steps, lengths: Tensor) -> bool:
+        """Whether episodes of dense tensors are as this schema says; False may yet be admitted."""
+        columns = steps.columns
+        if steps.root_class is not self.root_class or columns.keys() != self.entries.keys():
+            return False
+        for path, entry in self.entries.items():
+            column = columns[path]
+            if not isinstance(column, Tensor) or entry.kind != "dense":
+                return False
+            if column.dtype is not entry.dtype or column.shape[1:] != entry.shape:
+                return False
+        return all(_agrees(steps, lengths, path) for path in self.shared)
+
     def admit(self, steps: Steps, lengths: Tensor) -> Schema:
         """The schema after more episodes: this one, unless an entry has to change its kind.
 

@@ -429,6 +429,8 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
     """A column on ``device``."""
     if isinstance(column, Objects):
         return Objects([own(item, device) for item in column.items])
+    if isinstance(column, Tensor) and column.layout is torch.strided and column.device == device:
+        return column
     for tensor in column.items if isinstance(column, Rows) else [column]:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             raise ValueError(

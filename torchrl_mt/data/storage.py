@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
 from numbers import Integral
@@ -40,6 +40,9 @@ from torchrl_mt.data.table import EpisodeTable
 __all__ = ["EpisodeStorage"]
 
 _logger = logging.getLogger("torchrl_mt")
+
+_TOLD_AT_ONCE = 1 << 20
+"""Steps that buffers are told of in one call when all of them are others."""
 
 
 class EpisodeStorage(LazyStackStorage):
@@ -444,8 +447,6 @@ class EpisodeStorage(LazyStackStorage):
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
         """Store whole episodes in the given order: all of them, or none if one is refused.
 
@@ -459,7 +460,7 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock:
+        with self.lock, _lasting():
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
             # Whatever can go wrong has gone wrong before anything is changed.
@@ -475,15 +476,13 @@ class EpisodeStorage(LazyStackStorage):
                 self._warn_of_too_much(admitted)
             return index
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def check(self, episode: Steps) -> None:
         """Raise what :meth:`append_all` would of one whole episode; nothing is changed.
 
         Raises:
             ValueError: if it is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock:
+        with self.lock, _lasting():
             length = torch.tensor([episode.length], device="cpu")
             self._store.admit(episode.on(self.device), length)
 
@@ -513,8 +512,24 @@ class EpisodeStorage(LazyStackStorage):
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
-        index = torch.arange(end - new, end, device="cpu")
-        # Every buffer on this storage is told: what its sampler remembers may be of the past.
+        return self._told(end - new, end)
+
+    def _replaced(self) -> None:
+        """Note that all stored steps are others now."""
+        self._revision += 1
+        self._bump_mutation_revision()
+        end = HANDLES + self.table.end
+        # Not all handles at once: they would take much memory.
+        for first in range(end - len(self), end, _TOLD_AT_ONCE) or [end]:
+            self._told(first, min(first + _TOLD_AT_ONCE, end))
+
+    def _told(self, first: int, end: int) -> Tensor:
+        """Tell every buffer on this storage of steps: what its sampler remembers may be of the past.
+
+        Returns:
+            their handles, from ``first`` to before ``end``.
+        """
+        index = torch.arange(first, end, device="cpu")
         for buffer in self._attached_entities_iter():
             buffer.mark_update(index)
         return index
@@ -632,7 +647,7 @@ class EpisodeStorage(LazyStackStorage):
             store.table.number_from(self.table.end)
             self._settle()
             self._store = store
-            self._changed(len(self))
+            self._replaced()
         if left_out:
             _logger.warning(
                 "the newest %d of %d saved episodes are loaded: the others do not fit in "
@@ -655,7 +670,7 @@ class EpisodeStorage(LazyStackStorage):
                 if self._store is not store:
                     self._settle()
                     self._store = store
-                    self._changed(len(self))
+                    self._replaced()
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
@@ -686,3 +701,8 @@ class EpisodeStorage(LazyStackStorage):
             f"EpisodeStorage(max_steps={self.max_size}, steps={len(self)}, "
             f"episodes={self.num_episodes}, device={self.device})"
         )
+
+
+def _lasting() -> AbstractContextManager[Any]:
+    """Where tensors are made that can be changed later on, in inference mode, too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

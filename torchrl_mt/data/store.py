@@ -127,6 +127,8 @@ class EpisodeStore:
             )
         if self.schema is None:
             schema = Schema.of(steps, lengths, share_next=self.share_next)
+        elif self.schema.fits(steps, lengths):
+            schema = self.schema
         else:
             schema = self.schema.admit(steps, lengths)
         return self._admitted(schema, steps, lengths)
@@ -314,24 +316,25 @@ class EpisodeStore:
     def _plan(self, admitted: Admission) -> Callable[[], None]:
         """What stores the episodes; whatever can fail has failed before it is returned."""
         schema, table = admitted.schema, self.table
-        skipped = max(self.not_kept(admitted).values()) if len(admitted.lengths) > 1 else 0
-        lengths, tokens = admitted.lengths[skipped:], admitted.tokens[skipped:]
-        skipped_steps = admitted.steps.length - int(lengths.sum())
-        steps = admitted.steps[skipped_steps:]
-        rows = replace(self._rows) if self.schema is not None else self._new_rows(schema, lengths)
+        steps, lengths, tokens = admitted.steps, admitted.lengths, admitted.tokens
+        skipped = max(self.not_kept(admitted).values()) if len(lengths) > 1 else 0
+        if skipped:
+            lengths, tokens = lengths[skipped:], tokens[skipped:]
+            steps = steps[steps.length - int(lengths.sum()) :]
+        rows = copy(self._rows) if self.schema is not None else self._new_rows(schema, lengths)
         columns, records, recount = self.columns, self.records, None
         if schema is not self.schema:
             columns, records = self._columns_for(schema, rows.ring.capacity)
             recount = self._recount(schema, columns)
         leaving = table.num_episodes
         if not skipped:
-            leaving = self._leaving(lengths, int(tokens.sum()), recount)
-        rows.ring = ring = replace(rows.ring)
+            leaving = self._leaving(len(lengths), steps.length, tokens, recount)
+        rows.ring = ring = copy(rows.ring)
         first, moves, left = self._first_after(leaving), None, None
         if leaving:
             ring.pop(next_start=first)
-            left = self._oldest(leaving)
-        sizes = (lengths + rows.pad).tolist()
+            left = self._oldest(leaving) if schema.has_objects else None
+        sizes = [length + rows.pad for length in lengths.tolist()]
         starts = ring.push_all(sizes)
         if starts is None:
             moves = self._grow(rows, sizes)
@@ -346,37 +349,36 @@ class EpisodeStore:
             left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
             starts = ring.push_all(sizes)
             assert starts is not None
-        written = Blocks(torch.tensor(starts, device="cpu"), lengths)
-        change = Change(written, leaving > 0, first, left)
-        commits = [column.plan(change, steps.columns[path]) for path, column in columns.items()]
+        change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left)
+        commits = _plan_columns(change, steps, columns, records)
 
         def commit() -> None:
             if recount is not None:
                 table.recount(recount)
             table.evict(leaving)
-            table.pass_over(skipped, skipped_steps)
+            table.pass_over(skipped, admitted.steps.length - steps.length)
             if moves is not None:
                 table.move(moves)
             self.schema, self.columns, self.records, self._rows = schema, columns, records, rows
             for store in commits:
                 store()
-            table.extend(lengths, written.starts, tokens)
+            table.extend(lengths, starts, tokens)
 
         return commit
 
-    def _leaving(self, lengths: Tensor, tokens: int, recount: Tensor | None) -> int:
+    def _leaving(self, episodes: int, steps: int, tokens: Tensor, recount: Tensor | None) -> int:
         """How many of the stored episodes must leave for others, of so many steps and tokens."""
         table = self.table
-        leaving = table.episodes_holding(table.num_steps + int(lengths.sum()) - self.max_steps)
+        leaving = table.episodes_holding(table.num_steps + steps - self.max_steps)
         if self.max_episodes is not None:
-            leaving = max(leaving, table.num_episodes + lengths.shape[0] - self.max_episodes)
+            leaving = max(leaving, table.num_episodes + episodes - self.max_episodes)
         if self.max_tokens is None:
             return leaving
+        coming = int(tokens.sum()) - self.max_tokens
         if recount is None:
-            surplus = table.num_tokens + tokens - self.max_tokens
-            return max(leaving, table.episodes_holding(0, surplus))
+            return max(leaving, table.episodes_holding(0, table.num_tokens + coming))
         held = recount.cumsum(0)
-        surplus = int(held[-1]) + tokens - self.max_tokens
+        surplus = int(held[-1]) + coming
         return max(leaving, int(torch.searchsorted(held, surplus)) + 1 if surplus > 0 else 0)
 
     def not_kept(self, admitted: Admission) -> dict[str, int]:
@@ -399,7 +401,7 @@ class EpisodeStore:
     def _oldest(self, episodes: int) -> Blocks:
         """The rows of the oldest episodes."""
         table = self.table
-        return Blocks(table.starts[:episodes].clone(), table.lengths[:episodes].clone())
+        return Blocks(table.starts[:episodes].tolist(), table.lengths[:episodes].tolist())
 
     def _first_after(self, episodes: int) -> int | None:
         """The first row of the oldest episode but so many; None if there is none."""
@@ -471,7 +473,10 @@ class EpisodeStore:
             stored = self._oldest(self.table.num_episodes)
             plan = RowPlan(stored.rows)
             prompts, answers = (step_tensors(column.read(plan)) for column in (whole, responses))
-            growing.plan(Change(stored), additions(prompts, answers, stored.lengths))()
+            growing.plan(
+                Change(stored),
+                additions(prompts, answers, torch.tensor(stored.lengths, device="cpu")),
+            )()
         return growing
 
     def _recount(self, schema: Schema, columns: dict[Path, StoredColumn]) -> Tensor | None:
@@ -513,6 +518,23 @@ class _RingRows:
     """Rows that an episode has beyond its steps: 1 where next entries are shared."""
     slack: int = 0
     """Rows of the longest episode that the ring has room for beside the budget."""
+
+
+def _plan_columns(
+    change: Change,
+    steps: Steps,
+    columns: Mapping[Path, StoredColumn],
+    records: Mapping[Path, Record],
+) -> list[Callable[[], None]]:
+    """What stores each column of whole episodes; the entries of a record in one go."""
+    commits = []
+    apart = set(columns)
+    for record in set(records.values()):
+        if all(isinstance(columns[path], RecordColumn) for path in record.shapes):
+            commits.append(record.plan(change.written, steps.columns))
+            apart -= record.shapes.keys()
+    commits += [columns[path].plan(change, steps.columns[path]) for path in apart]
+    return commits
 
 
 def _link(columns: dict[Path, StoredColumn], records: dict[Path, Record]) -> None:

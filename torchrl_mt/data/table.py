@@ -7,6 +7,7 @@ of a clip O(log E): no cost grows with the number of stored steps.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -48,18 +49,25 @@ def weigh(
         >>> weigh(torch.tensor([2, 3, 5]), 3, "clips")
         tensor([0, 1, 3])
     """
-    clips = lengths - span + 1
+    return torch.from_numpy(_weigh(lengths.numpy(), span, weight, least, beyond))
+
+
+def _weigh(
+    lengths: np.ndarray, span: int, weight: Weight, least: int, beyond: tuple[int, int]
+) -> np.ndarray:
+    """:func:`weigh` of an array: what is counted is small, and torch takes longer to begin."""
+    clips = lengths - (span - 1)
     if any(beyond):
-        outside = lengths.clamp_max(span) - 1
-        more = outside.clamp_max(beyond[0]) + outside.clamp_max(beyond[1])
+        outside = np.minimum(lengths, span) - 1
+        more = np.minimum(outside, beyond[0]) + np.minimum(outside, beyond[1])
         if weight == "clips":
-            return torch.where(clips > 0, clips + more, 0)
-        return torch.where(lengths >= least, clips.clamp_min(1) + more, 0)
+            return np.where(clips > 0, clips + more, 0)
+        return np.where(lengths >= least, np.maximum(clips, 1) + more, 0)
     if weight == "clips":
-        return clips.clamp_min(0)
+        return np.maximum(clips, 0)
     if weight == "clips_or_whole":
-        return torch.where(lengths >= least, clips.clamp_min(1), 0)
-    return (clips > 0).long()
+        return np.where(lengths >= least, np.maximum(clips, 1), 0)
+    return (clips > 0).astype(np.int64)
 
 
 class EpisodeTable:
@@ -147,25 +155,26 @@ class EpisodeTable:
         rows += offset
         return torch.from_numpy(numbers), torch.from_numpy(rows)
 
-    def extend(self, lengths: Tensor, starts: Tensor, tokens: Tensor) -> None:
+    def extend(self, lengths: Tensor, starts: Sequence[int], tokens: Tensor) -> None:
         """Add the newest episodes.
 
         Args:
             lengths: int64 ``[n]``, steps of each.
-            starts: int64 ``[n]``, first ring row of each.
+            starts: ``n``, first ring row of each.
             tokens: int64 ``[n]``, tokens of each.
         """
-        tail = self._tail + lengths.shape[0]
-        if tail > self._length.shape[0]:
-            self._compact(lengths.shape[0])
-            tail = self._tail + lengths.shape[0]
+        steps = lengths.numpy()
+        tail = self._tail + len(steps)
+        if tail > len(self._length):
+            self._compact(len(steps))
+            tail = self._tail + len(steps)
         new = slice(self._tail, tail)
-        self._length[new] = lengths.numpy()
-        self._start[new] = starts.numpy()
-        self._accumulate(self._steps, new, lengths.numpy())
+        self._length[new] = steps
+        self._start[new] = starts
+        self._accumulate(self._steps, new, steps)
         self._accumulate(self._tokens, new, tokens.numpy())
         for choice, tally in self._tallies.items():
-            self._accumulate(tally, new, weigh(lengths, *choice).numpy())
+            self._accumulate(tally, new, _weigh(steps, *choice))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -267,7 +276,7 @@ class EpisodeTable:
         if tally is None:
             tally = np.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, weigh(self.lengths, *choice).numpy())
+            self._accumulate(tally, stored, _weigh(self._length[stored], *choice))
             self._tallies[choice] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)

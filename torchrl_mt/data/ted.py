@@ -1,64 +1,120 @@
-"""What TorchRL's episode data format says of steps: where episodes end, and which are padding."""
+"""What TorchRL's episode data format says of steps: where episodes begin and end; what is padding."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_mt.data.steps import Column, Path, Rows, Steps, name_of
 
-__all__ = ["ended", "names_of", "not_padding", "stacked", "truncated"]
+__all__ = ["FLAGS", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
 
-_DONE: Path = ("next", "done")
-_TRUNCATED: Path = ("next", "truncated")
+FLAGS = ("done", "terminated", "truncated")
+"""Names of done flags: at the root of a step that was taken, they are false."""
+
+_END_KEYS: tuple[Path, ...] = tuple(("next", flag) for flag in FLAGS)
 _MASK: Path = ("collector", "mask")
-_END_KEYS: tuple[Path, ...] = (_DONE, ("next", "terminated"), _TRUNCATED)
+_INIT: Path = ("is_init",)
 
 
-def ended(steps: Steps) -> Tensor:
-    """Bool ``[N]`` on the CPU: the steps that end their episode."""
-    last: Tensor | None = None
-    found = [flag for flag in map(steps.columns.get, _END_KEYS) if flag is not None]
-    if not found:
-        raise ValueError(
-            f'data must tell where episodes end: ("next", "done") (or terminated, truncated) is '
-            f"missing; the keys are {names_of(steps)}"
-        )
-    for column in found:
-        flag = stacked(column)
-        if flag is None:
-            raise ValueError("done flags must be tensors, got Python objects")
-        flag = flag.reshape(steps.length, -1).bool()
-        flag = flag.squeeze(1) if flag.shape[1] == 1 else flag.any(1)
-        last = flag if last is None else last | flag
-    assert last is not None
-    return last.cpu()
+@dataclass(frozen=True)
+class EndFlags:
+    """The flags that end an episode."""
 
+    keys: tuple[Path, ...] = ()
+    """Where they are; () for done, terminated and truncated under ``"next"``, those that there are."""
+    done_on_any: bool = True
+    """Whether a step with several flags of a kind, one per agent, ends its episode when one is true, or
+    when all are."""
 
-def truncated(episode: Steps) -> Steps:
-    """The episode with its last step marked truncated."""
-    columns = dict(episode.columns)
-    marked = False
-    for key in (_DONE, _TRUNCATED):
-        flag = None if key not in columns else stacked(columns[key])
-        if flag is not None:
+    def ended(self, steps: Steps) -> np.ndarray:
+        """Bool ``[N]``: the steps that end their episode.
+
+        Raises:
+            ValueError: if there is no flag, or one is no tensor.
+        """
+        found = [steps.columns[key] for key in self.keys or _END_KEYS if key in steps.columns]
+        missing = [key for key in self.keys if key not in steps.columns]
+        if missing or not found:
+            wanted = "(or terminated, truncated) "
+            name = name_of(missing[0]) if missing else '("next", "done")'
+            raise ValueError(
+                f"data must tell where episodes end: {name} {'' if missing else wanted}is "
+                f"missing; the keys are {names_of(steps)}"
+            )
+        # Flags of one shape are those of the same agents.
+        by_agents: dict[int, np.ndarray] = {}
+        for column in found:
+            flag = stacked(column)
+            if flag is None:
+                raise ValueError("done flags must be tensors, got Python objects")
+            values = _array(flag, steps.length)
+            width = values.shape[1]
+            by_agents[width] = values | by_agents[width] if width in by_agents else values
+        last: np.ndarray | None = None
+        for width, values in by_agents.items():
+            if width == 1:
+                reduced = values[:, 0]
+            else:
+                reduced = np.any(values, 1) if self.done_on_any else np.all(values, 1)
+            last = reduced if last is None else last | reduced
+        assert last is not None
+        return last
+
+    def truncate(self, steps: Steps, at: Sequence[int]) -> Steps:
+        """The steps, of which those at the positions ``at`` are marked truncated.
+
+        Raises:
+            ValueError: if there is no flag to mark.
+        """
+        columns = dict(steps.columns)
+        marked = self.marks(steps)
+        if not marked:
+            raise ValueError(
+                'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
+                'or ("next", "done")'
+            )
+        for key in marked:
+            flag = stacked(columns[key])
+            assert flag is not None
             flag = flag.clone()
-            flag[-1] = True
-            columns[key], marked = flag, True
-    if not marked:
-        raise ValueError(
-            'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
-            'or ("next", "done")'
-        )
-    return replace(episode, columns=columns)
+            flag[list(at)] = True
+            columns[key] = flag
+        return replace(steps, columns=columns)
+
+    def marks(self, steps: Steps) -> list[Path]:
+        """The flags that say of a step that its episode was truncated."""
+        keys: dict[Path, None] = {}
+        for key in self.keys or _END_KEYS:
+            if key[-1] != "terminated":
+                keys[key] = None
+            if key[-1] in FLAGS:
+                keys.update(dict.fromkeys((*key[:-1], flag) for flag in ("done", "truncated")))
+        found = [key for key in keys if key in steps.columns]
+        return [key for key in found if stacked(steps.columns[key]) is not None]
 
 
-def not_padding(steps: Steps, shape: torch.Size) -> Tensor | None:
-    """Bool of the given shape: the steps that are no padding; None if there is none."""
+def begins(steps: Steps) -> np.ndarray | None:
+    """Bool ``[N]``: the steps with a true ``"is_init"``; None if there is none."""
+    column = steps.columns.get(_INIT)
+    flag = None if column is None else stacked(column)
+    if flag is None or flag.shape[0] != steps.length or not flag.numel():
+        return None
+    values = _array(flag, steps.length)
+    found = values[:, 0] if values.shape[1] == 1 else np.any(values, 1)
+    return found if found.any() else None
+
+
+def not_padding(steps: Steps) -> np.ndarray | None:
+    """Bool ``[N]``: the steps that are no padding; None if there is none."""
     mask = stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
-    return None if mask is None or bool(mask.all()) else mask.reshape(shape).cpu().bool()
+    if mask is None or bool(mask.all()):
+        return None
+    return _array(mask, steps.length)[:, 0]
 
 
 def stacked(column: Column) -> Tensor | None:
@@ -71,3 +127,11 @@ def stacked(column: Column) -> Tensor | None:
 def names_of(steps: Steps) -> str:
     """The entries of some steps as one writes them in code."""
     return ", ".join(map(name_of, sorted(steps.columns)))
+
+
+def _array(flag: Tensor, length: int) -> np.ndarray:
+    """A flag of steps on the CPU: bool ``[N, *]``."""
+    if flag.dtype != torch.bool or not flag.is_cpu:
+        flag = flag.bool().cpu()
+    array: np.ndarray = flag.numpy()
+    return array.reshape(length, -1)

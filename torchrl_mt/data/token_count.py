@@ -28,6 +28,8 @@ def count_tokens(schema: Schema, steps: Steps, lengths: Tensor) -> Tensor:
         lengths: int64 ``[E]``, steps of each.
     """
     none = torch.zeros_like(lengths)
+    if not schema.counted:
+        return none
     counted = {path: steps.columns[path] for path in schema.counted}
     ends = lengths.cumsum(0) - 1
     totals = {

@@ -11,6 +11,15 @@ from typing import Any
 __all__ = ["undisturbed"]
 
 
+class _Later:
+    """Takes note of Ctrl-C."""
+
+    args: tuple[Any, ...] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        self.args = args
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Have Ctrl-C wait until the body is done.
@@ -28,14 +37,17 @@ def undisturbed() -> Iterator[None]:
         True
     """
     before = signal.getsignal(signal.SIGINT)
+    if isinstance(before, _Later):  # The body of another waits already.
+        yield
+        return
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    pressed: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+    later = _Later()
+    signal.signal(signal.SIGINT, later)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if pressed:
-            before(*pressed[-1])
+        if later.args is not None:
+            before(*later.args)

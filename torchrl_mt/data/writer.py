@@ -6,13 +6,16 @@ changes nothing.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
@@ -27,26 +30,30 @@ from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
+from torchrl_mt.data.assembly import Assembler, Assembly
+from torchrl_mt.data.batch import Batch, Form, flatten, read_ids, segment
 from torchrl_mt.data.checkpoint import load_state, save_state
 from torchrl_mt.data.clip_sampler import ClipSampler
+from torchrl_mt.data.continuity import Continuity, bits_at, compared
 from torchrl_mt.data.episode_sampler import EpisodeSampler
-from torchrl_mt.data.grouping import Segment, group_steps
 from torchrl_mt.data.growing import copy_of_episodes
-from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.open_episode import OpenEpisode
+from torchrl_mt.data.open_steps import Label, OpenSteps
 from torchrl_mt.data.schema import Schema
-from torchrl_mt.data.steps import (
-    Path,
-    Steps,
-    has_lazy_stack,
-    name_of,
-    pack,
-    unpack,
-)
+from torchrl_mt.data.steps import Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data.storage import EpisodeStorage
-from torchrl_mt.data.ted import ended, names_of, not_padding, stacked, truncated
+from torchrl_mt.data.ted import FLAGS, EndFlags, names_of
+from torchrl_mt.data.undisturbed import undisturbed
 
 __all__ = ["EpisodeWriter"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+_OF_SAMPLES: frozenset[Path] = frozenset(
+    [("index",), ("index_generation",), ("priority_weight",), ("_weight",)]
+    + [("next", flag) for flag in FLAGS]
+)
+"""Entries that buffers and samplers add to a sample."""
 
 _ID_KEYS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
 
@@ -66,18 +73,55 @@ class _ToldBy:
         return f"the done flags of {self.rows} rows"
 
 
+_NOTHING_COUNTED = {"breaks": 0, "truncated": 0, "dropped": 0}
+_NO_FORM: tuple[Any, ...] = (None, None, ((), ()))
+_WHAT_BECOMES = {
+    "truncate": ", and that one is stored as truncated",
+    "discard": ", and that one is dropped",
+    "apart": ", and that one stays open for its own steps",
+}
+
+Reason = Literal["ended", "break", "budget", "flush"]
+"""Why an episode is no longer open."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Gone:
+    """An episode that is no longer open."""
+
+    slot: int
+    rows: np.ndarray
+    """int64 ``[T]``: its rows."""
+    name: Label
+    """What it was called; its id, if it began in this batch."""
+    why: Reason = "ended"
+
+
 class EpisodeWriter(Writer):
     """Gathers steps into episodes and stores each episode once it has ended.
 
     It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes, of
     several environments in turn. Steps are told apart by the episode id under ``traj_key``, or, if
     there is none, by the done flags, each row of a ``[B, T]`` batch being one environment and a
-    ``[N]`` batch a single one. An episode ends with the first step whose ``("next", "done")``,
-    ``("next", "terminated")`` or ``("next", "truncated")`` is true. The padding of split
-    trajectories (where ``("collector", "mask")`` is false) is left out.
+    ``[N]`` batch a single one. An episode ends with the first step of which a flag under ``end_key``
+    is true. The padding of split trajectories (where ``("collector", "mask")`` is false) is left out.
 
-    An id that stops coming without a done flag leaves its episode open until :meth:`flush`: so do
-    the episodes that TorchRL's ``Collector(reset_at_each_iter=True)`` breaks off after each batch.
+    No stored episode is of two: steps join an open episode only if they go on from it. Their first one
+    has no true ``"is_init"``, and its entries equal the ``"next"`` entries of the episode's last step,
+    bit for bit. Which entries hold to that is learned (see :mod:`torchrl_mt.data.continuity`); Python
+    objects, tensors of varying shape and done flags are not compared. Where nothing can be compared,
+    ids and rows alone tell. Steps of one id that follow each other in a row of a batch are taken at
+    their word, ``"is_init"`` apart. Steps that go on from no open episode of their id begin another:
+
+    - Episodes told apart by ids are kept apart, each open until its own steps come again, as two
+      collectors may both count from 0. Of more than 32 with one id the one that has waited longest
+      for a step is given up.
+    - Of those told apart by done flags, a row has one: it is given up when another is to be open, as
+      the environment was reset.
+
+    An id that stops coming without a done flag leaves its episode open until :meth:`flush`, or until the
+    open steps are more than ``max_open_steps``: so do the episodes that TorchRL's
+    ``Collector(reset_at_each_iter=True)`` breaks off after each batch.
 
     Args:
         traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
@@ -89,6 +133,21 @@ class EpisodeWriter(Writer):
             ``takes_many_episodes``, such as :class:`~torchrl_mt.transforms.DiscountedReturn`, is
             called once for all episodes that end in a batch, one after the other in one
             TensorDict, which is faster.
+        end_key: the flag that ends an episode, or several; by default ``("next", "done")``,
+            ``("next", "terminated")`` and ``("next", "truncated")``, those that there are.
+        done_on_any: of a flag per agent (``[T, A, 1]``), whether one true flag ends the episode, or all
+            of them together.
+        on_break: what becomes of an episode that is given up: ``"truncate"`` stores it, its last step
+            marked truncated, ``"discard"`` drops it, and ``"raise"`` refuses a batch with steps that do
+            not go on from the open episode of their id or row.
+        max_open_steps: the budget of all open episodes together, in steps; by default the storage's
+            ``max_steps``. Beyond it, those that have waited longest for a step are stored as truncated,
+            or dropped if they cannot be stored; a single one may be longer. An open episode never
+            has more than the storage's ``max_steps``, unless a ``transform`` may yet make it shorter:
+            what came before is stored as truncated, and it goes on as another.
+
+    Raises:
+        ValueError: if ``on_break`` or ``max_open_steps`` is none of these.
 
     Examples:
         >>> import torch
@@ -100,8 +159,8 @@ class EpisodeWriter(Writer):
         ...     return TensorDict({"next": {"done": torch.tensor(done)}}, [len(done)])
         >>> rb.extend(steps(False, False))
         tensor([], dtype=torch.int64)
-        >>> len(rb), len(rb.writer.open_episodes)
-        (0, 1)
+        >>> len(rb), rb.writer.open_lengths
+        (0, {0: 2})
         >>> rb.storage.places(rb.extend(steps(True)))
         tensor([0, 1, 2])
     """
@@ -111,19 +170,73 @@ class EpisodeWriter(Writer):
         *,
         traj_key: NestedKey | None = None,
         transform: Callable[[Any], Any] | None = None,
+        end_key: NestedKey | Sequence[NestedKey] | None = None,
+        done_on_any: bool = True,
+        on_break: Literal["truncate", "raise", "discard"] = "truncate",
+        max_open_steps: int | None = None,
     ) -> None:
         super().__init__()
+        if on_break not in ("truncate", "raise", "discard"):
+            raise ValueError(f"on_break must be 'truncate', 'raise' or 'discard', got {on_break!r}")
+        if max_open_steps is not None and (
+            isinstance(max_open_steps, bool)
+            or not isinstance(max_open_steps, Integral)
+            or max_open_steps < 1
+        ):
+            raise ValueError(
+                f"max_open_steps must be a positive number of steps or None, got {max_open_steps!r}"
+            )
         self.traj_key = None if traj_key is None else unravel_key(traj_key)
         self.transform = transform
-        self._open: dict[int, OpenEpisode] = {}
+        self.on_break = on_break
+        self.max_open_steps = max_open_steps
+        self._end_flags = EndFlags(_paths(end_key), done_on_any)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without an open episode, knowing nothing."""
+        self._open = OpenSteps()
         self._told_by: _ToldBy | None = None
         self._write_count = 0
+        self._continuity = Continuity()
+        self._counts = dict(_NOTHING_COUNTED)
+        self._said: set[str] = set()
+        self._last_form = self._fits = _NO_FORM
 
     @property
-    def open_lengths(self) -> dict[int, int]:
-        """How many steps came so far of each unfinished episode, by its id."""
+    def open_episodes(self) -> dict[Label, Any]:
+        """The unfinished episodes, by their id: copies of the steps so far, as TensorDicts.
+
+        An episode that began while another of its id was open is called ``(id, 2)``, and so on; an
+        episode told apart by done flags is called by its row.
+        """
         with self._held():
-            return {key: episode.length for key, episode in self._open.items()}
+            opened = self._open
+            return {opened.labels[slot]: pack(opened.episode(slot)) for slot in opened.by_age()}
+
+    @property
+    def open_lengths(self) -> dict[Label, int]:
+        """How many steps came so far of each of the :attr:`open_episodes`."""
+        with self._held():
+            opened = self._open
+            return {opened.labels[slot]: int(opened.length[slot]) for slot in opened.by_age()}
+
+    def stats(self) -> dict[str, int]:
+        """What the writer holds, and what became of what it was given.
+
+        Returns:
+            ``"open_episodes"`` and ``"open_steps"``, what waits now; ``"breaks"``, how often steps did
+            not go on from the open episode of their id or row; ``"truncated"`` and ``"dropped"``, the
+            episodes that were given up, after breaks or for a budget, and stored as truncated or not
+            stored. They count from the beginning, or since ``rb.empty()``.
+        """
+        with self._held():
+            opened = self._open
+            return {
+                "open_episodes": len(opened.slots),
+                "open_steps": opened.num_steps,
+                **self._counts,
+            }
 
     def register_storage(self, storage: Storage) -> None:
         """Called by the replay buffer."""
@@ -134,14 +247,11 @@ class EpisodeWriter(Writer):
             )
         super().register_storage(storage)
 
-    @property
-    def open_episodes(self) -> dict[int, Any]:
-        """The unfinished episodes by their id: copies of the steps so far, as TensorDicts."""
-        with self._held():
-            return {key: pack(episode.steps.clone()) for key, episode in self._open.items()}
-
     def extend(self, data: Any) -> Tensor:
         """Take a batch of steps, and store the episodes that end in it.
+
+        Entries that a buffer adds to a sample are left out if the stored steps have none, so that a
+        sample can be written back: its clips are episodes then.
 
         Args:
             data: TED TensorDict or tensorclass, ``[N]`` or ``[B, T]``.
@@ -156,9 +266,8 @@ class EpisodeWriter(Writer):
         Raises:
             TypeError: if ``data`` is no TensorDict.
             ValueError: if ``data`` is empty, has no done flag, has one id in two rows, has steps
-                that do not fit their episode's first ones, or an episode is refused by the storage:
-                one that is still open, too, once it has more than ``max_steps`` steps, unless a
-                ``transform`` may yet make it shorter. :meth:`discard` gets rid of such a one.
+                that do not fit those of the open episodes, an episode is refused by the storage, or,
+                with ``on_break="raise"``, steps do not go on from the open episode of their id.
             KeyError: if ``traj_key`` is not in ``data``.
         """
         _check_data(data)
@@ -167,31 +276,7 @@ class EpisodeWriter(Writer):
         storage: EpisodeStorage = self._storage
         with storage.lock:
             _check_samplers(storage)
-            shape = data.batch_size
-            steps = _flatten(data)
-            told_by, ids = self._ids(steps, shape)
-            order, segments = group_steps(
-                ids, ended(steps).view_as(ids), not_padding(steps, ids.shape)
-            )
-            if order is not None:
-                steps = steps.take(order)
-            episodes, came, still_open = self._assemble(steps, segments)
-            ids_ended = [segment.key for segment in segments if segment.ended]
-            episodes, lengths = self._transformed(episodes, came, ids_ended)
-            stored = self._stored(episodes, lengths, ids_ended)
-            self._open, self._told_by = still_open, told_by
-            self._write_count += episodes.length
-            if self._sets_indices():
-                stored = _aligned(
-                    segments,
-                    came,
-                    lengths,
-                    order,
-                    shape,
-                    len(storage),
-                    HANDLES + storage.table.first,
-                )
-            return stored
+            return self._write(data)
 
     def add(self, data: Any) -> int | Tensor | None:
         """Take one step, or one step of each of ``B`` environments.
@@ -220,56 +305,74 @@ class EpisodeWriter(Writer):
             int64 ``[K]``: the handles of their steps.
 
         Raises:
-            ValueError: if their steps have neither ``("next", "truncated")`` nor
+            ValueError: if their steps have no flag to mark, such as ``("next", "truncated")`` or
                 ``("next", "done")``, or one is refused by the storage: none is stored then, and
                 :meth:`discard` gets rid of that one.
         """
         with self._storage.lock:
-            if not self._open:
-                return torch.zeros(0, dtype=torch.int64, device="cpu")
-            ids = list(self._open)
-            cut = [truncated(episode.steps) for episode in self._open.values()]
-            lengths = torch.tensor([episode.length for episode in cut], device="cpu")
-            episodes, lengths = self._transformed(Steps.concat(cut), lengths, ids)
-            stored = self._stored(episodes, lengths, ids)
-            self._open = {}
-            self._write_count += int(lengths.sum())
+            opened = self._open
+            if not opened.slots:
+                return _nothing()
+            gone = [
+                _Gone(slot, opened.rows(slot), opened.labels[slot], "flush")
+                for slot in opened.by_age()
+            ]
+            episodes, lengths = self._transformed(self._taken(gone), gone)
+            with undisturbed():
+                stored, _, _ = self._stored(episodes, lengths, gone)
+                self._open = OpenSteps()
+                self._write_count += int(lengths.sum())
             return stored
 
-    def discard(self, episode: int) -> None:
+    def discard(self, episode: Label) -> None:
         """Drop an open episode: what came of it is never stored.
 
         Args:
-            episode: its id, one of :attr:`open_episodes`; of episodes told apart by done flags, the
-                row of the batch.
+            episode: what it is called in :attr:`open_episodes`.
 
         Raises:
             KeyError: if no such episode is open.
         """
         with self._held():
-            if episode not in self._open:
-                raise KeyError(f"no episode {episode!r} is open; the open ones are {[*self._open]}")
-            del self._open[episode]
+            if episode not in self._open.slots:
+                known = [*self.open_lengths]
+                raise KeyError(f"no episode {episode!r} is open; the open ones are {known}")
+            self._open.discard(self._open.slots[episode])
 
     def state_dict(self) -> dict[str, Any]:
-        """The open episodes and the write count, as copies."""
+        """The open episodes, what was learned and what was counted, as copies."""
         with self._held():
+            opened = self._open
             return {
-                "open": {key: (e.schema, e.steps.clone()) for key, e in self._open.items()},
+                "open": [
+                    (int(opened.ids[slot]), opened.labels[slot], opened.episode(slot))
+                    for slot in opened.by_age()
+                ],
                 "told_by": self._told_by,
                 "write_count": self._write_count,
+                "continuity": self._continuity.records(),
+                "counts": dict(self._counts),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` gave."""
-        still_open = {
-            key: OpenEpisode(schema, (steps.clone(),))
-            for key, (schema, steps) in state_dict["open"].items()
-        }
         with self._held():
-            self._open = still_open
-            self._told_by = state_dict["told_by"]
-            self._write_count = state_dict["write_count"]
+            self._restore(state_dict)
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        """What :meth:`load_state_dict` does, under the lock."""
+        saved = state_dict["open"]
+        if isinstance(saved, dict):  # of an earlier version
+            saved = [(key, key, steps) for key, (_, steps) in saved.items()]
+        opened, continuity = OpenSteps(), Continuity(state_dict.get("continuity"))
+        for key, label, steps in saved:
+            opened.restore(key, label, steps)
+            if "continuity" not in state_dict:
+                _learn(continuity, steps, self._end_flags)
+        self._open, self._continuity = opened, continuity
+        self._told_by = state_dict["told_by"]
+        self._write_count = state_dict["write_count"]
+        self._counts = {**_NOTHING_COUNTED, **state_dict.get("counts", {})}
 
     def dumps(self, path: str | FilePath) -> None:
         """Save the state in the folder ``path``."""
@@ -282,79 +385,327 @@ class EpisodeWriter(Writer):
     def _empty(self, empty_write_count: bool = True) -> None:
         """Drop the open episodes."""
         with self._held():
-            self._open, self._told_by = {}, None
-            if empty_write_count:
-                self._write_count = 0
+            count = 0 if empty_write_count else self._write_count
+            self._forget()
+            self._write_count = count
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._held():
+            state = super().__getstate__()
+            for name in ("_open", "_continuity", "_last_form", "_fits"):
+                del state[name]
+            return {**state, "_saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("_saved", None)
+        if saved is None:  # of an earlier version
+            opened: dict[int, OpenEpisode] = state.pop("_open")
+            saved = {
+                "open": [(key, key, episode.steps) for key, episode in opened.items()],
+                "told_by": state["_told_by"],
+                "write_count": state["_write_count"],
+            }
+            EpisodeWriter.__init__(self)
+        self._last_form, self._fits = _NO_FORM, _NO_FORM
+        self.__dict__.update(state)
+        self._restore(saved)  # without the lock: the storage may have none as yet
 
     def _held(self) -> AbstractContextManager[Any]:
         """The lock of the storage, once there is one."""
         return nullcontext() if self._storage is None else self._storage.lock
 
-    def _ids(self, steps: Steps, shape: torch.Size) -> tuple[_ToldBy, Tensor]:
-        """How steps are told apart, and the id of each: int64 ``[B, T]``."""
-        rows = shape[:-1].numel()
-        key = self._id_key(steps)
-        told_by = _ToldBy(key) if key is not None else _ToldBy(None, rows)
-        if self._open and told_by != self._told_by:
+    def _write(self, data: Any) -> Tensor:
+        """What :meth:`extend` does, under the lock."""
+        shape = data.batch_size
+        steps, form = flatten(data)
+        added, paths = self._known(steps, form)
+        told_by = self._told(steps, shape)
+        ids = None if told_by.key is None else read_ids(steps, told_by.key)
+        learn = not self._continuity.knows(paths)
+        batch, continuity = self._segmented(steps, ids, shape, learn)
+        if added:
+            form = None
+        keys, opened = batch.segments.keys, self._open
+        self._check_lengths(batch)
+        apart = bool(opened.slots) and told_by != self._told_by
+        if batch.ended.all() and (apart or opened.newest.keys().isdisjoint(keys)):
+            # None of it concerns the open episodes.
+            whole = [_Gone(-1, batch.positions(i), key) for i, key in enumerate(keys)]
+            whole.sort(key=lambda episode: int(episode.rows[-1]))
+            return self._settle(batch, shape, whole, continuity)
+        if apart:
             raise ValueError(
                 f"episodes are open that were told apart by {self._told_by}, this batch "
                 f"would be by {told_by}: send one kind of batch, or flush() first"
             )
-        if key is None:
-            return told_by, torch.arange(rows, device="cpu")[:, None].expand(rows, shape[-1])
-        ids = stacked(steps.columns[key])
-        if (
-            ids is None
-            or ids.is_floating_point()
-            or ids.is_complex()
-            or ids.numel() != steps.length
-        ):
-            got = "objects" if ids is None else f"{tuple(ids.shape)} {ids.dtype}"
-            raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}")
-        return told_by, ids.reshape(rows, -1).long().cpu()
+        first = opened.put(batch.steps, self._schema_with(batch, form))
+        by_rows = told_by.key is None
+        found = self._assembled(batch, first, by_rows, continuity)
+        if found.breaks and not learn:
+            # Perhaps the environment no longer holds to what was learned.
+            batch, continuity = self._segmented(steps, ids, shape, True)
+            found = self._assembled(batch, first, by_rows, continuity)
+        if found.breaks and self.on_break == "raise":
+            i, reason = found.breaks[0]
+            raise ValueError(
+                f"the steps of episode {keys[i]} do not go on from the open one: {reason}. "
+                f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'"
+            )
+        index = self._settle(batch, shape, self._gone(batch, found, first), continuity, found)
+        self._told_by = told_by
+        return index
 
-    def _id_key(self, steps: Steps) -> Path | None:
-        """Where the ids are; None if the done flags are to tell."""
+    def _segmented(
+        self, steps: Steps, ids: np.ndarray | None, shape: torch.Size, learn: bool
+    ) -> tuple[Batch, Continuity]:
+        """The segments of a batch, without what a buffer added to a sample; what is known then."""
+        added, paths = self._known_entries
+        continuity = Continuity(self._continuity.records())
+        batch = segment(steps, ids, shape, self._end_flags, paths, continuity, learn=learn)
+        if added:
+            rest = {k: v for k, v in batch.steps.columns.items() if k not in added}
+            batch = replace(batch, steps=replace(batch.steps, columns=rest))
+        return batch, continuity
+
+    def _assembled(
+        self, batch: Batch, first: int, by_rows: bool, continuity: Continuity
+    ) -> Assembly:
+        """The episodes to which the segments of a batch belong."""
+        return Assembler(
+            self._open,
+            batch,
+            first,
+            by_rows=by_rows,
+            paths=self._known_entries[1],
+            continuity=continuity,
+            max_length=self._max_length,
+        ).assemble(self.max_open_steps or self._storage.max_size)
+
+    @property
+    def _known_entries(self) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """Of the last batch, what a buffer added to a sample, and the entries to compare."""
+        entries: tuple[tuple[Path, ...], tuple[Path, ...]] = self._last_form[2]
+        return entries
+
+    def _known(self, steps: Steps, form: Form | None) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """The entries that a buffer added to a sample, and those to compare."""
+        schema = self._storage.schema if self.transform is None else None
+        known_form, known_schema, known = self._last_form
+        if form is None or known_form != form or known_schema is not schema:
+            added: tuple[Path, ...] = ()
+            if schema is not None:
+                added = tuple((_OF_SAMPLES & steps.columns.keys()) - schema.entries.keys())
+            known = (added, compared(steps, self._end_flags.keys))
+            self._last_form = (form, schema, known)
+        return known
+
+    def _told(self, steps: Steps, shape: torch.Size) -> _ToldBy:
+        """How steps are told apart."""
         if self.traj_key is None:
-            return next((key for key in _ID_KEYS if key in steps.columns), None)
-        key = (self.traj_key,) if isinstance(self.traj_key, str) else self.traj_key
+            for key in _ID_KEYS:
+                if key in steps.columns:
+                    return _ToldBy(key)
+            return _ToldBy(None, shape[:-1].numel())
+        key = path_of(self.traj_key)
         if key not in steps.columns:
             raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}")
-        return key
+        return _ToldBy(key)
 
-    def _assemble(
-        self, steps: Steps, segments: list[Segment]
-    ) -> tuple[Steps, Tensor, dict[int, OpenEpisode]]:
-        """The episodes that end, one after the other; the length of each; what stays open."""
-        still_open = dict(self._open)
-        pieces: list[Steps] = []
-        lengths: list[int] = []
-        first = last = 0  # steps of the batch that follow the pieces so far
-        fits = self._fitting(steps, segments)
+    @property
+    def _max_length(self) -> int | None:
+        """Steps that an open episode may have: a transform may yet make it shorter."""
+        return self._storage.max_size if self.transform is None else None
 
-        for segment in segments:
-            begun = still_open.pop(segment.key, None)
-            if not segment.ended:
-                schema = fits(segment.key, begun)
-                part = steps[segment.start : segment.stop].clone()
-                begun = (begun or OpenEpisode(schema, ())).join(schema, part)
-                self._check_open(segment.key, begun.length)
-                still_open[segment.key] = begun
-                continue
-            if begun or segment.start != last:
-                if last > first:
-                    pieces.append(steps[first:last])
-                first = segment.start
-            last = segment.stop
-            lengths.append((begun.length if begun else 0) + last - segment.start)
-            pieces += begun.parts if begun else ()
-        if last > first or not pieces:
-            pieces.append(steps[first:last])
-        return (
-            Steps.concat(pieces),
-            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
-            still_open,
+    def _check_lengths(self, batch: Batch) -> None:
+        """Refuse what can never be stored."""
+        sizes, budget = batch.segments.sizes, self._max_length
+        if budget is None or not len(sizes) or sizes.max() <= budget:
+            return
+        i = int(sizes.argmax())
+        raise ValueError(
+            f"episode {batch.segments.keys[i]} is refused: an episode of {sizes[i]} steps does not fit "
+            f"in max_steps={budget}: give EpisodeStorage a larger budget"
         )
+
+    def _schema_with(self, batch: Batch, form: Form | None) -> Schema:
+        """What the open steps look like with those of a batch.
+
+        Raises:
+            ValueError: if they do not fit the stored ones, or those of the open episodes.
+        """
+        stored = self._storage.schema if self.transform is None else None
+        fits = (form, stored, self._open.schema)
+        if form is not None and self._fits == fits and self._open.schema is not None:
+            return self._open.schema
+        length = torch.tensor([batch.steps.length], device="cpu")
+        schema = Schema.of(batch.steps, length, share_next=False)
+        if stored is not None:
+            stored.merge(schema)
+        if self._open.slots and self._open.schema is not None:
+            known = [key for key in batch.segments.keys if key in self._open.newest]
+            of = f"the open episode {known[0]}" if known else "the open episodes"
+            try:
+                schema = self._open.schema.merge(schema)
+            except ValueError as error:
+                raise ValueError(f"the steps of {of} must be as its first ones: {error}") from error
+        elif schema == self._open.schema:
+            schema = self._open.schema
+        self._fits = (form, stored, schema)
+        return schema
+
+    def _gone(self, batch: Batch, found: Assembly, first: int) -> list[_Gone]:
+        """The episodes that are no longer open after a batch, by their last steps."""
+        opened, slots, keys = self._open, found.slots, batch.segments.keys
+        opened.assign(batch.segments, batch.order, slots)
+        ended = np.flatnonzero(batch.ended).tolist()
+        whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
+        names: dict[int, Label] = {int(slots[i]): keys[i] for i in ended}
+        for slot in found.broken:
+            whys[slot] = "break"
+        for slot in found.beyond:
+            whys[slot] = "budget"
+        if not whys:
+            return []
+        gone = []
+        rows_of = opened.rows_of([*whys], first + batch.steps.length)
+        for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
+            name = opened.labels.get(slot, names.get(slot))
+            if name is None:
+                name = keys[int(np.flatnonzero(slots == slot)[0])]
+            gone.append(_Gone(slot, rows, name, why))
+        gone.sort(key=lambda episode: int(episode.rows[-1]))
+        return gone
+
+    def _settle(
+        self,
+        batch: Batch,
+        shape: torch.Size,
+        gone: list[_Gone],
+        continuity: Continuity,
+        found: Assembly | None = None,
+    ) -> Tensor:
+        """Store the episodes that are to be stored, and have the batch count.
+
+        Args:
+            batch: the batch.
+            shape: its batch size.
+            gone: the episodes that are no longer open.
+            continuity: what was learned.
+            found: where its segments go; None if they are whole and not among the open steps.
+
+        Returns:
+            the index to give out.
+        """
+        first, kept, episodes = 0 if found is None else self._open.tail, gone, batch.steps
+        if found is None:
+            if batch.order is not None:
+                order = np.concatenate([episode.rows for episode in gone])
+                episodes = episodes.take(torch.from_numpy(order))
+        elif gone:
+            kept = self._worthwhile(gone)
+            episodes = self._taken(kept) if kept else batch.steps
+        stored, lengths = _nothing(), _nothing()
+        if kept:
+            episodes, lengths = self._transformed(episodes, kept)
+        with undisturbed():
+            if kept:
+                stored, kept, lengths = self._stored(episodes, lengths, kept)
+            if found is not None:
+                left = {episode.slot: episode.rows for episode in gone}
+                self._open.commit(batch.segments, batch.order, found.slots, found.fresh, left)
+                self._count(batch, found, gone, len(kept))
+            self._continuity = continuity
+            self._write_count += sum(lengths.tolist())
+        return (
+            _aligned(batch, shape, kept, lengths, stored, first) if self._sets_indices() else stored
+        )
+
+    def _worthwhile(self, gone: list[_Gone]) -> list[_Gone]:
+        """The episodes that are to be stored."""
+        given_up = [episode for episode in gone if episode.why != "ended"]
+        if not given_up:
+            return gone
+        lost = []
+        if self.on_break == "discard":
+            lost = [episode for episode in given_up if episode.why == "break"]
+        if not self._end_flags.marks(self._open.take(given_up[0].rows[:1])):
+            lost = given_up
+        return [episode for episode in gone if episode not in lost]
+
+    def _taken(self, gone: list[_Gone]) -> Steps:
+        """The steps of episodes, one after the other; those that have not ended are marked."""
+        rows = [episode.rows for episode in gone]
+        steps = self._open.take(np.concatenate(rows) if len(rows) > 1 else rows[0])
+        lasts = np.cumsum([len(each) for each in rows]) - 1
+        cut = [int(at) for at, e in zip(lasts, gone, strict=True) if e.why != "ended"]
+        return self._end_flags.truncate(steps, cut) if cut else steps
+
+    def _stored(
+        self, episodes: Steps, lengths: Tensor, gone: list[_Gone]
+    ) -> tuple[Tensor, list[_Gone], Tensor]:
+        """Store whole episodes, all or none; but those that are given up may be dropped.
+
+        Returns:
+            the indices of the stored steps; the episodes, and the lengths, that were stored.
+        """
+        storage: EpisodeStorage = self._storage
+        try:
+            return storage.append_all(episodes, lengths), gone, lengths
+        except ValueError as error:
+            stops = lengths.cumsum(0).tolist()
+            parts = [episodes[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+            refused = []
+            for i, (part, episode) in enumerate(zip(parts, gone, strict=True)):
+                try:
+                    storage.check(part)
+                except ValueError as reason:
+                    if episode.why in ("break", "budget"):
+                        refused.append(i)
+                        continue
+                    drop = f", or drop it: writer.discard({episode.name!r})"
+                    drop = drop if episode.name in self._open.slots else ""
+                    raise ValueError(
+                        f"episode {episode.name} is refused: {reason}{drop}"
+                    ) from error
+            if not refused:
+                raise
+        left = [i for i in range(len(gone)) if i not in refused]
+        if not left:
+            return _nothing(), [], _nothing()
+        rest = Steps.concat([parts[i] for i in left])
+        return self._stored(rest, lengths[left], [gone[i] for i in left])
+
+    def _count(self, batch: Batch, found: Assembly, gone: list[_Gone], stored: int) -> None:
+        """Count what was given up, and say so once."""
+        given_up = [episode for episode in gone if episode.why != "ended"]
+        if not given_up and not found.breaks:
+            return
+        dropped = len(gone) - stored
+        self._counts["breaks"] += len(found.breaks)
+        self._counts["dropped"] += dropped
+        self._counts["truncated"] += len(given_up) - dropped
+        if found.breaks and "break" not in self._said:
+            self._said.add("break")
+            i, reason = found.breaks[0]
+            _logger.warning(
+                "steps of episode %s do not go on from the open one: %s. They begin another episode%s. "
+                "This is said once for each writer; writer.stats() counts.",
+                batch.segments.keys[i],
+                reason,
+                _WHAT_BECOMES[self.on_break if found.broken else "apart"],
+            )
+        if found.beyond and "budget" not in self._said:
+            self._said.add("budget")
+            _logger.warning(
+                "the open episodes were to have more than max_open_steps=%s steps, or one of them more "
+                "than the storage's max_steps=%s: %s was ended as truncated, or dropped where it cannot "
+                "be stored. An episode stays open until a done flag comes: those that a collector with "
+                "reset_at_each_iter=True breaks off stay open for good, unless set_truncated=True, too. "
+                "This is said once for each writer; writer.stats() counts.",
+                self.max_open_steps or self._storage.max_size,
+                self._storage.max_size,
+                next(episode.name for episode in gone if episode.why == "budget"),
+            )
 
     def _sets_indices(self) -> bool:
         """Whether the buffer that this writer belongs to sets indices in the data."""
@@ -363,74 +714,16 @@ class EpisodeWriter(Writer):
             for buffer in self._storage._attached_entities
         )
 
-    def _check_open(self, key: int, length: int) -> None:
-        """Refuse an open episode that can never be stored, before it can make others wait."""
-        budget = self._storage.max_size
-        if length > budget and self.transform is None:
-            drop = f", or drop what came of it: writer.discard({key})" if key in self._open else ""
-            raise ValueError(
-                f"the open episode {key} would have {length} steps with this batch, more than "
-                f"max_steps={budget}: give EpisodeStorage a larger budget, end the episode "
-                f"earlier{drop}"
-            )
-
-    def _stored(self, episodes: Steps, lengths: Tensor, ids: list[int]) -> Tensor:
-        """Store whole episodes, all or none; the error tells which one is refused."""
-        storage: EpisodeStorage = self._storage
-        try:
-            return storage.append_all(episodes, lengths)
-        except ValueError as error:
-            stops = lengths.cumsum(0).tolist()
-            for key, start, stop in zip(ids, [0, *stops], stops, strict=False):
-                try:
-                    storage.check(episodes[start:stop])
-                except ValueError as reason:
-                    drop = f", or drop it: writer.discard({key})" if key in self._open else ""
-                    raise ValueError(f"episode {key} is refused: {reason}{drop}") from error
-            raise
-
-    def _fitting(
-        self, steps: Steps, segments: list[Segment]
-    ) -> Callable[[int, OpenEpisode | None], Schema]:
-        """What gives an open episode's schema with steps of this batch, or refuses them."""
-        if all(segment.ended for segment in segments):
-            came = None
-        else:
-            length = torch.tensor([steps.length], device="cpu")
-            came = Schema.of(steps, length, share_next=False)
-            if self.transform is None and self._storage.schema is not None:
-                self._storage.schema.merge(came)
-        # Episodes that began together share one schema: each is merged once.
-        merged: dict[int, Schema] = {}
-
-        def schema(key: int, episode: OpenEpisode | None) -> Schema:
-            assert came is not None
-            if episode is None:
-                return came
-            known = episode.schema
-            if id(known) not in merged:
-                try:
-                    both = known.merge(came)
-                except ValueError as error:
-                    raise ValueError(
-                        f"the steps of the open episode {key} must be as its first ones: {error}"
-                    ) from error
-                merged[id(known)] = came if both == came else both
-            return merged[id(known)]
-
-        return schema
-
-    def _transformed(
-        self, episodes: Steps, lengths: Tensor, ids: list[int]
-    ) -> tuple[Steps, Tensor]:
+    def _transformed(self, episodes: Steps, gone: list[_Gone]) -> tuple[Steps, Tensor]:
         """The episodes as they are to be stored, and their lengths."""
-        if self.transform is None or not len(lengths):
+        lengths = torch.from_numpy(np.array([len(e.rows) for e in gone], dtype=np.int64))
+        if self.transform is None or not gone:
             return episodes, lengths
         episodes = copy_of_episodes(episodes, lengths)
         if getattr(self.transform, "takes_many_episodes", False):
             results = unpack(_one_batch(self.transform(pack(episodes, unread=True))))
-            last = ended(results) if results.length else torch.zeros(1, dtype=torch.bool)
-            ends = last.nonzero().squeeze(1) + 1
+            last = self._end_flags.ended(results) if results.length else np.zeros(1, dtype=bool)
+            ends = torch.from_numpy(np.flatnonzero(last) + 1)
             if len(ends) != len(lengths) or not last[-1]:
                 raise ValueError(
                     f"transform was given {len(lengths)} whole episodes and must return as many, got "
@@ -439,14 +732,14 @@ class EpisodeWriter(Writer):
             return results, ends.diff(prepend=ends.new_zeros(1))
         stops = lengths.cumsum(0).tolist()
         parts: list[Steps] = []
-        for key, start, stop in zip(ids, [0, *stops], stops, strict=False):
+        for each, start, stop in zip(gone, [0, *stops], stops, strict=False):
             try:
                 parts.append(
                     unpack(_one_batch(self.transform(pack(episodes[start:stop], unread=True))))
                 )
             except Exception as error:
                 if sys.version_info >= (3, 11):
-                    error.add_note(f"The transform of EpisodeWriter was given episode {key}.")
+                    error.add_note(f"The transform of EpisodeWriter was given episode {each.name}.")
                 raise
         return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
 
@@ -497,62 +790,52 @@ def _check_samplers(storage: EpisodeStorage) -> None:
             )
 
 
-def _flatten(data: Any) -> Steps:
-    """The steps of a batch, row after row."""
-    if not data.batch_size.numel():
-        raise ValueError(
-            f"data must hold at least one step, got batch size {list(data.batch_size)}"
-        )
-    if data.ndim == 1:
-        return unpack(data)
-    if has_lazy_stack(data):
-        return Steps.concat([_flatten(row) for row in data.unbind(0)])
-    for key, value in data.items(True, True):
-        if isinstance(value, Tensor) and value.is_nested:
-            raise ValueError(
-                f"{key!r} is a nested tensor, which does not go in a [B, T] batch: give a lazy stack "
-                f"of steps (tensordict.lazy_stack), or [N] steps"
-            )
-    return unpack(data.reshape(-1))
-
-
 def _aligned(
-    segments: list[Segment],
-    came: Tensor,
-    lengths: Tensor,
-    order: Tensor | None,
-    shape: torch.Size,
-    stored: int,
-    first: int,
+    batch: Batch, shape: torch.Size, gone: list[_Gone], lengths: Tensor, stored: Tensor, first: int
 ) -> Tensor:
     """The handle of each step of the batch, -1 if it is not known or not stored.
 
     Args:
-        segments: the segments of the batch.
-        came: int64 ``[E]``, steps of each episode that ended in it.
+        batch: the batch.
+        shape: its batch size.
+        gone: the episodes that were stored.
         lengths: int64 ``[E]``, steps of each as it was stored.
-        order: the order of the batch's steps in the segments.
-        shape: batch size of the batch.
-        stored: number of stored steps.
-        first: handle of the oldest one.
+        stored: int64 ``[K]``, indices of the last of these steps, those that are stored still.
+        first: row of the first step of the batch.
     """
-    if (
-        len(segments) == 1
-        and order is None
-        and came.tolist() == lengths.tolist() == [shape.numel()]
+    index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
+    # Of all that was stored, the first may have left again.
+    for episode, length in zip(reversed(gone), reversed(lengths.tolist()), strict=True):
+        begin, stop, end = end - length, end, end - length
+        if begin < 0 or length != len(episode.rows):
+            continue
+        before = int(np.searchsorted(episode.rows, first))
+        at = episode.rows[before:] - first
+        index[at if batch.places is None else batch.places[at]] = known[begin + before : stop]
+    return torch.from_numpy(index).view(shape)
+
+
+def _nothing() -> Tensor:
+    """The indices of no steps, or the lengths of no episodes."""
+    return torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
+def _learn(continuity: Continuity, steps: Steps, flags: EndFlags) -> None:
+    """Learn from the steps of an open episode."""
+    columns = steps.columns
+    continuity.learn(
+        compared(steps, flags.keys),
+        lambda path: bits_at(columns[path], slice(1, None)),
+        lambda path: bits_at(columns[path], slice(None, -1)),
+    )
+
+
+def _paths(keys: NestedKey | Sequence[NestedKey] | None) -> tuple[Path, ...]:
+    """One key or several as paths; a tuple of strings is one key."""
+    if keys is None:
+        return ()
+    if isinstance(keys, str) or (
+        isinstance(keys, tuple) and all(isinstance(name, str) for name in keys)
     ):
-        end = first + stored
-        return torch.arange(end - shape.numel(), end, device="cpu").view(shape)
-    index = torch.full((shape.numel(),), -1, dtype=torch.int64, device="cpu")
-    whole = [s for s in segments if s.ended]
-    end = stored
-    each = zip(whole, came.tolist(), lengths.tolist(), strict=True)
-    for segment, before, length in reversed(list(each)):
-        steps = segment.stop - segment.start
-        if end >= length == before:
-            places = torch.arange(segment.start, segment.stop, device="cpu")
-            index[places if order is None else order[places]] = torch.arange(
-                first + end - steps, first + end, device="cpu"
-            )
-        end -= length
-    return index.view(shape)
+        return (path_of(keys),)
+    return tuple(path_of(key) for key in keys)

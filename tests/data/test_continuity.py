@@ -1,0 +1,537 @@
+"""No stored episode holds steps of two, whoever writes, and none is cut but as documented."""
+
+import logging
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import InitTracker, PendulumEnv, SerialEnv, StepCounter, TransformedEnv
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data.open_episode import OpenEpisode
+from torchrl_mt.data.schema import Schema
+from torchrl_mt.data.steps import unpack
+
+
+def buffer(max_steps=10_000, cls=ReplayBuffer, **kwargs):
+    return cls(
+        storage=EpisodeStorage(max_steps),
+        writer=EpisodeWriter(**kwargs),
+        sampler=ClipSampler(slice_len=2),
+        batch_size=4,
+    )
+
+
+def trajectory(number, length, *, ids=None, done=True, noise=False, is_init=False):
+    """Steps of one trajectory; the observation tells which, and how far it is."""
+    t = torch.arange(length + 1.0)
+    seen = torch.stack([torch.full_like(t, number), t], 1)
+    last = torch.zeros(length, 1, dtype=torch.bool)
+    last[-1] = done
+    data = {
+        "observation": seen[:-1],
+        "goal": torch.zeros(length, 2),
+        "next": {
+            "observation": seen[1:],
+            "goal": torch.zeros(length, 2),
+            "reward": torch.ones(length, 1),
+            "done": last,
+            "truncated": torch.zeros_like(last),
+        },
+    }
+    if noise:  # a key for which TED's rule does not hold
+        data["noise"] = torch.rand(length, 1)
+        data["next"]["noise"] = torch.rand(length, 1)
+    if is_init:
+        data["is_init"] = torch.arange(length)[:, None] == 0
+    if ids is not None:
+        data["collector"] = {"traj_ids": torch.full((length,), ids)}
+    return TensorDict(data, [length])
+
+
+def told(episode):
+    """The trajectory that an episode is of, and its first and last step: AssertionError for two."""
+    seen, following = episode["observation"], episode["next", "observation"]
+    numbers = torch.cat([seen[:, 0], following[:, 0]]).unique()
+    assert len(numbers) == 1, f"steps of the trajectories {numbers.tolist()} are one episode"
+    assert torch.equal(seen[1:], following[:-1])
+    assert episode["next", "done"].flatten().tolist() == [False] * (len(episode) - 1) + [True]
+    return int(numbers), int(seen[0, 1]), int(following[-1, 1])
+
+
+class Sender:
+    """One environment after another of a collector that counts its episodes from 0."""
+
+    def __init__(self, first, lengths, **kwargs):
+        self.parts = [
+            trajectory(first + k, length, ids=k, **kwargs) for k, length in enumerate(lengths)
+        ]
+        self.data = torch.cat(self.parts)
+        self.sent = 0
+
+    def send(self, steps):
+        piece = self.data[self.sent : self.sent + steps]
+        self.sent += len(piece)
+        return piece
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=4),
+    cls=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),
+    noise=st.booleans(),
+    is_init=st.booleans(),
+    together=st.booleans(),
+)
+def test_collectors_whose_ids_collide_are_kept_apart(data, lengths, cls, noise, is_init, together):
+    """Every trajectory is stored whole, whatever pieces it comes in and whatever comes between."""
+    senders = [
+        Sender(100 * k, each, noise=noise, is_init=is_init) for k, each in enumerate(lengths)
+    ]
+    rb = buffer(cls=cls)
+    if noise:  # learned where steps follow each other, which pieces of one step do not
+        rb.extend(trajectory(10_000, 6, ids=0, noise=True, is_init=is_init))
+    while left := [s for s in senders if s.sent < len(s.data)]:
+        chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, max_size=3, unique_by=id))
+        pieces = [s.send(data.draw(st.integers(1, 6))) for s in chosen]
+        ids = [piece["collector", "traj_ids"] for piece in pieces]
+        # Steps with one id that follow each other in a row are taken at their word.
+        if together and all(a[-1] != b[0] for a, b in pairwise(ids)):
+            pieces = [torch.cat(pieces)]
+        for piece in pieces:
+            rb.extend(piece)
+    stored = sorted(told(episode) for episode in rb.storage.episodes())
+    expected = [(100 * k + i, 0, n) for k, each in enumerate(lengths) for i, n in enumerate(each)]
+    assert [s for s in stored if s[0] < 10_000] == sorted(expected)
+    assert rb.writer.stats() | {"breaks": 0} == dict.fromkeys(rb.writer.stats(), 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    environments=st.integers(1, 4),
+    on_break=st.sampled_from(["truncate", "discard"]),
+    flat=st.booleans(),
+)
+def test_rows_without_ids_are_cut_where_an_environment_was_reset(
+    data, environments, on_break, flat
+):
+    """What is cut is stored as truncated or dropped, to the last step; nothing is glued."""
+    rb = buffer(on_break=on_break)
+    # What is learned first: that observations go on.
+    rb.extend(torch.stack([trajectory(1000 + b, 40) for b in range(environments)]))
+    rb.empty(empty_write_count=False)
+    number, runs, steps = 0, [], 0
+    rows = [[] for _ in range(environments)]
+    for _ in range(data.draw(st.integers(1, 6))):
+        length = data.draw(st.integers(5, 12))
+        batch = []
+        for row in rows:
+            # The environment goes on, or was reset without a word.
+            if not row or data.draw(st.booleans()):
+                row[:] = [trajectory(number, 100, done=False), 0]
+                runs.append([number, 0])
+                number += 1
+            run, at = row
+            piece = run[at : at + length].clone()
+            row[1] += length
+            next(r for r in runs if r[0] == int(run[0]["observation"][0]))[1] += length
+            batch.append(piece)
+        steps += length * environments
+        if flat and environments == 1:
+            rb.extend(batch[0])
+        else:
+            rb.extend(torch.stack(batch))
+    stored = [told(episode) for episode in rb.storage.episodes()]
+    still = list(rb.writer.open_episodes.values())
+    live = {int(row[0][0]["observation"][0]) for row in rows}
+    assert {int(e["observation"][0, 0]) for e in still} == live
+    assert sum(map(len, still)) == sum(n for number, n in runs if number in live)
+    gone = [(number, 0, n) for number, n in runs if number not in live]
+    assert sorted(stored) == (gone if on_break == "truncate" else [])
+    stats = rb.writer.stats()
+    assert stats["breaks"] == len(gone)
+    assert stats["truncated" if on_break == "truncate" else "dropped"] == len(gone)
+
+
+def test_rollouts_without_ids_are_episodes(caplog):
+    env = TransformedEnv(PendulumEnv(), StepCounter())
+    rb = buffer()
+    for _ in range(40):
+        rb.extend(env.rollout(16).exclude("step_count", ("next", "step_count")))
+    assert rb.storage.lengths.tolist() == [16] * 39
+    rb.writer.flush()
+    for episode in rb.storage.episodes():
+        assert torch.equal(episode["th"][1:], episode["next", "th"][:-1])
+        assert episode["next", "done"].flatten().tolist() == [False] * 15 + [True]
+        assert not episode["next", "terminated"].any()
+    assert rb.writer.stats()["breaks"] == 39
+    said = [r.getMessage() for r in caplog.records if "do not go on" in r.getMessage()]
+    assert len(said) == 1
+    assert "episode 0" in said[0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("frames", [10, 1])
+def test_two_collectors_on_one_buffer(batched, frames):
+    def env():
+        return TransformedEnv(PendulumEnv(), StepCounter(max_steps=9))
+
+    rb = buffer(cls=TensorDictReplayBuffer)
+    frames = frames * 2 if batched else frames
+    collectors = [
+        iter(
+            Collector(
+                SerialEnv(2, env) if batched else env, frames_per_batch=frames, total_frames=-1
+            )
+        )
+        for _ in range(2)
+    ]
+    for _ in range(200 // frames):
+        for collector in collectors:
+            rb.extend(next(collector))
+    assert rb.storage.num_episodes >= 2 * (200 // 9 - 2)
+    for episode in rb.storage.episodes():
+        assert episode["step_count"].flatten().tolist() == list(range(9))
+        assert torch.equal(episode["th"][1:], episode["next", "th"][:-1])
+    assert rb.writer.stats()["truncated"] == rb.writer.stats()["dropped"] == 0
+    assert len(rb.writer.open_episodes) <= 2 * (1 + batched)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "dumps"])
+def test_a_second_run_does_not_go_on_with_the_episodes_of_the_first(how, tmp_path):
+    rb, other = buffer(), buffer()
+    rb.extend(trajectory(1, 8, ids=0, done=False))
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(rb))
+    elif how == "state_dict":
+        other.load_state_dict(rb.state_dict())
+    else:
+        rb.dumps(tmp_path)
+        other.loads(tmp_path)
+    again = trajectory(2, 12, ids=0)
+    other.extend(again[:1])
+    other.extend(again[1:5])
+    assert other.writer.open_lengths == {0: 8, (0, 2): 5}
+    assert told(other.writer.open_episodes[0].set(("next", "done"), again["next", "done"][-8:]))
+    other.extend(again[5:])
+    assert [told(e) for e in other.storage.episodes()] == [(2, 0, 12)]
+    # The first run's episode may still go on, and keeps its name.
+    other.extend(trajectory(1, 10, ids=0)[8:])
+    assert [told(e) for e in other.storage.episodes()] == [(2, 0, 12), (1, 0, 10)]
+    assert other.writer.open_lengths == {}
+
+
+def test_episodes_that_share_an_id_can_be_discarded_one_by_one():
+    rb = buffer()
+    for number in range(3):
+        rb.extend(trajectory(number, 4 + number, ids=7, done=False))
+    assert rb.writer.open_lengths == {7: 4, (7, 2): 5, (7, 3): 6}
+    rb.writer.discard((7, 2))
+    with pytest.raises(KeyError, match=r"no episode \(7, 2\) is open; .*\[7, \(7, 3\)\]"):
+        rb.writer.discard((7, 2))
+    rb.extend(trajectory(3, 2, ids=7, done=False))
+    assert rb.writer.open_lengths == {7: 4, (7, 3): 6, (7, 2): 2}
+    rb.writer.flush()
+    assert [told(e) for e in rb.storage.episodes()] == [(0, 0, 4), (2, 0, 6), (3, 0, 2)]
+
+
+@pytest.mark.parametrize("on_break", ["truncate", "discard"])
+def test_of_many_episodes_with_one_id_the_one_that_waited_longest_is_given_up(on_break):
+    rb = buffer(on_break=on_break)
+    for number in range(40):
+        rb.extend(trajectory(number, 16, ids=0, done=False))
+    assert len(rb.writer.open_episodes) == 32
+    stored = [told(e) for e in rb.storage.episodes()]
+    assert stored == ([(n, 0, 16) for n in range(8)] if on_break == "truncate" else [])
+    assert rb.writer.stats()["breaks"] == 39
+
+
+@pytest.mark.parametrize("ids", [7, None])
+def test_a_break_can_be_refused(ids):
+    rb = buffer(on_break="raise")
+    rb.extend(trajectory(1, 5, ids=ids, done=False))
+    before = rb.writer.state_dict()
+    between = [trajectory(3, 2, ids=99)] if ids else []
+    for bad in (
+        trajectory(2, 5, ids=ids, done=False),
+        torch.cat([*between, trajectory(2, 5, ids=ids, done=False)]),
+    ):
+        with pytest.raises(ValueError, match=rf"episode {ids or 0} .*: its 'observation' is not"):
+            rb.extend(bad)
+        after = rb.writer.state_dict()
+        assert after["counts"] == before["counts"]
+        assert after["continuity"] == before["continuity"]
+        assert rb.writer.open_lengths == {ids or 0: 5}
+        assert len(rb) == 0
+    rb.extend(trajectory(1, 8, ids=ids)[5:])
+    assert [told(e) for e in rb.storage.episodes()] == [(1, 0, 8)]
+    with pytest.raises(ValueError, match="on_break must be 'truncate', 'raise' or 'discard'"):
+        EpisodeWriter(on_break="cut")
+
+
+def test_is_init_begins_an_episode_where_nothing_else_can_tell():
+    def steps(*init, ids=None):
+        data = {
+            "is_init": torch.tensor(init)[:, None],
+            "next": {"done": torch.zeros(len(init), 1, dtype=torch.bool)},
+        }
+        if ids is not None:
+            data["episode"] = torch.tensor(ids)
+        return TensorDict(data, [len(init)])
+
+    rb = buffer()
+    rb.extend(steps(True, False, False))
+    rb.extend(steps(False, True, False, True))
+    assert rb.storage.lengths.tolist() == [4, 2]
+    assert rb.writer.open_lengths == {0: 1}
+    rb = buffer()
+    rb.extend(steps(True, False, False, ids=[1, 1, 2]))
+    rb.extend(steps(False, True, True, ids=[1, 1, 3]))
+    assert rb.writer.open_lengths == {2: 1, 1: 3, (1, 2): 1, 3: 1}
+
+
+def test_env_resets_are_told_by_the_init_tracker():
+    env = TransformedEnv(PendulumEnv(), InitTracker())
+    rb = buffer()
+    for _ in range(5):
+        rb.extend(env.rollout(4).select("is_init", ("next", "done"), ("next", "reward")))
+    assert rb.storage.lengths.tolist() == [4] * 4
+
+
+def test_what_cannot_be_compared_is_told_by_ids_alone():
+    rb = buffer()
+    piece = trajectory(1, 4, ids=3, done=False).exclude(("next", "observation"), ("next", "goal"))
+    for _ in range(3):
+        rb.extend(piece)
+    assert rb.writer.open_lengths == {3: 12}
+    assert rb.writer.stats()["breaks"] == 0
+
+
+def test_bits_are_compared():
+    """NaN goes on from itself, and 0.0 does not from -0.0."""
+    rb = buffer()
+    for value in (float("nan"), 0.0):
+        whole = trajectory(1, 6, done=False)
+        whole["observation"][3], whole["next", "observation"][2] = value, value
+        rb.extend(whole[:3])
+        rb.extend(whole[3:])
+        assert rb.writer.open_lengths == {0: 6}
+        rb.writer.flush()
+    whole["observation"] = whole["observation"].clone()
+    whole["observation"][3] = -0.0
+    rb.extend(whole[:3])
+    rb.extend(whole[3:])
+    assert rb.writer.stats()["breaks"] == 1
+
+
+def test_an_entry_that_does_not_hold_to_the_rule_is_found_out():
+    """One that never does, from its first steps; one that no longer does, after a while."""
+    rb = buffer()
+    rb.extend(trajectory(0, 3, ids=1, noise=True))
+    for number in range(1, 5):
+        whole = trajectory(number, 30, ids=1, noise=True)
+        for piece in whole.split(1):
+            rb.extend(piece)
+    assert [told(e)[0] for e in rb.storage.episodes()] == [0, 1, 2, 3, 4]
+    assert rb.writer.stats()["breaks"] == 0
+    # Now observations do not either; what is stored is cut until that is known.
+    strange = trajectory(9, 400, ids=2, done=False, noise=True)
+    strange["observation"] = torch.rand(400, 2)
+    for piece in strange.split(40):
+        rb.extend(piece)
+    breaks = rb.writer.stats()["breaks"]
+    for piece in strange.split(40):
+        rb.extend(piece)
+    assert rb.writer.stats()["breaks"] == breaks
+
+
+def test_an_exception_within_a_row_neither_cuts_it_nor_is_it_forgotten_what_holds():
+    rb = buffer()
+    for number in range(3):
+        whole = trajectory(number, 40, ids=1)
+        whole["next", "observation"] = whole["next", "observation"].clone()
+        whole["next", "observation"][20] += 1
+        for piece in whole.split(16):
+            rb.extend(piece)
+    assert rb.storage.lengths.tolist() == [40] * 3
+    rb.extend(trajectory(5, 8, ids=1)[:4])
+    rb.extend(trajectory(6, 8, ids=1))
+    assert told(rb.storage.episode(-1)) == (6, 0, 8)
+    assert rb.writer.stats()["breaks"] == 1
+
+
+# ---- budgets ------------------------------------------------------------------------------------
+
+
+def test_the_open_steps_have_a_budget(caplog):
+    rb = buffer(max_open_steps=20)
+    for number in range(6):
+        rb.extend(trajectory(number, 8, ids=number, done=False))
+    # Those that waited longest have gone, and no more than needed.
+    assert rb.writer.open_lengths == {4: 8, 5: 8}
+    rb.extend(trajectory(4, 9, ids=4, done=False)[8:])
+    rb.extend(trajectory(6, 8, ids=6, done=False))
+    assert rb.writer.open_lengths == {4: 9, 6: 8}
+    assert [told(e)[0] for e in rb.storage.episodes()] == [0, 1, 2, 3, 5]
+    stats = rb.writer.stats()
+    assert stats == {
+        "open_episodes": 2,
+        "open_steps": 17,
+        "breaks": 0,
+        "truncated": 5,
+        "dropped": 0,
+    }
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert "max_open_steps=20" in said[0]
+    assert "reset_at_each_iter" in said[0]
+    for bad in (0, True, 1.5):
+        with pytest.raises(ValueError, match="max_open_steps must be a positive number"):
+            EpisodeWriter(max_open_steps=bad)
+
+
+def test_the_budget_is_the_storages_by_default_and_a_single_episode_may_be_longer():
+    rb = buffer(max_steps=30)
+    for number in range(5):
+        rb.extend(trajectory(number, 10, ids=number, done=False))
+    assert rb.writer.open_lengths == {2: 10, 3: 10, 4: 10}
+    rb = buffer(max_open_steps=5)
+    rb.extend(trajectory(1, 50, ids=1, done=False))
+    assert rb.writer.open_lengths == {1: 50}
+
+
+def test_what_cannot_be_stored_is_dropped_for_the_budget():
+    rb = buffer(max_open_steps=10)
+    for number in range(3):
+        steps = trajectory(number, 8, ids=number, done=False)
+        steps["next", "terminated"] = steps["next"].pop("done")
+        rb.extend(steps.exclude(("next", "truncated")))
+    assert rb.writer.open_lengths == {2: 8}
+    assert rb.writer.stats()["dropped"] == 2
+    assert len(rb) == 0
+    rb = buffer(max_open_steps=10, transform=lambda e: e if len(e) < 8 else torch.cat([e] * 2000))
+    for number, length in enumerate([8, 4, 8, 3]):
+        rb.extend(trajectory(number, length, ids=number, done=length == 3))
+    assert rb.writer.open_lengths == {2: 8}
+    assert rb.writer.stats() | {"truncated": 1, "dropped": 1} == rb.writer.stats()
+    assert rb.storage.lengths.tolist() == [4, 3]
+
+
+def test_emptying_forgets_open_episodes_and_counts():
+    rb = buffer(max_open_steps=10)
+    for number in range(3):
+        rb.extend(trajectory(number, 8, ids=0, done=False))
+    rb.empty()
+    assert rb.writer.stats() == dict.fromkeys(rb.writer.stats(), 0)
+    rb.extend(trajectory(0, 10, ids=0)[8:])
+    assert [told(e) for e in rb.storage.episodes()] == [(0, 8, 10)]
+
+
+# ---- other data ---------------------------------------------------------------------------------
+
+
+def agents(length, *ends):
+    """Steps of two agents, each with flags of its own."""
+    done = torch.zeros(length, 2, 1, dtype=torch.bool)
+    for t, agent in ends:
+        done[t, agent] = True
+    return TensorDict(
+        {
+            "x": torch.arange(length),
+            "next": {"agents": {"done": done, "terminated": done.clone()}},
+        },
+        [length],
+    )
+
+
+@pytest.mark.parametrize(("done_on_any", "lengths"), [(True, [2, 2, 1]), (False, [4, 1])])
+def test_flags_of_several_agents_end_an_episode(done_on_any, lengths):
+    data = agents(6, (1, 0), (3, 0), (3, 1), (4, 0))
+    data["next", "agents", "terminated"][4, 1] = True
+    key = [("next", "agents", "done"), ("next", "agents", "terminated")]
+    rb = buffer(end_key=key, done_on_any=done_on_any)
+    rb.extend(data[:3])
+    rb.extend(data[3:])
+    assert rb.storage.lengths.tolist() == lengths
+    rb.writer.flush()
+    last = rb.storage.episode(-1)["next", "agents"]
+    assert last["done"].all()
+    assert not last["terminated"].any()
+    one = buffer(end_key=("next", "agents", "done"))
+    one.extend(data)
+    assert one.storage.lengths.tolist() == [2, 2, 1]
+    with pytest.raises(ValueError, match=r"\('next', 'agents', 'done'\) is missing"):
+        buffer(end_key=key).extend(trajectory(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("cls", "flags"),
+    [
+        (ReplayBuffer, ("done", "truncated")),
+        (ReplayBuffer, ("done",)),
+        (TensorDictReplayBuffer, ("done", "truncated")),
+        (TensorDictReplayBuffer, ("done",)),
+        (TensorDictReplayBuffer, ("terminated",)),  # where the sample alone says "truncated"
+    ],
+)
+@pytest.mark.parametrize("ids", [None, 3])
+def test_a_sample_can_be_written_back(cls, flags, ids):
+    rb = buffer(cls=cls)
+    for number in range(3):
+        whole = trajectory(number, 6, ids=ids, is_init=True)
+        whole["next", "terminated"] = whole["next", "done"].clone()
+        drop = {"done", "truncated", "terminated"} - set(flags)
+        rb.extend(whole.exclude(*(("next", flag) for flag in drop)))
+    keys = set(rb.storage[:].keys(True, True))
+    open_one = trajectory(9, 4, ids=ids, is_init=True, done=False)
+    rb.extend(open_one.rename_key_(("next", "done"), ("next", flags[0])).select(*keys))
+    sample = rb.sample()
+    assert len(sample) == 4
+    rb.extend(sample)
+    assert rb.storage.lengths.tolist() == [6, 6, 6, 2, 2]
+    assert set(rb.storage[:].keys(True, True)) - {"index"} == keys - {"index"}
+    assert torch.equal(rb.storage[-4:]["observation"], sample["observation"])
+    assert list(rb.writer.open_lengths.values()) == [4]
+
+
+def test_states_of_earlier_versions_are_loaded():
+    steps = unpack(trajectory(1, 8, ids=7, done=False)[:5])
+    schema = Schema.of(steps, torch.tensor([5]), share_next=False)
+    rb = buffer()
+    state = rb.writer.state_dict()
+    rb.extend(trajectory(0, 3, ids=7))
+    rb.extend(trajectory(0, 3, ids=7, done=False))
+    told_by = rb.writer.state_dict()["told_by"]
+    rb.empty()
+    rb.extend(trajectory(0, 3, ids=7))
+    rb.writer.load_state_dict({"open": {7: (schema, steps)}, "told_by": told_by, "write_count": 3})
+    rb.extend(trajectory(1, 8, ids=7)[5:])
+    assert [told(e) for e in rb.storage.episodes()] == [(0, 0, 3), (1, 0, 8)]
+    writer = EpisodeWriter()
+    old = {
+        "_storage": None,
+        "_compilable": False,
+        "_rng": None,
+        "traj_key": None,
+        "transform": None,
+        "_open": {7: OpenEpisode(schema, (steps[:3], steps[3:]))},
+        "_told_by": told_by,
+        "_write_count": 3,
+    }
+    writer = EpisodeWriter.__new__(EpisodeWriter)
+    writer.__setstate__(old)
+    assert writer.open_lengths == {7: 5}
+    rb.set_writer(pickle.loads(pickle.dumps(writer)))
+    rb.extend(trajectory(2, 8, ids=7)[5:])
+    assert rb.writer.stats()["breaks"] == 1
+    rb.extend(trajectory(1, 8, ids=7)[5:])
+    assert [told(e)[0] for e in rb.storage.episodes()] == [0, 1, 2, 1]
+    assert state["open"] == []

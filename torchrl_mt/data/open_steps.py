@@ -1,0 +1,411 @@
+"""The steps of unfinished episodes, in one log.
+
+Batches are written one after the other, each entry in one tensor, so that the rows of an episode
+increase with time; every row knows its episode. Rows whose episode has ended are free, and the log is
+laid out anew without them when it is full: it takes memory in proportion to the open steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data.continuity import bits_at
+from torchrl_mt.data.grouping import Segments
+from torchrl_mt.data.schema import Schema, bits
+from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, step_tensors
+
+__all__ = ["Label", "OpenSteps"]
+
+Label = Hashable
+"""What an open episode is called: its id; or ``(id, 2)``, ``(id, 3)``... if another has that id."""
+
+_FEW = 1024
+"""A log of so few rows is never made smaller."""
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+class OpenSteps:
+    """Open episodes, each in a *slot*: a number that another episode has later.
+
+    :meth:`put` writes a batch in rows that nothing counts yet; :meth:`commit` has them count.
+    """
+
+    def __init__(self) -> None:
+        self.schema: Schema | None = None
+        self.columns: dict[Path, _Tensors | _Items] = {}
+        self.tail = 0
+        """One past the last row that counts."""
+        self.owner = np.zeros(0, dtype=np.int32)
+        """The slot of each row; -1 if it is free."""
+        self.ids = self.first = self.last = self.length = self.batch = _NO_ROWS
+        """By slot: the id, the first and the last row, the number of steps, the batch of the last."""
+        self.is_open = np.zeros(0, dtype=bool)
+        """By slot: whether it is of an open episode."""
+        self._recent = _NO_ROWS
+        """The slots of the last batch."""
+        self.slots: dict[Label, int] = {}
+        """The slot of every open episode."""
+        self.newest: dict[int, int] = {}
+        """For each id, the slot of the episode that began last."""
+        self.several: dict[int, list[int]] = {}
+        """Of ids with more than one episode: the slots, in the order in which the episodes began."""
+        self.labels: dict[int, Label] = {}
+        """What the episode in a slot is called."""
+        self.num_steps = 0
+        """Steps of all open episodes."""
+        self.batches = 0
+        """How many batches came."""
+        self._free: list[int] = []
+
+    def find(self, parts: Segments) -> np.ndarray:
+        """int64 ``[S]``: the slots of the newest episodes with the ids of segments; -1 where none is."""
+        if len(self._recent) != len(parts.ids):
+            return np.array([self.newest.get(key, -1) for key in parts.keys], dtype=np.int64)
+        # Most are those of the last batch.
+        same = self.is_open[self._recent] & (self.ids[self._recent] == parts.ids)
+        found = np.where(same, self._recent, -1)
+        for i in np.flatnonzero(~same).tolist():
+            found[i] = self.newest.get(parts.keys[i], -1)
+        return found
+
+    def with_id(self, key: int) -> list[int]:
+        """The slots of the episodes with an id, in the order in which they began."""
+        if key in self.several:
+            return self.several[key]
+        return [self.newest[key]] if key in self.newest else []
+
+    def by_age(self) -> list[int]:
+        """The slots of the open episodes, by their last steps."""
+        slots = self._all()
+        ordered: list[int] = slots[np.argsort(self.last[slots], kind="stable")].tolist()
+        return ordered
+
+    def rows(self, slot: int) -> np.ndarray:
+        """int64 ``[T]``: the rows of an open episode."""
+        return self.rows_of([slot], self.tail)[0]
+
+    def rows_of(self, slots: Sequence[int], stop: int) -> list[np.ndarray]:
+        """int64 ``[T]`` each: the rows before ``stop`` that are of some slots."""
+        known = [int(self.first[slot]) for slot in slots if self.is_open[slot]]
+        first = min(known) if len(known) == len(slots) else min([*known, self.tail])
+        owner = self.owner[first:stop]
+        if len(slots) == 1:
+            return [np.flatnonzero(owner == slots[0]) + first]
+        chosen = np.zeros(len(self.ids) + 1, dtype=bool)  # Free rows have the slot -1: the last.
+        chosen[slots] = True
+        found = np.flatnonzero(chosen[owner])
+        owner = owner[found]
+        found += first
+        return [found[owner == slot] for slot in slots]
+
+    def take(self, rows: np.ndarray) -> Steps:
+        """The steps in some rows; tensors are copies."""
+        assert self.schema is not None
+        columns = {path: column.take(rows) for path, column in self.columns.items()}
+        return Steps(len(rows), columns, self.schema.root_class)
+
+    def episode(self, slot: int) -> Steps:
+        """A copy of the steps of an episode."""
+        return self.take(self.rows(slot)).clone()
+
+    def bits_at(self, path: Path, rows: np.ndarray | slice) -> np.ndarray | None:
+        """The bits of an entry in some rows: integers ``[n, w]``; None if they are not all alike."""
+        column = self.columns.get(path)
+        return None if column is None else column.bits_at(rows)
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def put(self, steps: Steps, schema: Schema) -> int:
+        """Write a batch in rows that do not count yet; the first of them.
+
+        Args:
+            steps: the batch.
+            schema: what the steps look like together with those that are there.
+        """
+        if self.tail + steps.length > len(self.owner):
+            self._lay_out(steps.length)
+        if schema is not self.schema:
+            self._take_form(steps, schema)
+        first = self.tail
+        for path, column in steps.columns.items():
+            held = self.columns[path]
+            if isinstance(held, _Tensors) and not isinstance(column, Tensor):
+                held = self.columns[path] = held.as_items()
+            held.put(first, column)
+        return first
+
+    def assign(self, parts: Segments, order: np.ndarray | None, slots: np.ndarray) -> None:
+        """Say of the rows that :meth:`put` wrote which slots they are of; see :meth:`commit`."""
+        owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
+        place = self.owner[self.tail : self.tail + len(owners)]
+        place[slice(None) if order is None else order] = owners
+
+    def new_slots(self, number: int) -> list[int]:
+        """Slots for so many episodes; they are free until :meth:`commit`."""
+        lacking = number - len(self._free)
+        if lacking > 0:
+            known = len(self.ids)
+            size = max(known + lacking, 2 * known, 16)
+            for name in ("ids", "first", "last", "length", "batch", "is_open"):
+                held = getattr(self, name)
+                longer = np.zeros(size, dtype=held.dtype)
+                longer[:known] = held
+                setattr(self, name, longer)
+            self._free[:0] = range(size - 1, known - 1, -1)
+        return self._free[len(self._free) - number :][::-1]
+
+    def commit(
+        self,
+        parts: Segments,
+        order: np.ndarray | None,
+        slots: np.ndarray,
+        fresh: Sequence[int],
+        gone: Mapping[int, np.ndarray],
+    ) -> None:
+        """Have the batch that :meth:`put` wrote and :meth:`assign` shared out count.
+
+        Args:
+            parts: its segments.
+            order: int64 ``[N]``, the order in which they take its steps; None for the one they have.
+            slots: int64 ``[S]``, the slot of each.
+            fresh: the slots of episodes that begin.
+            gone: the rows of the episodes that are no longer open, by their slots.
+        """
+        self.batches += 1
+        self._recent = slots
+        first, last = parts.starts, parts.stops - 1
+        if order is not None:
+            first, last = order[first], order[last]
+        number = int(parts.stops[-1])
+        if fresh:
+            is_new = np.zeros(len(self.ids), dtype=bool)
+            is_new[fresh] = True
+            new = is_new[slots]
+            # Of several segments the first, which is assigned last.
+            self.first[slots[new][::-1]] = first[new][::-1] + self.tail
+            self.length[fresh] = 0
+        if parts.differ:
+            self.length[slots] += parts.sizes
+        else:
+            np.add.at(self.length, slots, parts.sizes)  # several may be of one slot
+        self.last[slots], self.batch[slots] = last + self.tail, self.batches
+        self.num_steps += number
+        self.tail += number
+        for slot, its in gone.items():
+            self._release(its)
+            if slot in self.labels:
+                self._end(slot)
+        if fresh:
+            key_of = dict(zip(slots[new].tolist(), compress(parts.keys, new), strict=True))
+            self._begin([(slot, key_of[slot]) for slot in fresh if slot not in gone])
+        self._shrink()
+
+    def restore(self, key: int, label: Label, steps: Steps) -> None:
+        """Have one more open episode."""
+        lengths = torch.tensor([steps.length], device="cpu")
+        schema = Schema.of(steps, lengths, share_next=False)
+        if self.slots and self.schema is not None:
+            schema = self.schema.merge(schema)
+        self.put(steps, schema)
+        (slot,) = self.new_slots(1)
+        whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
+        self.assign(whole, None, np.array([slot]))
+        self.commit(whole, None, np.array([slot]), [slot], {})
+        del self.slots[self.labels[slot]]
+        self.labels[slot], self.slots[label] = label, slot
+
+    def discard(self, slot: int) -> None:
+        """Let go of an open episode."""
+        self._release(self.rows(slot))
+        self._end(slot)
+        self._shrink()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _begin(self, episodes: list[tuple[int, int]]) -> None:
+        """Have slots be those of episodes with these ids."""
+        taken = {slot for slot, _ in episodes}
+        if taken:
+            self._free = [slot for slot in self._free if slot not in taken]
+        for slot, key in episodes:
+            self.ids[slot], self.is_open[slot] = key, True
+            if key in self.newest:
+                self.several.setdefault(key, [self.newest[key]]).append(slot)
+            self.newest[key] = slot
+            label = _unused(key, self.slots)
+            self.labels[slot], self.slots[label] = label, slot
+
+    def _release(self, rows: np.ndarray) -> None:
+        """Let go of rows."""
+        self.owner[rows] = -1
+        self.num_steps -= len(rows)
+        for column in self.columns.values():
+            column.release(rows)
+
+    def _end(self, slot: int) -> None:
+        """Have a slot be of no episode."""
+        del self.slots[self.labels.pop(slot)]
+        self._free.append(slot)
+        self.is_open[slot] = False
+        key = int(self.ids[slot])
+        if key not in self.several:
+            del self.newest[key]
+            return
+        left = self.several[key]
+        left.remove(slot)
+        self.newest[key] = left[-1]
+        if len(left) == 1:
+            del self.several[key]
+
+    def _shrink(self) -> None:
+        """Give memory back that the open steps do not need."""
+        if not self.slots:
+            self.tail = 0
+        if len(self.owner) > _FEW and len(self.owner) > 12 * self.num_steps:
+            self._lay_out(0)
+
+    def _all(self) -> np.ndarray:
+        """The slots of the open episodes."""
+        return np.fromiter(self.slots.values(), dtype=np.int64, count=len(self.slots))
+
+    def _take_form(self, steps: Steps, schema: Schema) -> None:
+        """Have columns for steps of a schema."""
+        if not self.slots:
+            self.columns = {}
+        size = len(self.owner)
+        for path, column in steps.columns.items():
+            if path not in self.columns:
+                fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
+                self.columns[path] = fresh or _Items(type(column), size)
+        self.schema = schema
+
+    def _lay_out(self, more: int) -> None:
+        """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
+        live = np.flatnonzero(self.owner[: self.tail] >= 0)
+        size = max(64, 3 * (len(live) + more))
+        if size <= len(self.owner) <= 2 * size:
+            size = len(self.owner)  # Memory that is in use already is the fastest.
+        columns = {path: column.laid_out(live, size) for path, column in self.columns.items()}
+        owner = np.full(size, -1, dtype=np.int32)
+        owner[: len(live)] = self.owner[live]
+        place = np.zeros(self.tail + 1, dtype=np.int64)
+        place[live] = np.arange(len(live))
+        slots = self._all()
+        self.first[slots] = place[self.first[slots]]
+        self.last[slots] = place[self.last[slots]]
+        self.columns, self.owner, self.tail = columns, owner, len(live)
+
+
+class _Tensors:
+    """An entry of one shape and dtype."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+        self._array = _numpy(held)
+        self._bits = None if self._array is None else bits(held).numpy().reshape(len(held), -1)
+
+    @classmethod
+    def like(cls, column: Tensor, size: int) -> _Tensors:
+        """Room for ``size`` steps like those of a column."""
+        with torch.inference_mode(False):
+            shape = (size, *column.shape[1:])
+            return cls(torch.empty(shape, dtype=column.dtype, device=column.device))
+
+    def put(self, first: int, column: Any) -> None:
+        """Write the values of some steps."""
+        array = None if self._array is None else _numpy(column)
+        if array is None or self._array is None:
+            self.held[first : first + len(column)].copy_(column)
+        else:
+            self._array[first : first + len(array)] = array
+
+    def take(self, rows: np.ndarray) -> Tensor:
+        """The values in some rows."""
+        if self._array is None:
+            return self.held.index_select(0, torch.from_numpy(rows).to(self.held.device))
+        taken = torch.from_numpy(self._array.take(rows, 0))
+        return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
+
+    def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
+        """The bits in some rows: integers ``[n, w]``."""
+        if self._bits is None:
+            return bits_at(self.held, rows)
+        return self._bits[rows] if isinstance(rows, slice) else self._bits.take(rows, 0)
+
+    def laid_out(self, rows: np.ndarray, size: int) -> _Tensors:
+        """The values in some rows, with room for ``size``."""
+        new = _Tensors.like(self.held, size)
+        new.put(0, self.take(rows))
+        return new
+
+    def release(self, rows: np.ndarray) -> None:
+        """Nothing to let go of: rows are overwritten."""
+
+    def as_items(self) -> _Items:
+        """The values one by one."""
+        items = _Items(Rows, len(self.held))
+        items.put(0, self.held)
+        return items
+
+
+class _Items:
+    """An entry of tensors of varying shape, or of Python objects."""
+
+    def __init__(self, kind: type, size: int) -> None:
+        self.kind = kind
+        self.items: list[Any] = [None] * size
+
+    def put(self, first: int, column: Any) -> None:
+        """Write the values of some steps: copies."""
+        if isinstance(column, Tensor):
+            column = Rows(list(step_tensors(column)))
+        copies = Steps(len(column.items), {("",): column}).clone().columns[("",)]
+        assert isinstance(copies, (Rows, Objects))
+        self.items[first : first + len(copies.items)] = copies.items
+
+    def take(self, rows: np.ndarray) -> Column:
+        """The values in some rows: themselves."""
+        column: Column = self.kind([self.items[row] for row in rows.tolist()])
+        return column
+
+    def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
+        """The bits in some rows: integers ``[n, w]``; None if they are not all alike."""
+        return bits_at(self.kind(self.items), rows)
+
+    def laid_out(self, rows: np.ndarray, size: int) -> _Items:
+        """The values in some rows, with room for ``size``."""
+        new = _Items(self.kind, size)
+        new.items[: len(rows)] = [self.items[row] for row in rows.tolist()]
+        return new
+
+    def release(self, rows: np.ndarray) -> None:
+        """Let go of the values."""
+        for row in rows.tolist():
+            self.items[row] = None
+
+
+def _numpy(tensor: Tensor) -> np.ndarray | None:
+    """The memory of a tensor as an array; None if it is not on the CPU."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        return None
+    try:
+        array: np.ndarray = tensor.numpy()
+    except TypeError:  # numpy has no such dtype
+        array = bits(tensor).numpy()
+    return array
+
+
+def _unused(key: int, known: Mapping[Label, int]) -> Label:
+    """What to call an episode whose id may be that of others."""
+    label: Label = key
+    number = 2
+    while label in known:
+        label, number = (key, number), number + 1
+    return label
