@@ -61,7 +61,9 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             another length, and all stored steps are looked at once.
         stride: as for :class:`~torchrl_mt.data.ClipSampler`.
         strict_length: likewise.
-        pad_output: likewise.
+        pad_output: likewise. Priorities of padding are left out, but in
+            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer reduces each row
+            by itself: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
         burn_in: likewise.
         layout: likewise.
         truncated_key: likewise.
@@ -264,6 +266,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if priority.numel() != index.numel():
             while index.ndim > 1:
                 index = index[..., 0]
+        elif self.pad_output:
+            index, priority = self._without_padding(index, priority)
         with held.lock:
             self._follow(held)
             self._check_known(index, held)
@@ -281,6 +285,18 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
                 f"below {end}; got {int(index[unknown].flatten()[0])}"
             )
 
+    def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+        """An index and priorities without what pads clips: their last step, again."""
+        span = self._priorities.span
+        if span is None or index.numel() % (span // self.stride):
+            return index, priority
+        rows = index.reshape(-1, span // self.stride)
+        steps = torch.ones_like(rows, dtype=torch.bool)
+        steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        if bool(steps.all()):
+            return index, priority
+        return rows[steps], priority.view_as(rows)[steps.cpu()]
+
     def _by_clip(
         self, index: Tensor, priority: Tensor, storage: EpisodeStorage
     ) -> tuple[Tensor, Tensor]:
@@ -296,12 +312,6 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if singly or span is None:
             return numbers[here], priority[here]
         slice_len, stride = span // self.stride, self.stride
-        if self.pad_output and len(numbers) % slice_len == 0:
-            # Padding is the last step again, whose priority is not asked for.
-            rows = numbers.view(-1, slice_len)
-            steps = torch.ones_like(rows, dtype=torch.bool)
-            steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
-            numbers, priority = rows[steps], priority.view_as(rows)[steps]
         if len(numbers) % slice_len == 0 and self.reduction in _OF_REDUCED:
             rows, stay = numbers.view(-1, slice_len), here.view(-1, slice_len)
             clips = rows[stay[:, 0], 0]
