@@ -35,13 +35,15 @@ def test_values_lie_in_files_and_those_go_with_the_storage(make, tmp_path):
     storage = EpisodeStorage(8, scratch_dir=tmp_path)
     for data in make.split(make.vectors([2, 3, 4])):
         storage.append(data)
-    columns = [column for column in storage._store.columns.values() if column.nbytes]
+    store = storage._store
+    columns = [column for column in store.columns.values() if column.nbytes]
+    columns += set(store.records.values())
     for column in columns:
         assert any(column.data.data_ptr() in each for each in mapped(tmp_path))
     assert sum(map(len, mapped(tmp_path))) >= storage.nbytes > 0
     sample = storage[:]
     steps = make.steps(sample)
-    del storage, column, columns
+    del storage, store, column, columns
     gc.collect()
     assert mapped(tmp_path) == []
     assert make.steps(sample) == steps

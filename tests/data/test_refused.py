@@ -8,8 +8,9 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.columns import DenseColumn, NextColumn, RaggedColumn, RecordColumn
+from torchrl_mt.data.columns import DenseColumn, NextColumn, RaggedColumn
 from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.record import Record
 from torchrl_mt.data.steps import unpack
 
 
@@ -23,6 +24,8 @@ class Failing:
 
     def wrapped(self, function):
         def call(*args, **kwargs):
+            if "out" in kwargs:  # It takes no memory.
+                return function(*args, **kwargs)
             self.left -= 1
             if self.left == 0:
                 raise MemoryError("no memory left")
@@ -86,7 +89,7 @@ def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths,
     assert at > 1 or kind == "vectors"
 
 
-@pytest.mark.parametrize("column", [RecordColumn, NextColumn, DenseColumn, RaggedColumn])
+@pytest.mark.parametrize("column", [Record, NextColumn, DenseColumn, RaggedColumn])
 def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch, column):
     storage = EpisodeStorage(9)
     maker = make.turns if column is RaggedColumn else make.vectors
