@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt.data.clip_marks import Cut
 from torchrl_mt.data.clip_priorities import ClipPriorities
 from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.indexing import HANDLES
@@ -61,6 +62,10 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             another length, and all stored steps are looked at once.
         stride: as for :class:`~torchrl_mt.data.ClipSampler`.
         strict_length: likewise.
+        pad_output: likewise. Priorities of padding are left out, but in
+            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer reduces each row
+            by itself: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
+        burn_in: likewise.
         layout: likewise.
         truncated_key: likewise.
         init_key: likewise.
@@ -108,6 +113,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         num_slices: int | None = None,
         stride: int = 1,
         strict_length: bool = True,
+        pad_output: bool = False,
+        burn_in: int = 0,
         layout: Literal["flat", "clips"] = "flat",
         truncated_key: NestedKey | None = ("next", "truncated"),
         init_key: NestedKey | None = "is_init",
@@ -119,6 +126,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             num_slices=num_slices,
             stride=stride,
             strict_length=strict_length,
+            pad_output=pad_output,
+            burn_in=burn_in,
             layout=layout,
             truncated_key=truncated_key,
             init_key=init_key,
@@ -214,18 +223,13 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         return storage.table.find(numbers - storage.table.first)
 
     def _facts(
-        self,
-        storage: EpisodeStorage,
-        episodes: Tensor,
-        offsets: Tensor,
-        spans: int | Tensor,
-        index: Tensor,
+        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """The importance weights."""
-        numbers, _ = storage.table.places(episodes, offsets)
+        numbers, _ = storage.table.places(episodes, cut.offsets)
         weight = self._priorities.importance(numbers, self._beta)
         steps = weight.repeat_interleave(
-            torch.as_tensor(spans, device="cpu"), output_size=index.numel()
+            torch.as_tensor(cut.width or cut.spans, device="cpu"), output_size=index.numel()
         )
         return {"priority_weight": steps.view(index.shape).to(index.device)}
 
@@ -263,6 +267,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if priority.numel() != index.numel():
             while index.ndim > 1:
                 index = index[..., 0]
+        elif self.pad_output:
+            index, priority = self._without_padding(index, priority)
         with held.lock:
             self._follow(held)
             self._check_known(index, held)
@@ -317,6 +323,18 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         self.dropped += slice_len * int((~here).sum())
         values = _OF_REDUCED[self.reduction](priority.reshape(rows.shape).numpy(), 1)
         return clips, torch.from_numpy(values[here])
+
+    def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+        """An index and priorities without what pads clips: their last step, again."""
+        span = self._priorities.span
+        if span is None or index.numel() % (span // self.stride):
+            return index, priority
+        rows = index.reshape(-1, span // self.stride)
+        steps = torch.ones_like(rows, dtype=torch.bool)
+        steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        if bool(steps.all()):
+            return index, priority
+        return rows[steps], priority.view_as(rows)[steps.cpu()]
 
     def _by_clip(
         self, index: Tensor, priority: Tensor, storage: EpisodeStorage
