@@ -217,13 +217,13 @@ SAMPLES = {
         lambda: selector(torch.tensor([0.0, 1.0])),
         4,
         ValueError,
-        r"torch.int64 and shape \(2,\), got torch.float32 and \(2,\)",
+        r"integers of shape \(2,\), got torch.float32 and \(2,\)",
     ),
     "a selector's booleans": (
         lambda: selector(torch.tensor([True, False])),
         4,
         ValueError,
-        "torch.int64 .* got torch.bool",
+        "integers of shape .* got torch.bool",
     ),
     "a selector's shape": (
         lambda: selector(torch.tensor([[0, 1]])),
@@ -247,7 +247,7 @@ SAMPLES = {
         lambda: selector([0, 1]),
         4,
         TypeError,
-        "int64 tensor of clip indices, got list",
+        "clip indices as a tensor or array of integers, got list",
     ),
 }
 
