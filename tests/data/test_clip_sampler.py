@@ -1,6 +1,7 @@
 import gc
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -279,9 +280,11 @@ def test_the_selector_chooses(make, layout, stride):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([0, 1], TypeError, "int64 tensor of clip indices, got list"),
-        (torch.tensor([0.0, 1.0]), ValueError, r"int64 and shape \(2,\), got torch.float32"),
-        (torch.tensor([0, 1], dtype=torch.int32), ValueError, r"got torch.int32 and \(2,\)"),
+        ([0, 1], TypeError, "tensor or array of integers, got list"),
+        (torch.tensor([0.0, 1.0]), ValueError, r"integers of shape \(2,\), got torch.float32"),
+        (np.array([0.0, 1.0]), ValueError, "got torch.float64"),
+        (torch.tensor([0, 7], dtype=torch.int32), ValueError, r"in \[0, 7\).* from 0 to 7"),
+        (np.array([-1, 0], dtype=np.int16), ValueError, r"in \[0, 7\).* from -1 to 0"),
         (torch.tensor([True, False]), ValueError, "got torch.bool"),
         (torch.tensor([0]), ValueError, r"shape \(2,\), got torch.int64 and \(1,\)"),
         (torch.tensor([[0], [1]]), ValueError, r"got torch.int64 and \(2, 1\)"),
@@ -297,6 +300,15 @@ def test_what_a_selector_gives_is_checked(make, given, error, message):
         with pytest.raises(error, match=message):
             rb.sample(6)
     assert steps == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "clips", [torch.tensor([4, 0], dtype=torch.int32), np.array([4, 0]), np.uint8([4, 0])]
+)
+def test_a_selector_may_give_any_integers(make, clips):
+    rb = buffer(slice_len=3, selector=lambda *_: clips)
+    rb.extend(make.vectors([9]))
+    assert rb.sample(6)["step"].tolist() == [4, 5, 6, 0, 1, 2]
 
 
 def test_the_count_of_samples_is_saved(make, tmp_path):

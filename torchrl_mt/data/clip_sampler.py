@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl._utils import _replace_last
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.memory import to_device
+from torchrl_mt.data.clip_marks import ClipMarks, Cut
 from torchrl_mt.data.sampling import draw_integers, draw_uniform, episode_storage, require_episodes
-from torchrl_mt.data.schema import Entry
-from torchrl_mt.data.selection import Selection
 from torchrl_mt.data.signature import ConstructorSignature
-from torchrl_mt.data.steps import Path, path_of
+from torchrl_mt.data.steps import path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
 from torchrl_mt.data.table import Weight, weigh
@@ -51,17 +50,29 @@ class ClipSampler(Sampler):
         strict_length: if False, an episode shorter than a clip's span is sampled whole, and the
             sample may be shorter than ``batch_size``. Of such an episode a stride takes as many
             times ``K`` steps as there are; one of fewer than ``K`` is never sampled.
+        pad_output: whether clips that are shorter than others are padded to their length by their
+            last step again; ``("collector", "mask")``, bool, is then true for steps that are no
+            padding. For clips of varying length: ``strict_length=False`` or ``span``.
+        span: whether clips may begin before their episode (they hold fewer steps then, its first
+            ones) and end after it, so that its first and last steps are sampled as often as others:
+            False, True (down to a clip of one step), how many steps may be missing, or one of these
+            for each side. Only with ``stride=1``.
+        burn_in: how many of the first steps of a clip only warm up a recurrent state: ``"burn_in"``,
+            bool, is true for them, and the loss is to leave them out. A clip that begins where its
+            episode does has none, as its state is known there.
         selector: chooses the clips in place of a random draw: ``selector(step, storage,
-            num_slices, span)`` gives int64 ``[num_slices]`` clip indices in
+            num_slices, span)`` gives integers ``[num_slices]``, clip indices in
             ``[0, storage.num_clips(span))``, which count the clips of ``span`` stored steps from
             the oldest on. ``step`` is how many samples were drawn before. Only with
-            ``strict_length=True`` and ``weighting="clip"``.
+            ``strict_length=True``, ``weighting="clip"`` and no ``span``.
         weighting: ``"clip"`` draws uniformly from all clips, ``"episode"`` an episode first and
             then one of its clips (as ``SliceSampler`` does).
         layout: ``"flat"`` gives ``[num_slices * slice_len]`` steps, ``"clips"``
-            ``[num_slices, slice_len]`` (only with ``strict_length=True``).
+            ``[num_slices, slice_len]`` (only of clips of one length, or padded ones).
         truncated_key: where the end of a clip is marked; None marks nothing.
-        init_key: where the start of a clip is marked; None leaves that entry as it is.
+        init_key: where the start of a clip is marked, and under ``"next"``, too, so that a recurrent
+            network that runs over the next states begins afresh with each clip; None leaves these
+            entries as they are.
 
     Raises:
         TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given, or if
@@ -91,6 +102,9 @@ class ClipSampler(Sampler):
         num_slices: int | None = None,
         stride: int = 1,
         strict_length: bool = True,
+        pad_output: bool = False,
+        span: bool | int | tuple[bool | int, bool | int] = False,
+        burn_in: int = 0,
         selector: Selector | None = None,
         weighting: Literal["clip", "episode"] = "clip",
         layout: Literal["flat", "clips"] = "flat",
@@ -110,36 +124,48 @@ class ClipSampler(Sampler):
             raise ValueError(f'weighting must be "clip" or "episode", got {weighting!r}')
         if layout not in ("flat", "clips"):
             raise ValueError(f'layout must be "flat" or "clips", got {layout!r}')
-        if layout == "clips" and not strict_length:
+        self.span = _both_sides(span, slice_len)
+        varying = not strict_length or any(self.span)
+        if pad_output and not varying:
             raise ValueError(
-                'layout="clips" needs clips of one length: use strict_length=True, or layout="flat"'
+                "pad_output=True pads clips that are shorter than others: use it with "
+                "strict_length=False or with span"
             )
+        if layout == "clips" and varying and not pad_output:
+            raise ValueError(
+                'layout="clips" needs clips of one length: use strict_length=True without span, '
+                'pad_output=True, or layout="flat"'
+            )
+        if any(self.span) and stride > 1:
+            raise ValueError(f"span needs stride=1, got span={span} and stride={stride}")
+        if type(burn_in) is not int or burn_in < 0:
+            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+        if slice_len is not None:
+            _check_burn_in(burn_in, slice_len)
         if selector is not None and not callable(selector):
             raise TypeError(
                 f"selector must be a function (step, storage, num_slices, span) -> clip indices, "
                 f"got {type(selector).__name__}"
             )
-        if selector is not None and (not strict_length or weighting != "clip"):
+        if selector is not None and (varying or weighting != "clip"):
             raise ValueError(
-                f"selector chooses among the clips of full length: use strict_length=True and "
-                f'weighting="clip", got strict_length={strict_length} and weighting={weighting!r}'
+                f"selector chooses among the clips of full length: use strict_length=True, no span "
+                f'and weighting="clip", got strict_length={strict_length}, span={span} and '
+                f"weighting={weighting!r}"
             )
         self.slice_len = slice_len
         self.num_slices = num_slices
         self.stride = stride
         self.strict_length = strict_length
+        self.pad_output = pad_output
+        self.burn_in = burn_in
         self.selector = selector
         self.weighting = weighting
         self.layout = layout
         self.truncated_key = truncated_key
         self.init_key = init_key
-        self._flags: list[Path] = []
-        """Truncated, terminated and done, beside each other."""
-        if truncated_key is not None:
-            others = (_replace_last(truncated_key, name) for name in ("terminated", "done"))
-            self._flags = [path_of(key) for key in (truncated_key, *others)]
-        self._known_ends: tuple[Any, Any] = (None, None)
-        """The flags of :meth:`_ends_of` that were last asked for, and for what."""
+        init_keys = [] if init_key is None else [init_key, ("next", *path_of(init_key))]
+        self._marks = ClipMarks(truncated_key, init_keys, burn_in)
         self._least = 1 if strict_length else stride
         """Stored steps that an episode must have to be sampled whole."""
         self._step = 0
@@ -170,17 +196,18 @@ class ClipSampler(Sampler):
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema)
             episodes, offsets = self._draw(storage, num_slices, slice_len * self.stride)
-            spans: int | Tensor = slice_len
-            if not self.strict_length:
-                held = storage.table.lengths[episodes] // self.stride
-                if bool((held < slice_len).any()):
-                    spans = held.clamp_max(slice_len)
+            cut = self._cut(storage.table.lengths, episodes, offsets, slice_len)
             index, selection = storage.select(
-                episodes, offsets, spans, stride=self.stride, rectangular=self.layout == "clips"
+                episodes,
+                cut.offsets,
+                cut.spans,
+                stride=self.stride,
+                rectangular=self.layout == "clips",
+                padded_to=cut.width,
             )
-            self._mark(storage, selection, spans)
+            self._marks.mark(storage, selection, cut)
             self._step += 1
-            return index, self._facts(storage, episodes, offsets, spans, index)
+            return index, self._facts(storage, episodes, cut, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -192,7 +219,8 @@ class ClipSampler(Sampler):
         storage = episode_storage(storage, self)
         _, slice_len = self._clips(batch_size)
         weight: Weight = "clips" if self.strict_length else "clips_or_whole"
-        return storage.table.total(weight, slice_len * self.stride, self._least)
+        beyond = self._beyond(slice_len)
+        return storage.table.total(weight, slice_len * self.stride, self._least, beyond)
 
     def _clips(self, batch_size: int) -> tuple[int, int]:
         """Number of clips and steps per clip."""
@@ -205,11 +233,33 @@ class ClipSampler(Sampler):
                 f"batch_size={batch_size} and {name}={divisor}"
             )
         other = batch_size // divisor
-        return (other, divisor) if self.slice_len is not None else (divisor, other)
+        num, steps = (other, divisor) if self.slice_len is not None else (divisor, other)
+        _check_burn_in(self.burn_in, steps)
+        return num, steps
+
+    def _beyond(self, slice_len: int) -> tuple[int, int]:
+        """How many steps of a clip may lie before its episode, and after it."""
+        left, right = (slice_len - 1 if side is True else int(side) for side in self.span)
+        return left, right
+
+    def _cut(self, lengths: Tensor, episodes: Tensor, offsets: Tensor, slice_len: int) -> Cut:
+        """The clips that were drawn, without what lies before and after their episodes."""
+        width = slice_len if self.pad_output else None
+        if self.strict_length and not any(self.span):
+            return Cut(offsets, slice_len)
+        held = lengths[episodes]
+        spans = (held // self.stride).clamp_max(slice_len)
+        if any(self.span):
+            stops = torch.minimum(offsets + spans, held)
+            offsets = offsets.clamp_min(0)
+            spans = stops - offsets
+        if bool((spans == slice_len).all()):
+            return Cut(offsets, slice_len, width)
+        return Cut(offsets, spans, width)
 
     def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[Tensor, Tensor]:
-        """Positions of ``num`` episodes and the first step of a clip in each."""
-        table, least = storage.table, self._least
+        """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
+        table, least, beyond = storage.table, self._least, self._beyond(span)
         if self.weighting == "clip":
             weight: Weight = "clips" if self.strict_length else "clips_or_whole"
             total = self._total(storage, weight, span)
@@ -218,27 +268,27 @@ class ClipSampler(Sampler):
             else:
                 chosen = self.selector(self._step, storage, num, span)
                 units = _checked(chosen, num, span, total)
-            return table.locate(units, weight, span, least)
-        reach = span if self.strict_length else least
-        units = draw_integers(self._total(storage, "episodes", reach), num, self._rng)
-        episodes, _ = table.locate(units, "episodes", reach)
-        clips = weigh(table.lengths[episodes], span, "clips_or_whole")
-        return episodes, (draw_uniform(num, self._rng) * clips).long().clamp_max(clips - 1)
+            episodes, offsets = table.locate(units, weight, span, least, beyond)
+        else:
+            reach = span if self.strict_length else least
+            units = draw_integers(self._total(storage, "episodes", reach), num, self._rng)
+            episodes, _ = table.locate(units, "episodes", reach)
+            clips = weigh(table.lengths[episodes], span, "clips_or_whole", 1, beyond)
+            offsets = (draw_uniform(num, self._rng) * clips).long().clamp_max(clips - 1)
+        if beyond[0]:
+            offsets = offsets - (table.lengths[episodes].clamp_max(span) - 1).clamp_max(beyond[0])
+        return episodes, offsets
 
     def _facts(
-        self,
-        storage: EpisodeStorage,
-        episodes: Tensor,
-        offsets: Tensor,
-        spans: int | Tensor,
-        index: Tensor,
+        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """What else the sample's ``info`` says about the clips that were drawn."""
         return {}
 
     def _total(self, storage: EpisodeStorage, weight: Weight, span: int) -> int:
         """Units to draw from, at least one."""
-        total = storage.table.total(weight, span, self._least)
+        beyond = (0, 0) if weight == "episodes" else self._beyond(span)
+        total = storage.table.total(weight, span, self._least, beyond)
         if not total:
             needed = span if self.strict_length else self._least
             raise RuntimeError(
@@ -247,49 +297,6 @@ class ClipSampler(Sampler):
                 f"strict_length=False"
             )
         return total
-
-    def _mark(self, storage: EpisodeStorage, selection: Selection, spans: int | Tensor) -> None:
-        """Mark where clips begin and end in what is about to be read.
-
-        ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags,
-        set at the ends and starts of clips, too; ``terminated`` is as stored. Each has the shape and
-        dtype that it is stored with; one that is not is like the first of truncated, terminated and
-        done that is.
-        """
-        read, schema = selection.read, storage.schema
-        assert schema is not None
-        if self._flags:
-            truncated, terminated, done = self._flags
-            entries = [schema.entries.get(path, _FLAG) for path in self._flags]
-            like = next((e for e in entries if e is not _FLAG and e.kind == "dense"), _FLAG)
-            ends = self._ends_of(len(selection.plan), spans, like, storage.device)
-            read[truncated] = ends.clone()
-            if entries[1] is _FLAG:
-                read[terminated] = torch.zeros_like(ends)
-            flag = storage.read_selected(selection, done)
-            if not isinstance(flag, Tensor):
-                read[done] = ends.clone()
-            elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
-                read[done] = flag | ends
-            else:
-                flag[_edges(spans, flag.device)[1]] = True
-        if self.init_key is not None and path_of(self.init_key) in schema.entries:
-            begins = storage.read_selected(selection, self.init_key)
-            if isinstance(begins, Tensor):
-                begins[_edges(spans, begins.device)[0]] = True
-
-    def _ends_of(
-        self, steps: int, spans: int | Tensor, like: Entry, device: torch.device
-    ) -> Tensor:
-        """Flags ``[steps, *shape]`` of the ends of clips; kept for clips of one length."""
-        known = (steps, spans, like.shape, like.dtype, device)
-        if isinstance(spans, int) and self._known_ends[0] == known:
-            return self._known_ends[1]
-        ends = torch.zeros((steps, *like.shape), dtype=like.dtype, device=device)
-        ends[_edges(spans, device)[1]] = True
-        if isinstance(spans, int):
-            self._known_ends = (known, ends)
-        return ends
 
     def state_dict(self) -> dict[str, Any]:
         """How many samples were drawn."""
@@ -318,30 +325,45 @@ class ClipSampler(Sampler):
         )
 
 
-_FLAG = Entry("dense", (1,), torch.bool)
-"""What flags look like if none is stored."""
+def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | int]:
+    """How far clips may reach before and after their episode: for both sides, or one each."""
+    sides = span if isinstance(span, tuple) else (span, span)
+    most = (slice_len or sys.maxsize) - 1
+    if len(sides) != 2 or any(type(s) not in (bool, int) or not 0 <= s <= most for s in sides):
+        raise ValueError(
+            f"span must be a bool, a number of steps below slice_len, or a tuple of two of them, "
+            f"got {span!r}"
+        )
+    return sides
 
 
-def _edges(spans: int | Tensor, device: torch.device) -> tuple[Any, Any]:
-    """Where the first and the last steps of the clips are in a sample."""
-    if isinstance(spans, int):
-        return slice(0, None, spans), slice(spans - 1, None, spans)
-    after = spans.cumsum(0)
-    return to_device(after - spans, device), to_device(after - 1, device)
+def _check_burn_in(burn_in: int, slice_len: int) -> None:
+    """Refuse clips that would only warm up a state."""
+    if burn_in >= slice_len:
+        raise ValueError(
+            f"burn_in must be less than the steps of a clip, {slice_len}, of which it is a part; got "
+            f"{burn_in}"
+        )
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:
     """What a selector gave, on the CPU, if it is what a selector must give."""
-    if not isinstance(clips, Tensor):
+    given = torch.from_numpy(clips) if isinstance(clips, np.ndarray) else clips
+    if not isinstance(given, Tensor):
         raise TypeError(
-            f"selector must give an int64 tensor of clip indices, got {type(clips).__name__}"
+            f"selector must give clip indices as a tensor or array of integers, got "
+            f"{type(clips).__name__}"
         )
-    if clips.dtype != torch.int64 or clips.shape != (num_slices,):
+    integral = given.dtype in _INTEGERS
+    if not integral or given.shape != (num_slices,):
         raise ValueError(
-            f"selector must give clip indices of dtype torch.int64 and shape ({num_slices},), got "
-            f"{clips.dtype} and {tuple(clips.shape)}"
+            f"selector must give integers of shape ({num_slices},), got {given.dtype} and "
+            f"{tuple(given.shape)}"
         )
-    clips = clips.detach().cpu()
+    clips = given.detach().cpu().long()
     if bool(((clips < 0) | (clips >= stored)).any()):
         raise ValueError(
             f"selector must give clip indices in [0, {stored}): so many clips of {span} steps are "

@@ -13,12 +13,14 @@ from copy import copy
 from typing import Any, Literal
 from weakref import ref
 
+import numpy as np
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt.data.clip_marks import Cut
 from torchrl_mt.data.clip_priorities import ClipPriorities
 from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.indexing import HANDLES
@@ -60,6 +62,10 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             another length, and all stored steps are looked at once.
         stride: as for :class:`~torchrl_mt.data.ClipSampler`.
         strict_length: likewise.
+        pad_output: likewise. Priorities of padding are left out, but in
+            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer reduces each row
+            by itself: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
+        burn_in: likewise.
         layout: likewise.
         truncated_key: likewise.
         init_key: likewise.
@@ -107,6 +113,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         num_slices: int | None = None,
         stride: int = 1,
         strict_length: bool = True,
+        pad_output: bool = False,
+        burn_in: int = 0,
         layout: Literal["flat", "clips"] = "flat",
         truncated_key: NestedKey | None = ("next", "truncated"),
         init_key: NestedKey | None = "is_init",
@@ -118,6 +126,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             num_slices=num_slices,
             stride=stride,
             strict_length=strict_length,
+            pad_output=pad_output,
+            burn_in=burn_in,
             layout=layout,
             truncated_key=truncated_key,
             init_key=init_key,
@@ -213,18 +223,13 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         return storage.table.find(numbers - storage.table.first)
 
     def _facts(
-        self,
-        storage: EpisodeStorage,
-        episodes: Tensor,
-        offsets: Tensor,
-        spans: int | Tensor,
-        index: Tensor,
+        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """The importance weights."""
-        numbers, _ = storage.table.places(episodes, offsets)
+        numbers, _ = storage.table.places(episodes, cut.offsets)
         weight = self._priorities.importance(numbers, self._beta)
         steps = weight.repeat_interleave(
-            torch.as_tensor(spans, device="cpu"), output_size=index.numel()
+            torch.as_tensor(cut.width or cut.spans, device="cpu"), output_size=index.numel()
         )
         return {"priority_weight": steps.view(index.shape).to(index.device)}
 
@@ -262,16 +267,21 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if priority.numel() != index.numel():
             while index.ndim > 1:
                 index = index[..., 0]
+        elif self.pad_output:
+            index, priority = self._without_padding(index, priority)
         with held.lock:
             self._follow(held)
             self._check_known(index, held)
-            clips, values = self._by_clip(index, priority, held)
+            whole = self._of_whole_clips(index, priority, held)
+            clips, values = whole or self._by_clip(index, priority, held)
             clips, values = reduce_by_clip(clips, values, self.reduction)
-            self._priorities.update(held, clips, values)
+            self._priorities.update(held, clips, values, are_clips=whole is not None)
 
     def _check_known(self, index: Tensor, storage: EpisodeStorage) -> None:
         """Refuse steps that were never stored."""
-        stored, end = len(storage), HANDLES + storage.table.end
+        if not index.numel() or (index.min() >= HANDLES and index.max() < self._end(storage)):
+            return
+        stored, end = len(storage), self._end(storage)
         unknown = (index >= end) | ((index < HANDLES) & (index >= stored))
         if bool(unknown.any()):
             raise IndexError(
@@ -279,34 +289,69 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
                 f"below {end}; got {int(index[unknown].flatten()[0])}"
             )
 
+    @staticmethod
+    def _end(storage: EpisodeStorage) -> int:
+        """The handle that the next step will have."""
+        return HANDLES + storage.table.end
+
+    def _is_written(self, index: Tensor) -> bool:
+        """Whether this is the index that a write gave out just now."""
+        return self._just_written is not None and self._just_written() is index
+
+    def _of_whole_clips(
+        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
+    ) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`_by_clip`, if the index is made of whole clips of ``slice_len`` steps: what a
+        sample is.
+        """
+        first, span = storage.table.first, self._priorities.span
+        if span is None or self.reduction not in _OF_REDUCED or self._is_written(index):
+            return None
+        slice_len = span // self.stride
+        if slice_len < 2 or not index.numel() or index.numel() % slice_len or _is_column(index):
+            return None
+        rows = index.reshape(-1, slice_len).cpu().numpy()
+        numbers = rows[:, 0] - HANDLES
+        if (rows[:, 1:] - rows[:, :-1] != self.stride).any() or numbers.min() < 0:
+            return None
+        here = numbers >= first
+        if (here != (rows[:, -1] >= HANDLES + first)).any():
+            return None
+        clips = torch.from_numpy(numbers[here])
+        if not bool(self._entries(clips, storage).eq(slice_len).all()):
+            return None
+        self.dropped += slice_len * int((~here).sum())
+        values = _OF_REDUCED[self.reduction](priority.reshape(rows.shape).numpy(), 1)
+        return clips, torch.from_numpy(values[here])
+
+    def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+        """An index and priorities without what pads clips: their last step, again."""
+        span = self._priorities.span
+        if span is None or index.numel() % (span // self.stride):
+            return index, priority
+        rows = index.reshape(-1, span // self.stride)
+        steps = torch.ones_like(rows, dtype=torch.bool)
+        steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        if bool(steps.all()):
+            return index, priority
+        return rows[steps], priority.view_as(rows)[steps.cpu()]
+
     def _by_clip(
         self, index: Tensor, priority: Tensor, storage: EpisodeStorage
     ) -> tuple[Tensor, Tensor]:
         """Numbers of the clips that priorities are for, and these, of clips that are stored."""
         first, span = storage.table.first, self._priorities.span
-        written = self._just_written is not None and self._just_written() is index
         given = index.flatten().cpu()
         is_handle = given >= HANDLES
         numbers = torch.where(is_handle, given - HANDLES, given + first)
         here = (given >= 0) & (numbers >= first)
         self.dropped += int((is_handle & ~here).sum())
-        singly = written or _is_column(index) or not bool(is_handle[here].all())
-        if singly or span is None:
+        singly = _is_column(index) or not bool(is_handle[here].all())
+        if singly or span is None or self._is_written(index):
             return numbers[here], priority[here]
-        slice_len, stride = span // self.stride, self.stride
-        if len(numbers) % slice_len == 0 and self.reduction in _OF_REDUCED:
-            rows, stay = numbers.view(-1, slice_len), here.view(-1, slice_len)
-            clips = rows[stay[:, 0], 0]
-            if (
-                bool((rows[:, 1:] - rows[:, :-1] == stride).all())
-                and bool((stay == stay[:, :1]).all())
-                and bool((self._entries(clips, storage) == slice_len).all())
-            ):
-                values = _OF_REDUCED[self.reduction](priority.view_as(rows), 1)
-                return clips, values[stay[:, 0]]
         entries = torch.ones_like(numbers)
         entries[here] = self._entries(numbers[here], storage)
-        return clips_of(numbers, entries, stride)[here], priority[here]
+        return clips_of(numbers, entries, self.stride)[here], priority[here]
 
     def _entries(self, numbers: Tensor, storage: EpisodeStorage) -> Tensor:
         """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
@@ -368,10 +413,10 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         )
 
 
-_OF_REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "mean": torch.mean,
+_OF_REDUCED: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "max": np.max,
+    "min": np.min,
+    "mean": np.mean,
 }
 """Reductions of which that of all values is that of the rows' ones."""
 

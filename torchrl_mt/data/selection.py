@@ -39,7 +39,13 @@ class Selection:
 
 
 def plan_runs(
-    steps: Tensor, rows: Tensor, spans: int | Tensor, *, stride: int, rectangular: bool
+    steps: Tensor,
+    rows: Tensor,
+    spans: int | Tensor,
+    *,
+    stride: int,
+    rectangular: bool,
+    padded_to: int | None = None,
 ) -> tuple[Tensor, ReadPlan]:
     """How runs of consecutive steps are read.
 
@@ -49,10 +55,17 @@ def plan_runs(
         spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
         stride: how many stored steps are read as one.
         rectangular: whether to give ``[n, spans]`` handles, a run per row, instead of ``[N]``.
+        padded_to: steps that shorter runs are padded to, by their last one again; None pads nothing.
 
     Returns:
         the handles of the steps (the first of each ``stride``), and what reads them.
     """
+    if not isinstance(spans, int) and padded_to is not None:
+        within = np.minimum(np.arange(padded_to), spans.numpy()[:, None] - 1) * stride
+        handles, places = (first.numpy()[:, None] + within for first in (steps, rows))
+        index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
+        firsts = torch.from_numpy(places.reshape(-1))
+        return index, RowPlan(firsts) if stride == 1 else StridePlan(firsts, stride)
     if not isinstance(spans, int):
         if stride == 1:
             return runs(steps, spans), RowPlan(runs(rows, spans))

@@ -213,7 +213,9 @@ def name_of(path: Path) -> str:
 
 def path_of(key: NestedKey) -> Path:
     """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(unravel_key(key))
+    if not isinstance(key, str):
+        key = unravel_key(key)
+    return (key,) if isinstance(key, str) else key
 
 
 def own(item: Any, device: torch.device | None = None) -> Any:

@@ -360,6 +360,7 @@ class EpisodeStorage(LazyStackStorage):
         *,
         stride: int = 1,
         rectangular: bool = False,
+        padded_to: int | None = None,
     ) -> tuple[Tensor, Selection]:
         """Select runs of consecutive steps; ``get(index)`` then reads them at once.
 
@@ -370,6 +371,7 @@ class EpisodeStorage(LazyStackStorage):
             stride: how many stored steps are read as one; see
                 :class:`~torchrl_mt.data.strides.StridePlan`.
             rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
+            padded_to: steps that shorter runs are padded to, by their last one again.
 
         Returns:
             the handles (of the first of each ``stride`` steps), int64 ``[N]`` on the storage's
@@ -380,7 +382,12 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             numbers, rows = self.table.places(episodes, offsets)
             index, plan = plan_runs(
-                numbers + HANDLES, rows, spans, stride=stride, rectangular=rectangular
+                numbers + HANDLES,
+                rows,
+                spans,
+                stride=stride,
+                rectangular=rectangular,
+                padded_to=padded_to,
             )
             index = to_device(index, self.device)
             selection = Selection(plan, state_of(index))

@@ -21,10 +21,15 @@ __all__ = ["EpisodeTable", "Weight", "weigh"]
 Weight = Literal["clips", "clips_or_whole", "episodes"]
 """What is counted per episode; see :func:`weigh`."""
 
+_Choice = tuple[int, Weight, int, tuple[int, int]]
+"""The arguments of :func:`weigh` but for the lengths."""
+
 _MAX_TALLIES = 8
 
 
-def weigh(lengths: Tensor, span: int, weight: Weight, least: int = 1) -> Tensor:
+def weigh(
+    lengths: Tensor, span: int, weight: Weight, least: int = 1, beyond: tuple[int, int] = (0, 0)
+) -> Tensor:
     """How many units of choice an episode of each length offers.
 
     Args:
@@ -34,6 +39,8 @@ def weigh(lengths: Tensor, span: int, weight: Weight, least: int = 1) -> Tensor:
             episode shorter than ``span`` as one clip, ``"episodes"`` counts 1 for each episode
             that holds a clip.
         least: with ``"clips_or_whole"``, episodes of fewer steps count nothing.
+        beyond: how many steps of a clip may lie before its episode, and after it; one at least lies
+            within.
 
     Returns:
         int64 ``[E]``.
@@ -42,12 +49,20 @@ def weigh(lengths: Tensor, span: int, weight: Weight, least: int = 1) -> Tensor:
         >>> weigh(torch.tensor([2, 3, 5]), 3, "clips")
         tensor([0, 1, 3])
     """
-    return torch.from_numpy(_weigh(lengths.numpy(), span, weight, least))
+    return torch.from_numpy(_weigh(lengths.numpy(), span, weight, least, beyond))
 
 
-def _weigh(lengths: np.ndarray, span: int, weight: Weight, least: int) -> np.ndarray:
+def _weigh(
+    lengths: np.ndarray, span: int, weight: Weight, least: int, beyond: tuple[int, int]
+) -> np.ndarray:
     """:func:`weigh` of an array: what is counted is small, and torch takes longer to begin."""
     clips = lengths - (span - 1)
+    if any(beyond):
+        outside = np.minimum(lengths, span) - 1
+        more = np.minimum(outside, beyond[0]) + np.minimum(outside, beyond[1])
+        if weight == "clips":
+            return np.where(clips > 0, clips + more, 0)
+        return np.where(lengths >= least, np.maximum(clips, 1) + more, 0)
     if weight == "clips":
         return np.maximum(clips, 0)
     if weight == "clips_or_whole":
@@ -76,7 +91,7 @@ class EpisodeTable:
         """Number of the first step of each episode; after the last, of the step that comes next."""
         self._tokens = np.zeros(65, dtype=np.int64)
         """Tokens before each episode and after the last, counted from anywhere."""
-        self._tallies: OrderedDict[tuple[Weight, int, int], np.ndarray] = OrderedDict()
+        self._tallies: OrderedDict[_Choice, np.ndarray] = OrderedDict()
         """Units of choice likewise, for the spans last asked for."""
 
     @property
@@ -158,8 +173,8 @@ class EpisodeTable:
         self._start[new] = starts
         self._accumulate(self._steps, new, steps)
         self._accumulate(self._tokens, new, tokens.numpy())
-        for (weight, span, least), tally in self._tallies.items():
-            self._accumulate(tally, new, _weigh(steps, span, weight, least))
+        for choice, tally in self._tallies.items():
+            self._accumulate(tally, new, _weigh(steps, *choice))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -206,26 +221,34 @@ class EpisodeTable:
         """
         return self._search(self._steps, steps.numpy())
 
-    def total(self, weight: Weight, span: int, least: int = 1) -> int:
+    def total(
+        self, weight: Weight, span: int, least: int = 1, beyond: tuple[int, int] = (0, 0)
+    ) -> int:
         """Units of choice that the stored episodes offer together (see :func:`weigh`)."""
-        tally = self._tally(weight, span, least)
+        tally = self._tally((span, weight, least, beyond))
         return int(tally[self._tail] - tally[self._head])
 
     def locate(
-        self, units: Tensor, weight: Weight, span: int, least: int = 1
+        self,
+        units: Tensor,
+        weight: Weight,
+        span: int,
+        least: int = 1,
+        beyond: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor, Tensor]:
         """The episode of each unit of choice.
 
         Args:
-            units: int64 ``[n]`` in ``[0, total(weight, span, least))``.
+            units: int64 ``[n]`` in ``[0, total(weight, span, least, beyond))``.
             weight: what a unit is (see :func:`weigh`).
             span: steps per clip.
             least: see :func:`weigh`.
+            beyond: see :func:`weigh`.
 
         Returns:
             int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
         """
-        return self._search(self._tally(weight, span, least), units.numpy())
+        return self._search(self._tally((span, weight, least, beyond)), units.numpy())
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
@@ -247,18 +270,17 @@ class EpisodeTable:
         units -= before[episodes]
         return torch.from_numpy(episodes), torch.from_numpy(units)
 
-    def _tally(self, weight: Weight, span: int, least: int) -> np.ndarray:
+    def _tally(self, choice: _Choice) -> np.ndarray:
         """Units before each episode, kept for the spans last asked for."""
-        key = (weight, span, least)
-        tally = self._tallies.get(key)
+        tally = self._tallies.get(choice)
         if tally is None:
             tally = np.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, _weigh(self._length[stored], span, weight, least))
-            self._tallies[key] = tally
+            self._accumulate(tally, stored, _weigh(self._length[stored], *choice))
+            self._tallies[choice] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)
-        self._tallies.move_to_end(key)
+        self._tallies.move_to_end(choice)
         return tally
 
     @staticmethod
@@ -280,6 +302,6 @@ class EpisodeTable:
 
         self._length, self._start = moved(self._length, 0), moved(self._start, 0)
         self._steps, self._tokens = moved(self._steps, 1), moved(self._tokens, 1)
-        for key, tally in self._tallies.items():
-            self._tallies[key] = moved(tally, 1)
+        for choice, tally in self._tallies.items():
+            self._tallies[choice] = moved(tally, 1)
         self._head, self._tail = 0, live

@@ -1,0 +1,328 @@
+"""Balance a pole whose velocities are hidden: a recurrent Q-network learns from prioritized clips.
+
+The network sees where the cart and the pole are, not how fast they move: it has to remember. TorchRL's
+collector plays, the storage keeps whole episodes, and the sampler deals clips of them in proportion to
+their errors. The first steps of a clip only warm up the network's memory; on the others it learns by
+double Q-learning with three-step returns (as R2D2 does: Kapturowski et al., 2019).
+
+    python examples/masked_cartpole.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import Categorical, Composite, TensorDictReplayBuffer, Unbounded
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    InitTracker,
+    StepCounter,
+    TransformedEnv,
+    set_exploration_type,
+)
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import MLP, EGreedyModule, GRUModule, QValueModule, set_recurrent_mode
+from tqdm import tqdm
+
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+
+try:
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("Agg")
+except ImportError:
+    plt = None
+
+MAX_STEPS = 500
+NUM_ENVS = 16
+FRAMES_PER_BATCH = 256
+UPDATES_PER_BATCH = 8
+SLICE_LEN, BURN_IN = 32, 8
+GAMMA, N_STEPS = 0.99, 3
+TARGET_RATE = 0.05
+KEPT = [
+    *("observation", "action", "is_init", ("collector", "traj_ids")),
+    *(("next", key) for key in ("observation", "reward", "done", "terminated", "truncated")),
+]
+
+
+class MaskedCartPole(EnvBase):
+    """Many of Gymnasium's ``CartPole-v1`` at once, of which only the positions are seen.
+
+    ``observation`` is ``[..., 2]``: the cart's place and the pole's angle. Each step is worth 1, until
+    the pole falls or the cart leaves the track.
+    """
+
+    def __init__(self, num: int) -> None:
+        super().__init__(batch_size=[num])
+        self.observation_spec = Composite(observation=Unbounded((num, 2)), shape=[num])
+        self.action_spec = Categorical(2, shape=(num,))
+        self.reward_spec = Unbounded((num, 1))
+        self.state = torch.zeros(num, 4)  # place, speed, angle, turning speed
+        self.generator = torch.Generator()
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.generator.manual_seed(0 if seed is None else seed)
+
+    def _reset(self, td: TensorDictBase | None = None, **_) -> TensorDict:
+        fresh = torch.rand(self.state.shape, generator=self.generator) * 0.1 - 0.05
+        again = None if td is None else td.get("_reset", None)
+        self.state = fresh if again is None else torch.where(again.view(-1, 1), fresh, self.state)
+        return TensorDict({"observation": self._seen()}, self.batch_size)
+
+    def _step(self, td: TensorDictBase) -> TensorDict:
+        _, speed, angle, turning = self.state.unbind(-1)
+        force = 20.0 * td["action"] - 10.0
+        sin, cos = angle.sin(), angle.cos()
+        pushed = (force + 0.05 * turning**2 * sin) / 1.1
+        turned = (9.8 * sin - cos * pushed) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        moved = pushed - 0.05 * turned * cos / 1.1
+        self.state = self.state + 0.02 * torch.stack([speed, moved, turning, turned], dim=-1)
+        lost = self.state[:, ::2].abs() > torch.tensor([2.4, math.radians(12)])
+        lost = lost.any(-1, keepdim=True)
+        return TensorDict(
+            {
+                "observation": self._seen(),
+                "reward": torch.ones_like(lost, dtype=torch.float),
+                "terminated": lost,
+                "done": lost.clone(),
+            },
+            self.batch_size,
+        )
+
+    def _seen(self) -> Tensor:
+        return self.state[:, ::2] * torch.tensor([2.0, 20.0])  # in units of about one
+
+
+def make_network(width: int) -> TensorDictSequential:
+    """What remembers the observations, and tells what each action is worth."""
+    memory = GRUModule(
+        input_size=2,
+        hidden_size=width,
+        in_keys=["observation", "memory"],
+        out_keys=["features", ("next", "memory")],
+    )
+    head = MLP(2 + width, 2, num_cells=[64], activation_class=nn.ReLU)
+    worth = TensorDictModule(head, ["observation", "features"], ["action_value"])
+    return TensorDictSequential(memory, worth)
+
+
+def make_env(num: int, network: TensorDictSequential, seed: int) -> TransformedEnv:
+    env = TransformedEnv(
+        MaskedCartPole(num),
+        Compose(InitTracker(), StepCounter(MAX_STEPS), network[0].make_tensordict_primer()),
+    )
+    env.set_seed(seed)
+    return env
+
+
+def greedy(network: TensorDictSequential, env: TransformedEnv) -> TensorDictSequential:
+    """Takes the action that the network thinks best."""
+    best = QValueModule(action_space="categorical", spec=env.action_spec_unbatched)
+    return TensorDictSequential(network, best)
+
+
+def make_buffer(clips: int) -> TensorDictReplayBuffer:
+    """Whole episodes, whose samples are clips, a row each, padded where an episode is short."""
+    return TensorDictReplayBuffer(
+        storage=EpisodeStorage(max_steps=100_000),
+        writer=EpisodeWriter(),
+        sampler=PrioritizedClipSampler(
+            alpha=0.6,
+            beta=0.4,
+            slice_len=SLICE_LEN,
+            burn_in=BURN_IN,
+            strict_length=False,
+            pad_output=True,
+            layout="clips",
+        ),
+        batch_size=clips * SLICE_LEN,
+    )
+
+
+def n_step_returns(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, n: int) -> Tensor:
+    """What ``n`` steps bring, and the value of the state after them; fewer at the end of a clip.
+
+    Args:
+        reward: ``[B, T]``.
+        value: ``[B, T + 1]``, of each state and of the one after the last; 0 after an episode's end.
+        mask: bool ``[B, T]``, false for padding.
+        gamma: discount factor.
+        n: how many steps.
+    """
+    returns = value
+    for _ in range(n):
+        one_more = torch.where(mask, reward + gamma * returns[:, 1:], value[:, :-1])
+        returns = torch.cat([one_more, value[:, -1:]], dim=1)
+    return returns[:, :-1]
+
+
+def td_errors(network: nn.Module, target: nn.Module, clips: TensorDictBase) -> Tensor:
+    """How far the values of the actions that were taken are off: ``[B, T]``."""
+    # Each state once: that after a step is the one before the next.
+    seen = torch.cat([clips["observation"][:, :1], clips["next", "observation"]], dim=1)
+    start = torch.zeros(*seen.shape[:2], 1, dtype=torch.bool)
+    start[:, 0] = True
+    states = TensorDict({"observation": seen, "is_init": start}, seen.shape[:2])
+    with set_recurrent_mode(True):
+        value = network(states.copy())["action_value"]
+        with torch.no_grad():
+            foretold = target(states)["action_value"]
+    with torch.no_grad():
+        best = foretold.gather(-1, value.argmax(-1, keepdim=True)).squeeze(-1)  # double Q-learning
+        best[:, 1:] *= ~clips["next", "terminated"].squeeze(-1)
+        reward = (1 - GAMMA) * clips["next", "reward"].squeeze(-1)  # so that no value is above one
+        returns = n_step_returns(reward, best, clips["collector", "mask"], GAMMA, N_STEPS)
+    taken = value[:, :-1].gather(-1, clips["action"].unsqueeze(-1)).squeeze(-1)
+    return taken - returns
+
+
+@torch.no_grad()
+def evaluate(network: TensorDictSequential, episodes: int, seed: int) -> float:
+    """Mean return of the greedy policy."""
+    env = make_env(episodes, network, seed)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        played = env.rollout(MAX_STEPS, greedy(network, env), break_when_any_done=False)
+    before_the_end = played["next", "done"].squeeze(-1).cumsum(1) == 0
+    return (before_the_end.sum(1) + 1).clamp_max(MAX_STEPS).float().mean().item()
+
+
+def plot(path: Path, curve: list[tuple[int, float]]) -> None:
+    """Draw the return over training."""
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot(*zip(*curve, strict=True), marker="o")
+    axes.set(xlabel="environment steps", ylabel="mean return of the greedy policy")
+    axes.set(title="CartPole without velocities", ylim=(0, MAX_STEPS * 1.02))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def positive(text: str) -> int:
+    """An argument that must be a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Balance a pole whose velocities are hidden.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--updates", type=positive, default=3000, help="gradient steps, at most")
+    parser.add_argument("--goal", type=float, default=475, help="mean return to stop at")
+    parser.add_argument("--clips", type=positive, default=32, help="clips of a batch")
+    parser.add_argument("--width", type=positive, default=32, help="of the network's memory")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, falling to 0")
+    parser.add_argument("--every", type=positive, default=200, help="updates between evaluations")
+    parser.add_argument("--episodes", type=positive, default=32, help="episodes of an evaluation")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--out", type=Path, default=Path("runs/masked_cartpole"), help="folder")
+    args = parser.parse_args(argv)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    return args
+
+
+def train(args: argparse.Namespace) -> float:
+    """Play, learn, evaluate, draw; gives the return on fresh episodes."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
+    network = make_network(args.width)
+    target = copy.deepcopy(network).requires_grad_(False)  # a running mean: it also evaluates best
+    buffer = make_buffer(args.clips)
+    env = make_env(NUM_ENVS, network, args.seed)
+    explore = EGreedyModule(
+        env.action_spec_unbatched, eps_init=1.0, eps_end=0.1, annealing_num_steps=10_000
+    )
+    collector = Collector(
+        env,
+        TensorDictSequential(greedy(network, env), explore),
+        frames_per_batch=FRAMES_PER_BATCH,
+        total_frames=-1,
+        exploration_type=ExplorationType.RANDOM,
+        postproc=lambda batch: batch.select(*KEPT).contiguous(),
+        replay_buffer=buffer,
+    )
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
+
+    def learn() -> None:
+        clips = buffer.sample()
+        error = td_errors(network, target, clips)
+        learned = clips["collector", "mask"] & ~clips["burn_in"]
+        weight = clips["priority_weight"] / clips["priority_weight"].max()
+        loss = (weight * error.square())[learned].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        torch._foreach_lerp_(
+            list(target.parameters()), list(network.parameters()), weight=TARGET_RATE
+        )
+        clips["td_error"] = error.detach().abs() * learned
+        buffer.update_tensordict_priority(clips)
+
+    frames, updates, curve = 0, 0, []
+    bar = tqdm(total=args.updates, desc="training", mininterval=1.0)
+    for _ in collector:
+        frames += FRAMES_PER_BATCH
+        explore.step(FRAMES_PER_BATCH)
+        if frames < 2000:  # of random play, to begin with
+            continue
+        for _ in range(UPDATES_PER_BATCH):
+            learn()
+            updates += 1
+            bar.update()
+            if updates % args.every == 0 or updates == args.updates:
+                curve.append((frames, evaluate(target, args.episodes, seed=updates)))
+                bar.set_postfix({"return": f"{curve[-1][1]:.0f}"})
+            if updates == args.updates or (curve and curve[-1][1] >= args.goal):
+                break
+        else:
+            continue
+        break
+    collector.shutdown()
+    bar.close()
+
+    reached = evaluate(target, 100, seed=args.seed + 1_000_000)
+    print(f"after {updates} updates and {frames} steps of the environment:")
+    print(f"mean return of 100 fresh episodes: {reached:.1f} of {MAX_STEPS}")
+    if plt is None:
+        print("no curve: it needs matplotlib: pip install 'torchrl-mt[examples]'")
+        return reached
+    path = args.out / "curve.png"
+    plot(path, curve)
+    print(f"curve: {path}")
+    return reached
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
