@@ -24,6 +24,8 @@ class Failing:
 
     def wrapped(self, function):
         def call(*args, **kwargs):
+            if "out" in kwargs:  # It takes no memory.
+                return function(*args, **kwargs)
             self.left -= 1
             if self.left == 0:
                 raise MemoryError("no memory left")

@@ -5,9 +5,9 @@ What is read equals, bit for bit, what was written. A column knows rows, not epi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_mt.data.exceptions import Exceptions
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.parts import Part, SavedParts
 from torchrl_mt.data.record import Record
@@ -57,8 +58,11 @@ class Change:
     first: int | None = None
     """If so, the oldest row that stays, None if none does."""
     left: Blocks | None = None
-    """The rows of those that leave, for objects to be dropped, unless all rows were laid out anew
-    without them."""
+    """The rows of those that leave, for objects and exceptions to be dropped, unless all rows were
+    laid out anew without them.
+    """
+    odd: Mapping[Path, Tensor] = field(default_factory=dict)
+    """bool ``[E]``: which written episodes disagree with the rows that such an entry shares."""
 
 
 class StoredColumn(Protocol):
@@ -187,18 +191,38 @@ class RecordColumn:
 
 
 class NextColumn:
-    """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more."""
+    """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more.
+
+    An episode in which they disagree has rows of its own, aside.
+    """
 
     source: DenseColumn | RecordColumn
     """Set by the store."""
 
+    def __init__(self, path: Path, memory: Memory) -> None:
+        self.path = path
+        self.exceptions = Exceptions(memory)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held: none of its own."""
-        return 0
+        """Bytes of memory held: those of the exceptions."""
+        return self.exceptions.nbytes
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores each episode's last value in the row after its last."""
+        store_last, odd = self._plan_last(change, column), change.odd.get(self.path)
+        if odd is None and not len(self.exceptions):
+            return store_last
+        store_exceptions = self.exceptions.plan(change, odd, column)
+
+        def commit() -> None:
+            store_last()
+            store_exceptions()
+
+        return commit
+
+    def _plan_last(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores each episode's last value."""
         blocks = change.written
         ends = [i - 1 for i in accumulate(blocks.lengths)]
         places = [
@@ -215,27 +239,36 @@ class NextColumn:
 
     def read(self, plan: RowPlan) -> Tensor:
         """The rows of ``plan``, as new memory."""
-        return self.source.read(plan, shift=1)
+        values = self.source.read(plan, shift=1)
+        if len(self.exceptions):
+            self.exceptions.put(plan.rows(), values)
+        return values
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Nothing to let go of."""
+        """Let go of the exceptions among the oldest episodes."""
+        if len(self.exceptions):
+            self.exceptions.release(set(blocks.starts))
 
     def laid_out(self, moves: Moves, capacity: int) -> NextColumn:
         """A column that is yet to be told its source."""
-        return NextColumn()
+        new = copy(self)
+        new.exceptions = self.exceptions.moved(moves)
+        return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """None of its own."""
-        return {}
+        """The exceptions: the other rows are the source's."""
+        return self.exceptions.parts(live)
 
     def load(self, saved: SavedParts, rows: range) -> None:
-        """Nothing to load: the source has the rows."""
+        """Hold the exceptions among these rows."""
+        self.exceptions.load(saved, rows)
 
     def unshared(self, memory: Memory) -> DenseColumn:
         """The same values in rows of their own."""
         here = self.source.data
         column = DenseColumn(Entry("dense", tuple(here.shape[1:]), here.dtype), len(here), memory)
         column.data[:-1].copy_(here[1:])
+        self.exceptions.put(torch.arange(len(here), device="cpu"), column.data)
         return column
 
 

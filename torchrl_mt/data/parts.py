@@ -71,6 +71,9 @@ class SavedParts(Protocol):
     Rows that are asked for end with the last; other numbers are a ``ValueError``.
     """
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a part."""
+
     def rows(self, name: str) -> int:
         """How many rows were saved."""
 
@@ -97,6 +100,10 @@ class TensorParts:
     def __init__(self, parts: Mapping[str, Tensor | Objects], device: torch.device) -> None:
         self._parts = parts
         self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a part."""
+        return name in self._parts
 
     def rows(self, name: str) -> int:
         """How many rows were saved."""
@@ -144,6 +151,10 @@ class FileParts:
         self._folder = folder
         self._hashes = hashes
         self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a part."""
+        return name in self._parts
 
     def rows(self, name: str) -> int:
         """How many rows were saved."""

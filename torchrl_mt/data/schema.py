@@ -7,7 +7,7 @@ new schema.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -103,15 +103,38 @@ class Schema:
             # Shorter paths first: an entry without rows of its own has none to share.
             for path in sorted(entries, key=len):
                 source = entries.get(_source(path))
-                if source is not None and not source.shared and _agrees(steps, lengths, path):
+                if source is None or source.shared:
+                    continue
+                odd = _disagreeing(steps, lengths, path)
+                if odd is not None and 4 * int(odd.sum()) <= len(odd):
                     entries[path] = replace(entries[path], shared=True)
         return Schema(entries, steps.root_class)
 
-    def unshared(self) -> Schema:
-        """The schema in which every entry has rows of its own."""
-        return replace(
-            self, entries={path: replace(e, shared=False) for path, e in self.entries.items()}
+    def unshared(self, paths: Iterable[Path] | None = None) -> Schema:
+        """The schema in which these entries have rows of their own; None stands for all."""
+        alone = set(self.entries if paths is None else paths)
+        return self._with(
+            {
+                path: replace(entry, shared=False) if entry.shared and path in alone else entry
+                for path, entry in self.entries.items()
+            }
         )
+
+    def odd(self, steps: Steps, lengths: Tensor) -> dict[Path, Tensor]:
+        """Which episodes disagree with the rows that an entry shares: bool ``[E]`` for each entry
+        of which some do.
+
+        Args:
+            steps: whole episodes, one after the other, that this schema admits.
+            lengths: int64 ``[E]``, steps of each.
+        """
+        found: dict[Path, Tensor] = {}
+        for path, entry in self.entries.items():
+            if entry.shared and not _agrees(steps, lengths, path):
+                odd = _disagreeing(steps, lengths, path)
+                assert odd is not None
+                found[path] = odd
+        return found
 
     def merge(self, other: Schema) -> Schema:
         """The schema of the steps of both: this one, unless an entry has to change its kind.
@@ -181,7 +204,7 @@ class Schema:
             {
                 path: replace(entry, shared=False)
                 if entry.shared
-                and (entries[path[1:]].kind != "dense" or not _agrees(steps, lengths, path))
+                and (entries[path[1:]].kind != "dense" or _compared(steps, path) is None)
                 else entry
                 for path, entry in entries.items()
             }
@@ -206,18 +229,45 @@ def _source(path: Path) -> Path:
     return path[1:] if path[0] == "next" else ()
 
 
-def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
-    """Whether ``path`` at each step is its source at the episode's next one, bit for bit."""
+def _compared(steps: Steps, path: Path) -> tuple[Tensor, Tensor] | None:
+    """The bits of the source of ``path`` and of ``path``; None if they cannot be compared."""
     here, following = steps.columns[_source(path)], steps.columns[path]
     if isinstance(here, Rows) and isinstance(following, Rows):
         if len({(x.shape, x.dtype) for column in (here, following) for x in column.items}) > 1:
-            return False
+            return None
         here, following = torch.stack(here.items), torch.stack(following.items)
     if not (isinstance(here, Tensor) and isinstance(following, Tensor)):
-        return False
+        return None
     if here.shape != following.shape or here.dtype != following.dtype:
+        return None
+    return bits(here), bits(following)
+
+
+def _disagreeing(steps: Steps, lengths: Tensor, path: Path) -> Tensor | None:
+    """In which episodes ``path`` is not its source one step later: bool ``[E]`` on the CPU; None if
+    they cannot be compared.
+    """
+    compared = _compared(steps, path)
+    if compared is None:
+        return None
+    here, following = compared
+    differs = here[1:] != following[:-1]
+    if differs.ndim > 1:
+        differs = differs.flatten(1).any(1)
+    differs = differs.cpu()
+    differs[lengths.cumsum(0)[:-1] - 1] = False
+    of = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)[:-1]
+    odd = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
+    odd[of[differs]] = True
+    return odd
+
+
+def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
+    """Whether ``path`` at each step is its source at the episode's next one, bit for bit."""
+    compared = _compared(steps, path)
+    if compared is None:
         return False
-    here, following = bits(here), bits(following)
+    here, following = compared
     if lengths.shape[0] == 1:
         return torch.equal(here[1:], following[:-1])
     goes_on = torch.ones(steps.length, dtype=torch.bool, device="cpu")

@@ -32,7 +32,7 @@ from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, Entry, Schema
 from torchrl_mt.data.selection import Selection, plan_runs, state_of
 from torchrl_mt.data.signature import ConstructorSignature
-from torchrl_mt.data.steps import Column, Path, Steps, pack, path_of, unpack
+from torchrl_mt.data.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data.store import Admission, EpisodeStore
 from torchrl_mt.data.store_files import StoreFiles
 from torchrl_mt.data.table import EpisodeTable
@@ -56,11 +56,12 @@ class EpisodeStorage(LazyStackStorage):
     The first episode fixes the keys, per-step shapes and dtypes.
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
-    episode instead of ``2 T``. Tensors whose shape varies from step to step come in lazy stacks and
-    are read as such. Every entry is read as it was written; sub-TensorDicts come back with the
-    batch size of the steps, those without entries do not. Tensorclasses below the root and tensors
-    among Python objects are copied; other objects, such as a dict with tensors in it, are kept by
-    reference: whoever changes one changes what is stored.
+    episode instead of ``2 T``. Episodes in which it does not have rows of their own for it; once
+    those are more than eight and more than a quarter, all have. Tensors whose shape varies from step
+    to step come in lazy stacks and are read as such. Every entry is read as it was written;
+    sub-TensorDicts come back with the batch size of the steps, those without entries do not.
+    Tensorclasses below the root and tensors among Python objects are copied; other objects, such as
+    a dict with tensors in it, are kept by reference: whoever changes one changes what is stored.
 
     Of each turn's ``("tokens", "prompt")`` only what it adds to the turn before (its prompt and
     ``("tokens", "response")``) is stored; where it does not go on from there, all that differs. Read
@@ -112,6 +113,8 @@ class EpisodeStorage(LazyStackStorage):
     _default_checkpointer = FileCheckpointer
     _has_warned = False
     """Of the class, since storages that were pickled by earlier versions have none of their own."""
+    _exceptional: frozenset[Path] = frozenset()
+    """Shared entries of which exceptional episodes were told of; likewise."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
         """Tell who uses the name of TorchRL's other storages which one is this storage's."""
@@ -460,8 +463,10 @@ class EpisodeStorage(LazyStackStorage):
             steps = steps.on(self.device)
             admitted = self._store.admit(steps, lengths)
             self._settle()
-            first = self.table.next
+            first, before = self.table.next, self.schema
             self._store.append(admitted)
+            if admitted.odd or before is not self.schema:
+                self._tell_of_rows(before, admitted)
             left = self.table.oldest > first  # Not all of them are stored still.
             index = self._changed(len(self) if left else steps.length)
             if left and not self._has_warned:
@@ -478,6 +483,27 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock, _lasting():
             length = torch.tensor([episode.length], device="cpu")
             self._store.admit(episode.on(self.device), length)
+
+    def _tell_of_rows(self, before: Schema | None, written: Admission) -> None:
+        """Say which entries disagree with the rows that they shared, once for each."""
+        for path in written.odd:
+            if path not in self._exceptional:
+                self._exceptional |= {path}
+                _logger.warning(
+                    "%s of an episode is not %s of the step after: such episodes have rows of their "
+                    "own for it. This is said once for each storage and key.",
+                    name_of(path),
+                    name_of(path[1:]),
+                )
+        for path, entry in before.entries.items() if before is not None else ():
+            if not entry.shared or written.schema.entries[path].shared:
+                continue
+            _logger.warning(
+                "%s is not %s of the step after in more than a quarter of the episodes, or varies in "
+                "shape: all episodes have rows of their own for it from now on, which takes more memory",
+                name_of(path),
+                name_of(path[1:]),
+            )
 
     def _warn_of_too_much(self, written: Admission) -> None:
         """Say of which budgets a write took more than there is."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from torchrl_mt.data.columns import (
     RecordColumn,
     StoredColumn,
 )
+from torchrl_mt.data.exceptions import are_the_rule
 from torchrl_mt.data.growing import PromptColumn, additions
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.parts import Part, SavedParts, TensorParts
@@ -62,6 +63,8 @@ class Admission:
     """int64 ``[E]``: steps of each."""
     tokens: Tensor
     """int64 ``[E]``: tokens of each."""
+    odd: Mapping[Path, Tensor] = field(default_factory=dict)
+    """Which of them disagree with the rows that such an entry shares; see :meth:`Schema.odd`."""
 
 
 class EpisodeStore:
@@ -128,10 +131,22 @@ class EpisodeStore:
         if self.schema is None:
             schema = Schema.of(steps, lengths, share_next=self.share_next)
         elif self.schema.fits(steps, lengths):
-            schema = self.schema
+            return self._admitted(self.schema, steps, lengths)
         else:
             schema = self.schema.admit(steps, lengths)
-        return self._admitted(schema, steps, lengths)
+        odd = schema.odd(steps, lengths)
+        if odd:
+            schema = schema.unshared(path for path in odd if self._is_rule(path, odd[path]))
+            odd = {path: odd[path] for path in odd if schema.entries[path].shared}
+        return replace(self._admitted(schema, steps, lengths), odd=odd)
+
+    def _is_rule(self, path: Path, odd: Tensor) -> bool:
+        """Whether episodes that disagree, with these, are too many to be exceptions."""
+        column = self.columns.get(path)
+        if not isinstance(column, NextColumn):
+            return False
+        exceptions = len(column.exceptions) + int(odd.sum())
+        return are_the_rule(exceptions, self.table.num_episodes + len(odd))
 
     def append(self, admitted: Admission) -> None:
         """Store what :meth:`admit` gave, after the oldest have made room.
@@ -267,7 +282,9 @@ class EpisodeStore:
                 tokens = count_tokens(schema, _taken_apart(schema, steps, lengths), lengths)
                 left_out = self._beyond_budgets(lengths, tokens)
                 lengths, left = lengths[left_out:], int(lengths[:left_out].sum())
-                self.append(self._admitted(schema, steps[left:], lengths))
+                steps = steps[left:]
+                admitted = self._admitted(schema, steps, lengths)
+                self.append(replace(admitted, odd=schema.odd(steps, lengths)))
             else:
                 # An empty storage knows what its steps look like, too.
                 self.schema, self._rows = schema, self._new_rows(schema, lengths)
@@ -333,7 +350,8 @@ class EpisodeStore:
         first, moves, left = self._first_after(leaving), None, None
         if leaving:
             ring.pop(next_start=first)
-            left = self._oldest(leaving) if schema.has_objects else None
+            if schema.has_objects or any(map(_has_exceptions, columns.values())):
+                left = self._oldest(leaving)
         sizes = [length + rows.pad for length in lengths.tolist()]
         starts = ring.push_all(sizes)
         if starts is None:
@@ -349,7 +367,8 @@ class EpisodeStore:
             left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
             starts = ring.push_all(sizes)
             assert starts is not None
-        change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left)
+        odd = {path: which[skipped:] for path, which in admitted.odd.items()}
+        change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left, odd)
         commits = _plan_columns(change, steps, columns, records)
 
         def commit() -> None:
@@ -437,7 +456,7 @@ class EpisodeStore:
             if column is None and path in records:
                 column = RecordColumn(records[path], path)
             if column is None:
-                column = NextColumn() if entry.shared else self._new_column(entry, capacity)
+                column = self._new_column(path, entry, capacity)
             columns[path] = column
         if schema.growing and not isinstance(columns[PROMPT], PromptColumn):
             columns[PROMPT] = self._as_growing(
@@ -446,8 +465,10 @@ class EpisodeStore:
         _link(columns, records)
         return columns, records
 
-    def _new_column(self, entry: Entry, capacity: int) -> StoredColumn:
+    def _new_column(self, path: Path, entry: Entry, capacity: int) -> StoredColumn:
         """An empty column for ``entry``."""
+        if entry.shared:
+            return NextColumn(path, self.memory)
         if entry.kind == "object":
             return ObjectColumn(capacity)
         if entry.kind == "dense":
@@ -518,6 +539,11 @@ class _RingRows:
     """Rows that an episode has beyond its steps: 1 where next entries are shared."""
     slack: int = 0
     """Rows of the longest episode that the ring has room for beside the budget."""
+
+
+def _has_exceptions(column: StoredColumn) -> bool:
+    """Whether there are episodes that it has rows of their own for."""
+    return isinstance(column, NextColumn) and len(column.exceptions) > 0
 
 
 def _plan_columns(

@@ -1,0 +1,151 @@
+"""Episodes that disagree with the rows that an entry shares come back as they were written."""
+
+import logging
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+
+NEXT = ("next", "observation")
+
+
+@pytest.fixture
+def said(caplog):
+    """What the library has warned of so far."""
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def episode(length, number, odd=False, *, lazy=False, size=3):
+    """An episode whose next observations are its observations, but for one if it is odd."""
+    seen = number + torch.arange((length + 1) * size).view(length + 1, size) / 1000
+    following = seen[1:].clone()
+    if odd:
+        following[number % (length - 1)] += 1
+    done = torch.arange(length)[:, None] == length - 1
+    data = TensorDict(
+        {
+            "observation": seen[:-1],
+            "number": torch.full((length,), number),
+            "next": {"observation": following, "done": done},
+        },
+        [length],
+    )
+    return lazy_stack(list(data.unbind(0))) if lazy else data
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data(), size=st.sampled_from([3, 300]), scratch=st.booleans())
+def test_what_is_read_is_what_was_written(make, tmp_path_factory, data, size, scratch):
+    folder = tmp_path_factory.mktemp("storage")
+    max_steps = data.draw(st.integers(20, 60))
+    scratch_dir = folder / "scratch" if scratch else None
+    storage = EpisodeStorage(max_steps, scratch_dir=scratch_dir)
+    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2))
+    first = [episode(n, i, size=size) for i, n in enumerate([3, 2, 4, 5, 2])]
+    rb.extend(torch.cat(first))
+    stored, number = [*first], len(first)
+    share = st.sampled_from([False] * 3 + [True])
+    for _ in range(data.draw(st.integers(1, 12))):
+        some = data.draw(st.lists(st.tuples(st.integers(2, 9), share), min_size=1, max_size=4))
+        lazy = data.draw(st.booleans())
+        written = [episode(n, number + i, odd, size=size) for i, (n, odd) in enumerate(some)]
+        number += len(written)
+        batch = torch.cat(written)
+        rb.extend(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+        stored += written
+        while sum(map(len, stored)) > max_steps:
+            del stored[0]
+        how = data.draw(st.sampled_from(["no", "no", "dumps", "state_dict", "pickle", "smaller"]))
+        if how == "pickle":
+            rb = pickle.loads(pickle.dumps(rb))
+        elif how == "state_dict":
+            rb.load_state_dict(rb.state_dict())
+        elif how in ("dumps", "smaller"):
+            rb.dumps(folder / "saved")
+            if how == "smaller":
+                max_steps = max(20, max_steps - 7)
+                while sum(map(len, stored)) > max_steps:
+                    del stored[0]
+            storage = EpisodeStorage.load_memmap(folder / "saved", max_steps=max_steps)
+            rb = ReplayBuffer(
+                storage=storage, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2)
+            )
+            rb.loads(folder / "saved")
+        storage = rb.storage
+        got = list(storage.episodes())
+        assert [make.steps(e) for e in got] == [make.steps(e) for e in stored]
+        steps = make.steps(torch.cat(stored))
+        assert make.steps(storage[:]) == steps
+        order = torch.randperm(len(storage), generator=torch.Generator().manual_seed(number))
+        assert make.steps(storage[order]) == [steps[i] for i in order.tolist()]
+        clips = rb.sample(32)
+        known = {str(step["observation",]): step[NEXT] for step in steps}
+        for step in make.steps(clips):
+            assert step[NEXT] == known[str(step["observation",])]
+
+
+def test_exceptions_leave_with_their_episodes_and_are_told_of_once(make, said):
+    storage, other = EpisodeStorage(100), EpisodeStorage(100)
+    for number in range(40):
+        storage.append(episode(10, number, odd=number in (13, 15)))
+        other.append(episode(10, number))
+        if number == 15:
+            assert storage.nbytes > other.nbytes
+            assert storage.shared_keys == other.shared_keys
+    column = storage._store.columns[NEXT]
+    assert not len(column.exceptions)
+    (message,) = said()
+    assert "('next', 'observation') of an episode is not 'observation' of the step after" in message
+    assert make.steps(storage[:]) == make.steps(other[:])
+
+
+def test_what_is_the_rule_is_no_exception(make, said):
+    storage = EpisodeStorage(1000)
+    written = [episode(5, number, odd=number >= 4) for number in range(20)]
+    for number, data in enumerate(written):
+        storage.append(data)
+        assert (NEXT in storage.shared_keys) == (number < 12)
+    assert make.steps(storage[:]) == make.steps(torch.cat(written))
+    assert len(said()) == 2
+    assert "more than a quarter" in said()[1]
+
+
+def test_many_episodes_at_once_share_rows_if_most_agree(make):
+    for odd, shared in ((1, True), (2, True), (3, False)):
+        storage = EpisodeStorage(1000)
+        rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+        written = torch.cat([episode(5, number, odd=number < odd) for number in range(8)])
+        rb.extend(written)
+        assert (NEXT in storage.shared_keys) == shared
+        assert make.steps(storage[:]) == make.steps(written)
+
+
+def test_an_exception_goes_where_no_rows_are_shared(make):
+    storage, other = EpisodeStorage(100), EpisodeStorage(100, share_next=False)
+    written = [episode(5, number, odd=number == 2) for number in range(5)]
+    for data in written:
+        storage.append(data)
+    assert NEXT in storage.shared_keys
+    other.load_state_dict(storage.state_dict())
+    assert not other.shared_keys
+    assert make.steps(other[:]) == make.steps(torch.cat(written))
+
+
+def test_a_refused_write_makes_no_exception(make):
+    storage = EpisodeStorage(100)
+    storage.append(episode(5, 0))
+    bad = episode(5, 1, odd=True)
+    bad["number"] = bad["number"].float()
+    with pytest.raises(ValueError, match="number"):
+        storage.append(bad)
+    assert not len(storage._store.columns[NEXT].exceptions)
+    storage._empty()
+    storage.append(episode(5, 2, odd=True))
+    assert make.steps(storage[:]) == make.steps(episode(5, 2, odd=True))
