@@ -214,7 +214,7 @@ def writing_batches(environments_at_once: int, steps: int, ids: bool, repeats: i
     pair = buffers(1_000_000, "cpu")
     batches = [[piece.clone() for piece in data.split(steps, 1)] for _ in pair]
     for buffer, pieces in zip(pair, batches, strict=True):
-        buffer.extend(pieces.pop())  # allocates
+        buffer.extend(pieces.pop(0))  # allocates
     turns = [iter(pieces) for pieces in batches]
     times = [0.0, 0.0]
     for _ in range(number - 1):

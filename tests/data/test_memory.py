@@ -33,17 +33,19 @@ def test_mapped_steps_are_those_held_in_memory(make, kind, tmp_path):
 
 def test_values_lie_in_files_and_those_go_with_the_storage(make, tmp_path):
     storage = EpisodeStorage(8, scratch_dir=tmp_path)
-    for data in make.split(make.vectors([2, 3, 4])):
+    written = make.vectors([2, 3, 4])
+    written["image"] = torch.randn(9, 300)  # too large for a record
+    for data in make.split(written):
         storage.append(data)
-    store = storage._store
-    columns = [column for column in store.columns.values() if column.nbytes]
-    columns += set(store.records.values())
-    for column in columns:
-        assert any(column.data.data_ptr() in each for each in mapped(tmp_path))
+    held = [column for column in storage._store.columns.values() if column.nbytes]
+    held += set(storage._store.records.values())
+    assert len(held) > 3
+    for each in held:
+        assert any(each.data.data_ptr() in part for part in mapped(tmp_path))
     assert sum(map(len, mapped(tmp_path))) >= storage.nbytes > 0
     sample = storage[:]
     steps = make.steps(sample)
-    del storage, store, column, columns
+    del storage, each, held
     gc.collect()
     assert mapped(tmp_path) == []
     assert make.steps(sample) == steps

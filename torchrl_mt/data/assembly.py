@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from torchrl_mt.data.batch import IS_INIT, Batch, differs_in
-from torchrl_mt.data.continuity import Continuity
+from torchrl_mt.data.continuity import Continuity, Verdict
 from torchrl_mt.data.open_steps import OpenSteps
 from torchrl_mt.data.steps import Path
 
@@ -100,6 +100,8 @@ class Assembler:
             # After a segment that ends its episode comes the beginning of another.
             found[again] = -1
             odd.update(keys[i] for i in again if not self.batch.ended[i - 1])
+        if odd:
+            self._find_among_several(found, odd)
         odd |= self._not_going_on(found, odd)
         result = Assembly(found, repeated=bool(odd))
         single = np.array([key not in odd for key in keys]) if odd else np.True_
@@ -120,6 +122,40 @@ class Assembler:
             result.beyond += self._beyond(max_steps, result)
         return result
 
+    def _find_among_several(self, found: np.ndarray, odd: set[int]) -> None:
+        """Find the episodes of segments that agree in all with one of several; they are odd no more."""
+        begins = self.batch.begins
+        if not self.paths or not self.batch.segments.differ:
+            return
+        left: dict[int, list[int]] = {}
+        for i, key in enumerate(self.batch.segments.keys):
+            if key in odd and (begins is None or not begins[i]):
+                slots = self.open.with_id(key)
+                left[i] = sorted(slots, key=lambda slot: int(self.open.last[slot]))
+        while left:
+            at = np.fromiter(left, dtype=np.int64)
+            slots = [candidates.pop() for candidates in left.values()]
+            verdict = self._judge(self.first_rows[at], self.open.last[slots])
+            agrees = np.ones(len(at), dtype=bool)
+            for differs in verdict.differing.values():
+                agrees &= ~differs
+            for i, slot, it_agrees in zip(at.tolist(), slots, agrees.tolist(), strict=True):
+                if it_agrees:
+                    found[i] = slot
+                    odd.discard(self.batch.segments.keys[i])
+                if it_agrees or not left[i]:
+                    del left[i]
+
+    def _judge(
+        self, here: np.ndarray, there: np.ndarray, continuity: Continuity | None = None
+    ) -> Verdict:
+        """Whether the steps in some rows go on from those in others."""
+        return (continuity or self.continuity).judge(
+            self.paths,
+            lambda path: self.open.bits_at(path, here),
+            lambda path: self.open.bits_at(path, there),
+        )
+
     def _not_going_on(self, found: np.ndarray, odd: set[int]) -> set[int]:
         """The ids whose only open episode a segment does not go on from."""
         at = np.flatnonzero(found >= 0)
@@ -132,12 +168,7 @@ class Assembler:
         if begins is not None:
             wrong, at = at[begins[at]].tolist(), at[~begins[at]]
         if self.paths and len(at):
-            here, there = self.first_rows[at], self.open.last[found[at]]
-            verdict = self.continuity.judge(
-                self.paths,
-                lambda path: self.open.bits_at(path, here),
-                lambda path: self.open.bits_at(path, there),
-            )
+            verdict = self._judge(self.first_rows[at], self.open.last[found[at]])
             if verdict.goes_on is not None:
                 wrong += at[~verdict.goes_on].tolist()
         return {keys[i] for i in wrong}
@@ -192,12 +223,7 @@ class Assembler:
             return slots[0], None
         here = np.full(len(slots), self.first_rows[i])
         there = np.array([mine[slot][0] for slot in slots], dtype=np.int64)
-        trial = Continuity(self.continuity.records())
-        verdict = trial.judge(
-            self.paths,
-            lambda path: self.open.bits_at(path, here),
-            lambda path: self.open.bits_at(path, there),
-        )
+        verdict = self._judge(here, there, Continuity(self.continuity.records()))
         differing = np.zeros(len(slots), dtype=np.int64)
         for odd in verdict.differing.values():
             differing += odd
@@ -205,11 +231,7 @@ class Assembler:
         if not len(fits):
             return None, self.batch.reasons.get(i) or differs_in(verdict.reason(0))
         best = int(fits[np.argmin(differing[fits])])
-        self.continuity.judge(
-            self.paths,
-            lambda path: self.open.bits_at(path, here[:1]),
-            lambda path: self.open.bits_at(path, there[best : best + 1]),
-        )
+        self._judge(here[:1], there[best : best + 1])
         return slots[best], None
 
     def _beyond(self, max_steps: int, result: Assembly) -> list[int]:

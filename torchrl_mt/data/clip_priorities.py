@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,23 +120,26 @@ class ClipPriorities:
             ring.admit(end, float(priority), float(self._weigh(priority)))
             ring.open(self._clips(storage, known, end))
 
-    def update(self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor) -> None:
+    def update(
+        self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor, *, are_clips: bool = False
+    ) -> None:
         """Give clips new priorities.
 
         Args:
             storage: the storage, as followed.
             numbers: int64 ``[n]``, different stored steps.
             priority: ``[n]``, of ``dtype``.
+            are_clips: whether a clip is known to begin at each.
         """
         if numbers.shape[0]:
-            is_clip = self._is_clip(storage, numbers)
+            is_clip = None if are_clips else self._is_clip(storage, numbers)
             self.ring.set(numbers, priority, self._weigh(priority), is_clip)
             self._largest = max(self._largest, float(priority.max()))
 
     def importance(self, numbers: Tensor, beta: float) -> Tensor:
         """Importance weights ``(w / w_min) ** -beta`` of drawn clips: ``[n]``."""
-        weight = self.ring.weight[self.ring.slots(numbers)].double()
-        return (weight / self.ring.least).pow(-beta).to(self.dtype)
+        weight = self.ring.weight.numpy()[self.ring.slots(numbers).numpy()].astype(np.float64)
+        return torch.from_numpy((weight / self.ring.least) ** -beta).to(self.dtype)
 
     def forget(self) -> None:
         """Know no priority."""
@@ -187,7 +191,10 @@ class ClipPriorities:
             )
         if self._table is not None and self._table is not storage.table:
             self.forget()
-        ring, first = PriorityRing(capacity, self.dtype), storage.table.first
+        ring, first = (
+            PriorityRing(capacity, self.dtype, knows_largest=self.within),
+            storage.table.first,
+        )
         ring.load(first, *2 * [torch.zeros(0, dtype=self.dtype, device="cpu")])
         if self._loaded is not None:
             begin, priority, weight = self._loaded
@@ -199,7 +206,8 @@ class ClipPriorities:
 
     def _weigh(self, priority: Tensor) -> Tensor:
         """Weights in the draw."""
-        return (priority.double() + self.eps).pow(self._alpha).to(self.dtype)
+        values = priority.numpy().astype(np.float64)
+        return torch.from_numpy(np.asarray((values + self.eps) ** self._alpha)).to(self.dtype)
 
     def _settle_weights(self) -> None:
         """Compute the weights anew if ``alpha`` is another one."""

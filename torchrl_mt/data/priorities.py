@@ -5,8 +5,10 @@ What clips some steps stand for is told from the steps alone.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
     if given.is_complex() or given.dtype == torch.bool:
         raise ValueError(f"priority must hold real numbers, got {given.dtype}")
     values = given.detach().to("cpu", dtype)
-    if not bool(((values >= 0) & values.isfinite()).all()):
+    if values.numel() and not (values.min() >= 0 and values.max() < math.inf):
         worst = values[~((values >= 0) & values.isfinite())][0]
         raise ValueError(
             f"priority must be finite and not negative, in {dtype}; got {float(worst)}: use "
@@ -115,14 +117,10 @@ def reduce_by_clip(clips: Tensor, values: Tensor, reduction: str) -> tuple[Tenso
         sums = torch.zeros(unique.shape, dtype=torch.float64, device="cpu")
         return unique, (sums.index_add_(0, group, values.double()) / count).to(values.dtype)
     # In order of clip, and of value within each: every other reduction is one of the values.
-    order = values.argsort()
-    order = order[clips[order].argsort(stable=True)]
-    unique, count = clips[order].unique_consecutive(return_counts=True)
-    last = count.cumsum(0) - 1
-    if reduction == "max":
-        chosen = last
-    else:
-        chosen = last - count + 1
-        if reduction == "median":
-            chosen = chosen + (count - 1) // 2
-    return unique, values[order][chosen]
+    of, given = clips.numpy(), values.numpy()
+    order = np.lexsort((given, of))
+    of = of[order]
+    ends = np.flatnonzero(np.append(of[1:] != of[:-1], True)) if len(of) else order
+    first = np.append(0, ends[:-1] + 1)[: len(ends)]
+    chosen = {"max": ends, "min": first, "median": (first + ends) // 2}[reduction]
+    return torch.from_numpy(of[ends]), torch.from_numpy(given[order[chosen]])

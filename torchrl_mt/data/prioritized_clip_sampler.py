@@ -13,6 +13,7 @@ from copy import copy
 from typing import Any, Literal
 from weakref import ref
 
+import numpy as np
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -271,19 +272,57 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         with held.lock:
             self._follow(held)
             self._check_known(index, held)
-            clips, values = self._by_clip(index, priority, held)
+            whole = self._of_whole_clips(index, priority, held)
+            clips, values = whole or self._by_clip(index, priority, held)
             clips, values = reduce_by_clip(clips, values, self.reduction)
-            self._priorities.update(held, clips, values)
+            self._priorities.update(held, clips, values, are_clips=whole is not None)
 
     def _check_known(self, index: Tensor, storage: EpisodeStorage) -> None:
         """Refuse steps that were never stored."""
-        stored, end = len(storage), HANDLES + storage.table.end
+        if not index.numel() or (index.min() >= HANDLES and index.max() < self._end(storage)):
+            return
+        stored, end = len(storage), self._end(storage)
         unknown = (index >= end) | ((index < HANDLES) & (index >= stored))
         if bool(unknown.any()):
             raise IndexError(
                 f"index must be below {stored}, the number of stored steps, or the handle of one, "
                 f"below {end}; got {int(index[unknown].flatten()[0])}"
             )
+
+    @staticmethod
+    def _end(storage: EpisodeStorage) -> int:
+        """The handle that the next step will have."""
+        return HANDLES + storage.table.end
+
+    def _is_written(self, index: Tensor) -> bool:
+        """Whether this is the index that a write gave out just now."""
+        return self._just_written is not None and self._just_written() is index
+
+    def _of_whole_clips(
+        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
+    ) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`_by_clip`, if the index is made of whole clips of ``slice_len`` steps: what a
+        sample is.
+        """
+        first, span = storage.table.first, self._priorities.span
+        if span is None or self.reduction not in _OF_REDUCED or self._is_written(index):
+            return None
+        slice_len = span // self.stride
+        if slice_len < 2 or not index.numel() or index.numel() % slice_len or _is_column(index):
+            return None
+        rows = index.reshape(-1, slice_len).cpu().numpy()
+        numbers = rows[:, 0] - HANDLES
+        if (rows[:, 1:] - rows[:, :-1] != self.stride).any() or numbers.min() < 0:
+            return None
+        here = numbers >= first
+        if (here != (rows[:, -1] >= HANDLES + first)).any():
+            return None
+        clips = torch.from_numpy(numbers[here])
+        if not bool(self._entries(clips, storage).eq(slice_len).all()):
+            return None
+        self.dropped += slice_len * int((~here).sum())
+        values = _OF_REDUCED[self.reduction](priority.reshape(rows.shape).numpy(), 1)
+        return clips, torch.from_numpy(values[here])
 
     def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
         """An index and priorities without what pads clips: their last step, again."""
@@ -302,29 +341,17 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     ) -> tuple[Tensor, Tensor]:
         """Numbers of the clips that priorities are for, and these, of clips that are stored."""
         first, span = storage.table.first, self._priorities.span
-        written = self._just_written is not None and self._just_written() is index
         given = index.flatten().cpu()
         is_handle = given >= HANDLES
         numbers = torch.where(is_handle, given - HANDLES, given + first)
         here = (given >= 0) & (numbers >= first)
         self.dropped += int((is_handle & ~here).sum())
-        singly = written or _is_column(index) or not bool(is_handle[here].all())
-        if singly or span is None:
+        singly = _is_column(index) or not bool(is_handle[here].all())
+        if singly or span is None or self._is_written(index):
             return numbers[here], priority[here]
-        slice_len, stride = span // self.stride, self.stride
-        if len(numbers) % slice_len == 0 and self.reduction in _OF_REDUCED:
-            rows, stay = numbers.view(-1, slice_len), here.view(-1, slice_len)
-            clips = rows[stay[:, 0], 0]
-            if (
-                bool((rows[:, 1:] - rows[:, :-1] == stride).all())
-                and bool((stay == stay[:, :1]).all())
-                and bool((self._entries(clips, storage) == slice_len).all())
-            ):
-                values = _OF_REDUCED[self.reduction](priority.view_as(rows), 1)
-                return clips, values[stay[:, 0]]
         entries = torch.ones_like(numbers)
         entries[here] = self._entries(numbers[here], storage)
-        return clips_of(numbers, entries, stride)[here], priority[here]
+        return clips_of(numbers, entries, self.stride)[here], priority[here]
 
     def _entries(self, numbers: Tensor, storage: EpisodeStorage) -> Tensor:
         """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
@@ -386,10 +413,10 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         )
 
 
-_OF_REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "mean": torch.mean,
+_OF_REDUCED: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "max": np.max,
+    "min": np.min,
+    "mean": np.mean,
 }
 """Reductions of which that of all values is that of the rows' ones."""
 

@@ -26,6 +26,7 @@ class PriorityRing:
     Args:
         capacity: most steps that the window holds.
         dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``.
+        knows_largest: whether :attr:`largest` is asked for.
 
     Examples:
         >>> ring = PriorityRing(4, torch.float32)
@@ -37,7 +38,8 @@ class PriorityRing:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(self, capacity: int, dtype: torch.dtype, *, knows_largest: bool = True) -> None:
+        self._knows_largest = knows_largest
         self.capacity = capacity
         self.dtype = dtype
         self.first = 0
@@ -63,7 +65,7 @@ class PriorityRing:
 
     def slots(self, numbers: Tensor) -> Tensor:
         """Where the steps of these numbers are kept: int64 ``[n]``."""
-        return numbers % self.capacity
+        return torch.from_numpy(numbers.numpy() % self.capacity)
 
     def stored(self) -> tuple[int, Tensor, Tensor]:
         """The first number, and copies of priorities and weights from there on."""
@@ -95,25 +97,30 @@ class PriorityRing:
     def open(self, numbers: Tensor) -> None:
         """Let these steps be drawn."""
         slots = self.slots(numbers)
-        self._enter(slots, *self._leaves(slots))
+        self._enter(slots, *self._leaves(self.weight[slots], self.priority[slots]))
 
     def open_only(self, numbers: Tensor) -> None:
         """Let these steps be drawn, and no others."""
         self._build(self.slots(numbers))
 
-    def set(self, numbers: Tensor, priority: Tensor, weight: Tensor, is_open: Tensor) -> None:
+    def set(
+        self, numbers: Tensor, priority: Tensor, weight: Tensor, is_open: Tensor | None = None
+    ) -> None:
         """Give steps of the window new priorities.
 
         Args:
             numbers: int64 ``[n]``, all different.
             priority: ``[n]``.
             weight: ``[n]``.
-            is_open: bool ``[n]``, which of them are open.
+            is_open: bool ``[n]``, which of them are open; None for all.
         """
         slots = self.slots(numbers)
-        self.priority[slots] = priority
-        self.weight[slots] = weight
-        self.open(numbers[is_open])
+        self.priority.numpy()[slots.numpy()] = priority.numpy()
+        self.weight.numpy()[slots.numpy()] = weight.numpy()
+        if is_open is None:
+            self._enter(slots, *self._leaves(weight, priority))
+        else:
+            self.open(numbers[is_open])
 
     def reweigh(self, weigh: Callable[[Tensor], Tensor]) -> None:
         """Compute every weight anew from its priority; ``open_only`` then makes it count."""
@@ -153,15 +160,14 @@ class PriorityRing:
         mass = ((1.0 - draw_uniform(num, generator)) * total).to(self.dtype)
         return self._sum.find(mass)
 
-    def _leaves(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the trees hold for open steps."""
-        weight = self.weight[slots]
-        least = torch.where(weight > 0, weight, math.inf)
-        return weight, least, -self.priority[slots]
+    def _leaves(self, weight: Tensor, priority: Tensor) -> list[Tensor]:
+        """What the trees hold for open steps of such weights and priorities."""
+        leaves = [weight, torch.where(weight > 0, weight, math.inf)]
+        return [*leaves, -priority] if self._knows_largest else leaves
 
     def _enter(self, slots: Tensor, *leaves: Any) -> None:
         """Set leaves of the trees."""
-        for tree, values in zip((self._sum, self._least, self._negated), leaves, strict=True):
+        for tree, values in zip(self._trees, leaves, strict=False):
             tree[slots] = values
 
     @torch.inference_mode(False)
@@ -173,7 +179,9 @@ class PriorityRing:
             leaves[slots] = values
             return leaves
 
-        weight, least, negated = self._leaves(slots)
-        self._sum = SumTree(full(0.0, weight))
-        self._least = MinTree(full(math.inf, least))
-        self._negated = MinTree(full(math.inf, negated))
+        weight, least, *negated = self._leaves(self.weight[slots], self.priority[slots])
+        self._sum, self._least = SumTree(full(0.0, weight)), MinTree(full(math.inf, least))
+        self._trees = [self._sum, self._least]
+        if negated:
+            self._negated = MinTree(full(math.inf, *negated))
+            self._trees.append(self._negated)

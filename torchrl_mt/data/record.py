@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves
-from torchrl_mt.data.rows import Windows, plan_rows
+from torchrl_mt.data.rows import Windows, plan_rows, run
 from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.steps import Path, Rows
 
@@ -95,11 +95,11 @@ class Record:
             column = columns[path]
             values = torch.stack(column.items) if isinstance(column, Rows) else column
             parts.append(values if len(shape) == 1 else values.reshape(len(values), -1))
-        pieces = blocks.pieces
+        records, pieces = torch.cat(parts, 1), blocks.pieces
         if len(pieces) > 1:
-            return plan_rows(self.data, blocks.rows, torch.cat(parts, 1))
+            return plan_rows(self.data, blocks.rows, records)
         row, first, stop = pieces[0]
-        return partial(_join, parts, self.data[row : row + stop - first])
+        return partial(run, self.data[row : row + stop - first].copy_, records)
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
@@ -107,8 +107,3 @@ class Record:
         new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
-
-
-def _join(parts: list[Tensor], records: Tensor) -> None:
-    """Put the entries of some steps side by side."""
-    torch.cat(parts, 1, out=records)

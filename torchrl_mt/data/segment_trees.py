@@ -2,19 +2,20 @@
 
 A change or a draw costs the logarithm of how many there are. Every node is computed from its children
 as they are, so nothing drifts. TorchRL's trees are in a compiled extension that loads with one release
-of torch alone; these are tensors.
+of torch alone; these are arrays.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["MinTree", "SumTree"]
 
-_CHILDREN, _AT_ROOT = 64, 2048
+_CHILDREN, _AT_ROOT = 16, 4096
 """Most of a node, and of the root, which is gone over once for all draws."""
 
 
@@ -29,18 +30,19 @@ class _Tree:
     """What leaves nothing else as it is."""
 
     def __init__(self, leaves: Tensor) -> None:
-        self._levels: list[Tensor] = []
+        # Arrays, not tensors: what changes at a time is small, and torch takes longer to begin.
+        self._levels: list[np.ndarray] = []
         """Leaves, and what is made of each run of them; the last level is the root's children."""
-        while leaves.shape[0] > _AT_ROOT:
-            nodes = -(-leaves.shape[0] // _CHILDREN)
-            level = leaves.new_full((nodes, _CHILDREN), self._empty)
-            level.view(-1)[: leaves.shape[0]] = leaves
+        values = leaves.numpy()
+        while len(values) > _AT_ROOT:
+            level = np.full((-(-len(values) // _CHILDREN), _CHILDREN), self._empty, values.dtype)
+            level.reshape(-1)[: len(values)] = values
             self._levels.append(level)
-            leaves = self._reduce(level)
-        self._levels.append(leaves.clone())
+            values = self._reduce(level)
+        self._levels.append(values.copy())
 
     @staticmethod
-    def _reduce(children: Tensor) -> Tensor:
+    def _reduce(children: np.ndarray) -> np.ndarray:
         """One number of the children of each node."""
         raise NotImplementedError
 
@@ -51,14 +53,15 @@ class _Tree:
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """Leaves at int64 ``[n]``."""
-        return self._levels[0].view(-1)[index]
+        return torch.from_numpy(self._levels[0].reshape(-1).take(index.numpy()))
 
     def __setitem__(self, index: Tensor, values: Tensor | float) -> None:
         """Set leaves at int64 ``[n]``, all different."""
-        self._levels[0].view(-1)[index] = values
+        at = index.numpy()
+        self._levels[0].reshape(-1)[at] = values.numpy() if isinstance(values, Tensor) else values
         for children, parents in zip(self._levels, self._levels[1:], strict=False):
-            index = index // _CHILDREN
-            parents.view(-1)[index] = self._reduce(children[index])
+            at = at // _CHILDREN
+            parents.reshape(-1)[at] = self._reduce(children.take(at, 0))
 
 
 class MinTree(_Tree):
@@ -74,8 +77,8 @@ class MinTree(_Tree):
     _empty = float("inf")
 
     @staticmethod
-    def _reduce(children: Tensor) -> Tensor:
-        return children.amin(-1)
+    def _reduce(children: np.ndarray) -> np.ndarray:
+        return children.min(-1)
 
 
 class SumTree(_Tree):
@@ -92,7 +95,7 @@ class SumTree(_Tree):
     _empty = 0.0
 
     @staticmethod
-    def _reduce(children: Tensor) -> Tensor:
+    def _reduce(children: np.ndarray) -> np.ndarray:
         return children.sum(-1)
 
     def find(self, mass: Tensor) -> Tensor:
@@ -105,16 +108,15 @@ class SumTree(_Tree):
         Returns:
             int64 ``[n]``.
         """
-        found, mass = _pass(self._levels[-1], mass)
+        rest = mass.numpy()
+        sums = self._levels[-1].cumsum()
+        found = np.minimum(sums.searchsorted(rest), len(sums) - 1)
+        rest = rest - np.where(found > 0, sums[found - 1], 0)
         for level in reversed(self._levels[:-1]):
-            nodes = level.index_select(0, found.clamp_(max=level.shape[0] - 1))
-            child, mass = _pass(nodes, mass[:, None])
-            found, mass = found * _CHILDREN + child[:, 0], mass[:, 0]
-        return found
-
-
-def _pass(numbers: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Where sums from the beginning reach ``mass``, and what of it was not reached before."""
-    sums = torch.nn.functional.pad(numbers.cumsum(-1), (1, 0))
-    found = torch.searchsorted(sums, mass).sub_(1).clamp_(0, numbers.shape[-1] - 1)
-    return found, mass - sums.gather(-1, found)
+            nodes = np.minimum(found, len(level) - 1)
+            sums = level.take(nodes, 0).cumsum(1)
+            child = np.minimum((sums < rest[:, None]).sum(1), _CHILDREN - 1)
+            before = np.take_along_axis(sums, np.maximum(child - 1, 0)[:, None], 1)[:, 0]
+            rest = rest - np.where(child > 0, before, 0)
+            found = nodes * _CHILDREN + child
+        return torch.from_numpy(found)

@@ -783,10 +783,11 @@ def _check_samplers(storage: EpisodeStorage) -> None:
                 "PrioritizedClipSampler or EpisodeSampler"
             )
         by_recency = isinstance(sampler, PromptGroupSampler) and sampler.strategy == "recency"
-        if by_recency and isinstance(buffer, TensorDictReplayBuffer):
+        if by_recency:
             raise TypeError(
-                'PromptGroupSampler(strategy="recency") cannot tell steps that are not stored yet, '
-                "which a TensorDictReplayBuffer gives the index -1: use a ReplayBuffer"
+                'PromptGroupSampler(strategy="recency") keeps an entry for every storage index up to '
+                "the last one written, and those of an EpisodeStorage are handles, from 2**52 on: use "
+                "another strategy, or EpisodeSampler(group_key=...)"
             )
 
 
