@@ -52,9 +52,13 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         group_size: only groups of exactly so many stored episodes are drawn (without replacement:
             of which none was given out yet): no group of which some have left the storage, or are
             yet to come. Needs ``group_key``.
+        max_sample_count: how often an episode is given out, in as many epochs, and then never again,
+            as by TorchRL's ``ConsumingSampler``; 1 consumes each at once. It stays stored until it
+            leaves for others. None has no limit. Needs ``replacement=False``.
 
     Raises:
-        ValueError: if ``group_size`` is no positive integer, or is given without ``group_key``.
+        ValueError: if ``group_size`` or ``max_sample_count`` is no positive integer, or is given
+            without what it needs.
 
     Examples:
         >>> import torch
@@ -81,7 +85,18 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         replacement: bool = True,
         group_key: NestedKey | None = None,
         group_size: int | None = None,
+        max_sample_count: int | None = None,
     ) -> None:
+        if max_sample_count is not None:
+            if type(max_sample_count) is not int or max_sample_count < 1:
+                raise ValueError(
+                    f"max_sample_count must be a positive integer or None, got {max_sample_count!r}"
+                )
+            if replacement:
+                raise ValueError(
+                    f"max_sample_count={max_sample_count} counts epochs: use it with "
+                    f"replacement=False"
+                )
         if group_size is not None:
             if (
                 isinstance(group_size, bool)
@@ -99,7 +114,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         self.replacement = replacement
         self.group_key = group_key
         self.group_size = None if group_size is None else int(group_size)
-        self._epoch = Epoch()
+        self.max_sample_count = max_sample_count
+        self._epoch = Epoch(max_sample_count)
         self._ran_out = False
         self._known_groups: tuple[EpisodeStorage, int, Groups] | None = None
         """The groups at a revision of a storage."""
@@ -121,7 +137,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
         Raises:
             TypeError: if ``storage`` is another kind of storage.
-            RuntimeError: if nothing is stored, or no group of ``group_size`` episodes.
+            RuntimeError: if nothing is stored, or no group of ``group_size`` episodes, or all that is
+                stored was given out ``max_sample_count`` times.
             ValueError: if ``batch_size`` is not positive.
         """
         storage = episode_storage(storage, self)
@@ -143,15 +160,18 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             return index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether an episode is stored, or a group of ``group_size`` of them."""
+        """Whether an episode, or a group of ``group_size`` of them, is stored and not used up."""
         return self._sampleable_count(storage, batch_size) > 0
 
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
         storage = episode_storage(storage, self)
         with storage.lock:
+            oldest = storage.table.oldest
+            self._epoch.follow(oldest, storage.table.next)
+            spent = self._epoch.spent
             if self.group_size is None or not storage.num_episodes:
-                return storage.num_episodes
-            return len(self._groups(storage).dealt)
+                return storage.num_episodes - len(spent)
+            return len(self._groups(storage).left(_ordered(spent) - oldest))
 
     @property
     def ran_out(self) -> bool:
@@ -179,14 +199,19 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             self._order = None
         if self.group_key is None:
             positions = epoch.draw(batch_size, self._rng) - oldest
-            left, units = len(epoch), storage.num_episodes
+            left = len(epoch)
         else:
-            groups = self._groups(storage)
-            positions = self._next_groups(groups, oldest, batch_size)
+            positions = self._next_groups(self._groups(storage), oldest, batch_size)
             assert self._order is not None
-            left, units = len(self._order), len(groups.dealt)
+            left = len(self._order)
         self._ran_out = not left
-        self._remaining_batches = -(-(left or units) // batch_size)
+        if not len(positions):
+            raise RuntimeError(
+                f"cannot sample episodes: all that are stored were given out "
+                f"max_sample_count={self.max_sample_count} times; write others first"
+            )
+        units = left or self._sampleable_count(storage, batch_size)
+        self._remaining_batches = -(-units // batch_size)
         return positions
 
     def _next_groups(self, groups: Groups, oldest: int, number: int) -> Tensor:
@@ -205,8 +230,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
     def _new_order(self, groups: Groups, oldest: int) -> Tensor:
         """The groups that the epoch has yet to give out, in random order."""
-        given = torch.tensor(sorted(self._epoch.given), dtype=torch.int64, device="cpu")
-        left = groups.left(given - oldest)
+        left = groups.left(_ordered(self._epoch.given) - oldest)
         self._order_of = (oldest, len(groups.of), len(groups), self.group_size or 0)
         return left[draw_order(len(left), self._rng)]
 
@@ -272,7 +296,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
 
     def _empty(self) -> None:
         """Forget the epoch."""
-        self._epoch = Epoch()
+        self._epoch = Epoch(self.max_sample_count)
         self._known_groups = self._order = None
         self._ran_out = False
         self._remaining_batches = Sampler._remaining_batches
@@ -280,3 +304,8 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
     def __repr__(self) -> str:
         size = "" if self.group_size is None else f", group_size={self.group_size}"
         return f"EpisodeSampler(replacement={self.replacement}, group_key={self.group_key!r}{size})"
+
+
+def _ordered(episodes: set[int]) -> Tensor:
+    """Ordinals in ascending order: int64 ``[n]``."""
+    return torch.tensor(sorted(episodes), dtype=torch.int64, device="cpu")
