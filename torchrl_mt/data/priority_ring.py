@@ -39,7 +39,10 @@ class PriorityRing:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, capacity: int, dtype: torch.dtype, *, knows_largest: bool = True) -> None:
+    def __init__(
+        self, capacity: int, dtype: torch.dtype, *, knows_largest: bool = True, origin: int = 0
+    ) -> None:
+        self._origin = origin
         self._knows_largest = knows_largest
         self.capacity = capacity
         self.dtype = dtype
