@@ -138,6 +138,12 @@ class Ring:
     wrapped: bool = False
     """Whether the newest block lies before the oldest."""
 
+    def copy(self) -> Ring:
+        """The same ring, to try something on."""
+        new = object.__new__(Ring)
+        new.__dict__.update(self.__dict__)
+        return new
+
     def push(self, size: int) -> int | None:
         """Place a block of ``size`` rows; its first row, or None if no gap is long enough.
 

@@ -5,18 +5,17 @@ Reading it costs no search, and gives the steps that were chosen also when they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_mt.data.columns import ReadPlan
+from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.ring import runs
 from torchrl_mt.data.rows import RowPlan
-from torchrl_mt.data.steps import Column, Path, path_of
+from torchrl_mt.data.steps import Column, Path
 from torchrl_mt.data.strides import StridePlan
 
 __all__ = ["Selection", "plan_runs", "state_of"]
@@ -33,10 +32,6 @@ class Selection:
     read: dict[Path, Column] = field(default_factory=dict)
     """Columns read so far, and those that are given out in place of what is stored."""
 
-    def mark(self, columns: Mapping[NestedKey, Column]) -> None:
-        """Give these columns out in place of what is stored."""
-        self.read.update({path_of(key): column for key, column in columns.items()})
-
 
 def plan_runs(
     steps: Tensor,
@@ -50,7 +45,7 @@ def plan_runs(
     """How runs of consecutive steps are read.
 
     Args:
-        steps: int64 ``[n]``, handle of the first step of each run.
+        steps: int64 ``[n]``, number of the first step of each run.
         rows: int64 ``[n]``, its ring row.
         spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
         stride: how many stored steps are read as one.
@@ -62,18 +57,19 @@ def plan_runs(
     """
     if not isinstance(spans, int) and padded_to is not None:
         within = np.minimum(np.arange(padded_to), spans.numpy()[:, None] - 1) * stride
-        handles, places = (first.numpy()[:, None] + within for first in (steps, rows))
+        numbers, places = (first.numpy()[:, None] + within for first in (steps, rows))
+        handles = numbers + HANDLES
         index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
         firsts = torch.from_numpy(places.reshape(-1))
         return index, RowPlan(firsts) if stride == 1 else StridePlan(firsts, stride)
     if not isinstance(spans, int):
         if stride == 1:
-            return runs(steps, spans), RowPlan(runs(rows, spans))
+            return runs(steps + HANDLES, spans), RowPlan(runs(rows, spans))
         offsets = runs(torch.zeros_like(spans), spans) * stride
-        index = torch.repeat_interleave(steps, spans) + offsets
+        index = torch.repeat_interleave(steps + HANDLES, spans) + offsets
         return index, StridePlan(torch.repeat_interleave(rows, spans) + offsets, stride)
     within = np.arange(0, spans * stride, stride)
-    handles = steps.numpy()[:, None] + within
+    handles = steps.numpy()[:, None] + (within + HANDLES)
     index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
     if stride == 1:
         return index, RowPlan(rows, spans)

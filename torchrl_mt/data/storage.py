@@ -382,7 +382,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             numbers, rows = self.table.places(episodes, offsets)
             index, plan = plan_runs(
-                numbers + HANDLES,
+                numbers,
                 rows,
                 spans,
                 stride=stride,

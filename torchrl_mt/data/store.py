@@ -338,7 +338,7 @@ class EpisodeStore:
         if skipped:
             lengths, tokens = lengths[skipped:], tokens[skipped:]
             steps = steps[steps.length - int(lengths.sum()) :]
-        rows = copy(self._rows) if self.schema is not None else self._new_rows(schema, lengths)
+        rows = self._rows if self.schema is not None else self._new_rows(schema, lengths)
         columns, records, recount = self.columns, self.records, None
         if schema is not self.schema:
             columns, records = self._columns_for(schema, rows.ring.capacity)
@@ -346,7 +346,8 @@ class EpisodeStore:
         leaving = table.num_episodes
         if not skipped:
             leaving = self._leaving(len(lengths), steps.length, tokens, recount)
-        rows.ring = ring = copy(rows.ring)
+        ring = rows.ring.copy()
+        rows = _RingRows(ring, rows.pad, rows.slack)
         first, moves, left = self._first_after(leaving), None, None
         if leaving:
             ring.pop(next_start=first)
