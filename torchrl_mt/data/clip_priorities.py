@@ -192,7 +192,13 @@ class ClipPriorities:
         if self._table is not None and self._table is not storage.table:
             self.forget()
         ring, first = (
-            PriorityRing(capacity, self.dtype, knows_largest=self.within),
+            PriorityRing(
+                capacity,
+                self.dtype,
+                knows_largest=self.within,
+                # A buffer that is loaded draws what the one that was saved would have drawn.
+                origin=storage.table.renumbered,
+            ),
             storage.table.first,
         )
         ring.load(first, *2 * [torch.zeros(0, dtype=self.dtype, device="cpu")])

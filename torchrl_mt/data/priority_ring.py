@@ -27,6 +27,7 @@ class PriorityRing:
         capacity: most steps that the window holds.
         dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``.
         knows_largest: whether :attr:`largest` is asked for.
+        origin: the number that is kept in slot 0; draws depend on which slot a number has.
 
     Examples:
         >>> ring = PriorityRing(4, torch.float32)
@@ -38,8 +39,11 @@ class PriorityRing:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, capacity: int, dtype: torch.dtype, *, knows_largest: bool = True) -> None:
+    def __init__(
+        self, capacity: int, dtype: torch.dtype, *, knows_largest: bool = True, origin: int = 0
+    ) -> None:
         self._knows_largest = knows_largest
+        self._origin = origin
         self.capacity = capacity
         self.dtype = dtype
         self.first = 0
@@ -65,7 +69,7 @@ class PriorityRing:
 
     def slots(self, numbers: Tensor) -> Tensor:
         """Where the steps of these numbers are kept: int64 ``[n]``."""
-        return torch.from_numpy(numbers.numpy() % self.capacity)
+        return torch.from_numpy((numbers.numpy() - self._origin) % self.capacity)
 
     def stored(self) -> tuple[int, Tensor, Tensor]:
         """The first number, and copies of priorities and weights from there on."""
@@ -153,7 +157,7 @@ class PriorityRing:
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
         while bool((missed := self._sum[slots] <= 0).any()):
             slots[missed] = self._scan(int(missed.sum()), total, generator)
-        return self.first + (slots - self.first) % self.capacity
+        return self.first + (slots + self._origin - self.first) % self.capacity
 
     def _scan(self, num: int, total: float, generator: torch.Generator | None) -> Tensor:
         """Slots at random places of the cumulative weights."""
