@@ -62,7 +62,8 @@ def leaves(rb):
     out = {}
     for slot, value in enumerate(leaf):
         if value:
-            number = held.first + (slot - held.first) % held.capacity
+            begin = int(held.slots(torch.tensor([held.first])))
+            number = held.first + (slot - begin) % held.capacity
             out[number] = value
     return out
 

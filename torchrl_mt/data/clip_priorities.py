@@ -191,12 +191,9 @@ class ClipPriorities:
             )
         if self._table is not None and self._table is not storage.table:
             self.forget()
-        ring, first = (
-            PriorityRing(
-                capacity, self.dtype, knows_largest=self.within, origin=storage.table.renumbered
-            ),
-            storage.table.first,
-        )
+        # A buffer that is loaded draws what the one that was saved would have drawn.
+        origin, first = storage.table.renumbered, storage.table.first
+        ring = PriorityRing(capacity, self.dtype, knows_largest=self.within, origin=origin)
         ring.load(first, *2 * [torch.zeros(0, dtype=self.dtype, device="cpu")])
         if self._loaded is not None:
             begin, priority, weight = self._loaded

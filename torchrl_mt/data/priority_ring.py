@@ -27,7 +27,7 @@ class PriorityRing:
         capacity: most steps that the window holds.
         dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``.
         knows_largest: whether :attr:`largest` is asked for.
-        origin: a number that is kept in slot 0: what is drawn depends on numbers from there.
+        origin: the number that is kept in slot 0; draws depend on which slot a number has.
 
     Examples:
         >>> ring = PriorityRing(4, torch.float32)
@@ -42,8 +42,8 @@ class PriorityRing:
     def __init__(
         self, capacity: int, dtype: torch.dtype, *, knows_largest: bool = True, origin: int = 0
     ) -> None:
-        self._origin = origin
         self._knows_largest = knows_largest
+        self._origin = origin
         self.capacity = capacity
         self.dtype = dtype
         self.first = 0
@@ -157,7 +157,7 @@ class PriorityRing:
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
         while bool((missed := self._sum[slots] <= 0).any()):
             slots[missed] = self._scan(int(missed.sum()), total, generator)
-        return self.first + (slots - (self.first - self._origin)) % self.capacity
+        return self.first + (slots + self._origin - self.first) % self.capacity
 
     def _scan(self, num: int, total: float, generator: torch.Generator | None) -> Tensor:
         """Slots at random places of the cumulative weights."""
