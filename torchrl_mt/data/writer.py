@@ -764,7 +764,7 @@ def _one_batch(result: Any) -> Any:
 
 
 def _check_samplers(storage: EpisodeStorage) -> None:
-    """Refuse samplers that tie something to a storage index: it is a step's age, and shifts."""
+    """Refuse samplers that tie something to a step's place in the storage: it shifts."""
     for buffer in storage._attached_entities:
         sampler = getattr(buffer, "_sampler", None)
         if isinstance(buffer, HERReplayBuffer) and isinstance(
@@ -778,8 +778,8 @@ def _check_samplers(storage: EpisodeStorage) -> None:
             continue
         if isinstance(sampler, (PrioritizedSampler, StreamingSliceSampler)):
             raise TypeError(
-                f"{type(sampler).__name__} remembers steps by storage index, and the index of a step "
-                "in an EpisodeStorage changes when older episodes leave: use ClipSampler, "
+                f"{type(sampler).__name__} remembers steps by their place in the storage, and places "
+                "in an EpisodeStorage change when older episodes leave: use ClipSampler, "
                 "PrioritizedClipSampler or EpisodeSampler"
             )
         by_recency = isinstance(sampler, PromptGroupSampler) and sampler.strategy == "recency"
