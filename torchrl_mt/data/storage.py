@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
@@ -28,6 +28,7 @@ from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one, storage_fo
 from torchrl_mt.data.columns import ReadPlan
 from torchrl_mt.data.indexing import HANDLES, resolve_index
 from torchrl_mt.data.memory import to_device
+from torchrl_mt.data.patches import PatchedEntry, check_patch, write_patch
 from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.schema import PROMPT, Entry, Schema
 from torchrl_mt.data.selection import Selection, plan_runs, state_of
@@ -304,6 +305,12 @@ class EpisodeStorage(LazyStackStorage):
             yield episode
             ordinal += 1
 
+    def rows_of(self, index: Any) -> Tensor:
+        """The ring rows of stored steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
+        steps, _ = resolve_index(index, self.table.first, self.table.num_steps)
+        _, rows = self.table.places(*self.table.find(steps))
+        return rows
+
     def get(self, index: Any) -> Any:
         """The steps at ``index``: an int, a slice, a mask or integers.
 
@@ -323,8 +330,7 @@ class EpisodeStorage(LazyStackStorage):
                 data = self._pack(selection.plan, selection.read)
                 return data if index.ndim == 1 else data.reshape(index.shape)
             steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
-            episodes, offsets = self.table.find(steps)
-            _, rows = self.table.places(episodes, offsets)
+            _, rows = self.table.places(*self.table.find(steps))
             data = self._pack(RowPlan(rows))
         if shape is None:
             return data[0]
@@ -566,6 +572,27 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             self._settle()
             self._store.evict(self.num_episodes)
+            self._changed(0)
+
+    # ---- changing stored steps: ReplayBuffer.update_if_present ----------------------------------
+
+    supports_conditional_update = True
+
+    def _conditional_patch_leaf(self, key: NestedKey) -> PatchedEntry:
+        with self.lock:
+            return PatchedEntry(self, key)
+
+    def _validate_conditional_patch(
+        self, index: Tensor, patch: Mapping[NestedKey, Any]
+    ) -> dict[NestedKey, Tensor]:
+        with self.lock:
+            return check_patch(self, index, patch)
+
+    @torch.inference_mode(False)
+    def _apply_conditional_patch(self, index: Tensor, patch: Mapping[NestedKey, Tensor]) -> None:
+        with self.lock:
+            self._settle()
+            write_patch(self, index, patch)
             self._changed(0)
 
     # ---- reading, inside ------------------------------------------------------------------------

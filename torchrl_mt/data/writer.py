@@ -37,6 +37,7 @@ from torchrl_mt.data.clip_sampler import ClipSampler
 from torchrl_mt.data.continuity import Continuity, bits_at, compared
 from torchrl_mt.data.episode_sampler import EpisodeSampler
 from torchrl_mt.data.growing import copy_of_episodes
+from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.open_episode import OpenEpisode
 from torchrl_mt.data.open_steps import Label, OpenSteps
 from torchrl_mt.data.schema import Schema
@@ -145,6 +146,9 @@ class EpisodeWriter(Writer):
             or dropped if they cannot be stored; a single one may be longer. An open episode never
             has more than the storage's ``max_steps``, unless a ``transform`` may yet make it shorter:
             what came before is stored as truncated, and it goes on as another.
+        track_generations: whether samples get an ``"index_generation"``, for TorchRL's
+            ``ReplayBuffer.update_if_present``, which replaces values of the steps that are stored
+            still. Handles tell those by themselves: it is 0 for a stored step and -1 for any other.
 
     Raises:
         ValueError: if ``on_break`` or ``max_open_steps`` is none of these.
@@ -174,8 +178,10 @@ class EpisodeWriter(Writer):
         done_on_any: bool = True,
         on_break: Literal["truncate", "raise", "discard"] = "truncate",
         max_open_steps: int | None = None,
+        track_generations: bool = False,
     ) -> None:
         super().__init__()
+        self._track_generations = track_generations
         if on_break not in ("truncate", "raise", "discard"):
             raise ValueError(f"on_break must be 'truncate', 'raise' or 'discard', got {on_break!r}")
         if max_open_steps is not None and (
@@ -192,6 +198,23 @@ class EpisodeWriter(Writer):
         self.max_open_steps = max_open_steps
         self._end_flags = EndFlags(_paths(end_key), done_on_any)
         self._forget()
+
+    @property
+    def tracks_generations(self) -> bool:
+        """Whether samples come with what ``ReplayBuffer.update_if_present`` asks for."""
+        return self._track_generations
+
+    def generations_of(self, index: int | Tensor) -> Tensor:
+        """0 for the handle of a stored step, which no other step ever has; -1 for anything else.
+
+        Args:
+            index: integers of any shape.
+
+        Returns:
+            int64 of the same shape.
+        """
+        index = torch.as_tensor(index)
+        return torch.where((index >= HANDLES) & self._storage.contains(index), 0, -1)
 
     def _forget(self) -> None:
         """Begin without an open episode, knowing nothing."""
