@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves
-from torchrl_mt.data.rows import Windows, plan_rows, run
+from torchrl_mt.data.rows import Windows, plan_rows
 from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.steps import Path, Rows
 
@@ -25,6 +25,8 @@ __all__ = ["Record", "records_for"]
 
 _MOST_BYTES = 512
 """Of one entry per step: reading a larger one costs more than finding it."""
+_FEW_PIECES = 8
+"""Pieces that are copied faster one by one than row by row."""
 
 
 def records_for(entries: Mapping[Path, Entry], capacity: int, memory: Memory) -> dict[Path, Record]:
@@ -96,10 +98,13 @@ class Record:
             values = torch.stack(column.items) if isinstance(column, Rows) else column
             parts.append(values if len(shape) == 1 else values.reshape(len(values), -1))
         records, pieces = torch.cat(parts, 1), blocks.pieces
-        if len(pieces) > 1:
+        if len(pieces) > _FEW_PIECES:
             return plan_rows(self.data, blocks.rows, records)
-        row, first, stop = pieces[0]
-        return partial(run, self.data[row : row + stop - first].copy_, records)
+        copies = [
+            partial(self.data[row : row + stop - first].copy_, records[first:stop])
+            for row, first, stop in pieces
+        ]
+        return partial(_each, copies)
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
@@ -107,3 +112,9 @@ class Record:
         new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
+
+
+def _each(operations: Iterable[Callable[[], Any]]) -> None:
+    """Carry out operations for what they do to memory."""
+    for operation in operations:
+        operation()
