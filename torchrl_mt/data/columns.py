@@ -230,7 +230,7 @@ class NextColumn:
         ]
         if len(ends) == 1:
             value = column.items[-1] if isinstance(column, Rows) else column[-1]
-            return partial(run, self.source.data[places[0]].copy_, value)
+            return partial(run, [partial(self.source.data[places[0]].copy_, value)])
         if isinstance(column, Rows):
             values = torch.stack([column.items[i] for i in ends])
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +16,14 @@ from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves
-from torchrl_mt.data.rows import Windows, plan_rows
+from torchrl_mt.data.rows import Windows, dense, plan_values
 from torchrl_mt.data.schema import Entry
-from torchrl_mt.data.steps import Path, Rows
+from torchrl_mt.data.steps import Path
 
 __all__ = ["Record", "records_for"]
 
 _MOST_BYTES = 512
 """Of one entry per step: reading a larger one costs more than finding it."""
-_FEW_PIECES = 8
-"""Pieces that are copied faster one by one than row by row."""
 
 
 def records_for(entries: Mapping[Path, Entry], capacity: int, memory: Memory) -> dict[Path, Record]:
@@ -94,17 +91,9 @@ class Record:
         """What stores the entries of whole episodes: all of them, in one go."""
         parts = []
         for path, shape in self.shapes.items():
-            column = columns[path]
-            values = torch.stack(column.items) if isinstance(column, Rows) else column
+            values = dense(columns[path])
             parts.append(values if len(shape) == 1 else values.reshape(len(values), -1))
-        records, pieces = torch.cat(parts, 1), blocks.pieces
-        if len(pieces) > _FEW_PIECES:
-            return plan_rows(self.data, blocks.rows, records)
-        copies = [
-            partial(self.data[row : row + stop - first].copy_, records[first:stop])
-            for row, first, stop in pieces
-        ]
-        return partial(_each, copies)
+        return plan_values(self.data, blocks, torch.cat(parts, 1))
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
@@ -112,9 +101,3 @@ class Record:
         new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
-
-
-def _each(operations: Iterable[Callable[[], Any]]) -> None:
-    """Carry out operations for what they do to memory."""
-    for operation in operations:
-        operation()

@@ -7,7 +7,7 @@ can fail has failed before anything is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from torchrl_mt.data.record import Record
     from torchrl_mt.data.steps import Column, Path
 
-__all__ = ["RowPlan", "Windows", "plan_rows", "plan_values", "run"]
+__all__ = ["RowPlan", "Windows", "dense", "plan_rows", "plan_values", "run"]
 
 _MAX_VIEWS = 16
 """Views that are kept, by span and shift."""
+_FEW_PIECES = 8
+"""Pieces that are copied faster one by one than row by row."""
 
 
 class RowPlan:
@@ -112,22 +114,30 @@ class Windows:
         return self._views.setdefault((span, shift), view)
 
 
-def run(operation: Callable[..., Any], *args: Any) -> None:
-    """Carry out an operation for what it does to memory."""
-    operation(*args)
+def run(operations: Iterable[Callable[[], Any]]) -> None:
+    """Carry out operations for what they do to memory."""
+    for operation in operations:
+        operation()
 
 
 def plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
     """What writes a column of whole episodes to their rows of ``data``."""
-    values = torch.stack(column.items) if isinstance(column, Rows) else column
-    pieces = blocks.pieces
-    if len(pieces) > 1:
+    values, pieces = dense(column), blocks.pieces
+    if len(pieces) > _FEW_PIECES:
         return plan_rows(data, blocks.rows, values)
-    row, first, stop = pieces[0]
-    return partial(run, data[row : row + stop - first].copy_, values)
+    copies = [
+        partial(data[row : row + stop - first].copy_, values[first:stop])
+        for row, first, stop in pieces
+    ]
+    return partial(run, copies)
 
 
 def plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
     """What writes one value to each of the rows of ``data``."""
     places, values = rows.to(data.device), bits(values.to(data.device, data.dtype).contiguous())
-    return partial(run, bits(data).index_copy_, 0, places, values)
+    return partial(run, [partial(bits(data).index_copy_, 0, places, values)])
+
+
+def dense(column: Any) -> Tensor:
+    """A column of tensors of one shape, as one tensor."""
+    return torch.stack(column.items) if isinstance(column, Rows) else column

@@ -266,9 +266,9 @@ class EpisodeStore:
                 column.load(columns[path], range(total - live, total))
             self.schema, self.columns, self.records = schema, stored, records
             self.table.extend(lengths, sizes.cumsum(0) - sizes, tokens)
-            if not self.share_next and schema != schema.unshared():
-                self.columns, self.records = self._columns_for(schema.unshared(), capacity)
+            if not self.share_next and schema.shared:
                 self.schema = schema.unshared()
+                self.columns, self.records = self._columns_for(self.schema, capacity)
         self._number(state, left_out)
         return left_out
 

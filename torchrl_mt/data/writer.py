@@ -312,11 +312,8 @@ class EpisodeWriter(Writer):
         """
         _check_data(data)
         if data.ndim:
-            with self._storage.lock:
-                index = self.extend(lazy_stack([data], data.ndim))
-                if index.shape != (*data.batch_size, 1):
-                    return index
-                return index.squeeze(-1)
+            index = self.extend(lazy_stack([data], data.ndim))
+            return index.squeeze(-1) if index.shape == (*data.batch_size, 1) else index
         index = self.extend(lazy_stack([data]))
         last = int(index[-1]) if index.numel() else -1
         return None if last < 0 else last
