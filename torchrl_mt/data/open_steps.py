@@ -7,7 +7,7 @@ laid out anew without them when it is full: it takes memory in proportion to the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from torchrl_mt.data.continuity import bits_at
 from torchrl_mt.data.grouping import Segments
-from torchrl_mt.data.schema import Schema, bits
+from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.record import Record, records_for
+from torchrl_mt.data.schema import Schema, as_array, bits
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, step_tensors
 
 __all__ = ["Label", "OpenSteps"]
@@ -27,6 +29,8 @@ Label = Hashable
 
 _FEW = 1024
 """A log of so few rows is never made smaller."""
+
+_MEMORY = Memory(torch.device("cpu"))
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -40,6 +44,8 @@ class OpenSteps:
     def __init__(self) -> None:
         self.schema: Schema | None = None
         self.columns: dict[Path, _Tensors | _Items] = {}
+        self._records: list[tuple[Record, _Tensors]] = []
+        """Where the small ones are side by side, as the storage keeps them."""
         self.tail = 0
         """One past the last row that counts."""
         self.owner = np.zeros(0, dtype=np.int32)
@@ -108,7 +114,15 @@ class OpenSteps:
     def take(self, rows: np.ndarray) -> Steps:
         """The steps in some rows; tensors are copies."""
         assert self.schema is not None
-        columns = {path: column.take(rows) for path, column in self.columns.items()}
+        packed: dict[Path, Tensor] = {}
+        for record, tensors in self._records:
+            packed.update(record.entries(tensors.take(rows)))
+        columns = {
+            path: packed[path]
+            if path in packed and isinstance(column, _Tensors)
+            else column.take(rows)
+            for path, column in self.columns.items()
+        }
         return Steps(len(rows), columns, self.schema.root_class)
 
     def episode(self, slot: int) -> Steps:
@@ -277,14 +291,28 @@ class OpenSteps:
 
     def _take_form(self, steps: Steps, schema: Schema) -> None:
         """Have columns for steps of a schema."""
-        if not self.slots:
-            self.columns = {}
         size = len(self.owner)
+        if not self.slots:
+            small = {
+                path: schema.entries[path]
+                for path, column in steps.columns.items()
+                if isinstance(column, Tensor) and column.is_cpu and not _is_twin(path, schema)
+            }
+            self.columns = self._packed(set(records_for(small, size, _MEMORY).values()))
         for path, column in steps.columns.items():
             if path not in self.columns:
                 fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
                 self.columns[path] = fresh or _Items(type(column), size)
         self.schema = schema
+
+    def _packed(self, records: Iterable[Record]) -> dict[Path, _Tensors | _Items]:
+        """Have these records; the columns in them."""
+        self._records = [(record, _Tensors(record.data)) for record in records]
+        return {
+            path: _Tensors(entry)
+            for record, _ in self._records
+            for path, entry in record.entries(record.data).items()
+        }
 
     def _lay_out(self, more: int) -> None:
         """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
@@ -292,7 +320,16 @@ class OpenSteps:
         size = max(64, 3 * (len(live) + more))
         if size <= len(self.owner) <= 2 * size:
             size = len(self.owner)  # Memory that is in use already is the fastest.
-        columns = {path: column.laid_out(live, size) for path, column in self.columns.items()}
+        taken = [(record, tensors.take(live)) for record, tensors in self._records]
+        packed = self._packed([record.like(size) for record, _ in taken])
+        for (_, tensors), (_, values) in zip(self._records, taken, strict=True):
+            tensors.put(0, values)
+        columns = {
+            path: packed[path]
+            if path in packed and isinstance(column, _Tensors)
+            else column.laid_out(live, size)
+            for path, column in self.columns.items()
+        }
         owner = np.full(size, -1, dtype=np.int32)
         owner[: len(live)] = self.owner[live]
         place = np.zeros(self.tail + 1, dtype=np.int64)
@@ -308,7 +345,7 @@ class _Tensors:
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
-        self._array = _numpy(held)
+        self._array = as_array(held)
         self._bits = None if self._array is None else bits(held).numpy().reshape(len(held), -1)
 
     @classmethod
@@ -320,7 +357,7 @@ class _Tensors:
 
     def put(self, first: int, column: Any) -> None:
         """Write the values of some steps."""
-        array = None if self._array is None else _numpy(column)
+        array = None if self._array is None else as_array(column)
         if array is None or self._array is None:
             self.held[first : first + len(column)].copy_(column)
         else:
@@ -330,14 +367,14 @@ class _Tensors:
         """The values in some rows."""
         if self._array is None:
             return self.held.index_select(0, torch.from_numpy(rows).to(self.held.device))
-        taken = torch.from_numpy(self._array.take(rows, 0))
+        taken = torch.from_numpy(_rows_at(self._array, rows))
         return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
 
     def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
         """The bits in some rows: integers ``[n, w]``."""
         if self._bits is None:
             return bits_at(self.held, rows)
-        return self._bits[rows] if isinstance(rows, slice) else self._bits.take(rows, 0)
+        return self._bits[rows] if isinstance(rows, slice) else _rows_at(self._bits, rows)
 
     def laid_out(self, rows: np.ndarray, size: int) -> _Tensors:
         """The values in some rows, with room for ``size``."""
@@ -391,15 +428,16 @@ class _Items:
             self.items[row] = None
 
 
-def _numpy(tensor: Tensor) -> np.ndarray | None:
-    """The memory of a tensor as an array; None if it is not on the CPU."""
-    if not tensor.is_cpu or tensor.layout != torch.strided:
-        return None
-    try:
-        array: np.ndarray = tensor.numpy()
-    except TypeError:  # numpy has no such dtype
-        array = bits(tensor).numpy()
-    return array
+def _rows_at(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Some rows of an array: a copy."""
+    # take() is the faster, but first copies the whole of an array that is part of another.
+    found: np.ndarray = array.take(rows, 0) if array.flags.c_contiguous else array[rows]
+    return found
+
+
+def _is_twin(path: Path, schema: Schema) -> bool:
+    """Whether an entry is the next of another one: the storage reads it from that one's rows."""
+    return path[0] == "next" and path[1:] in schema.entries
 
 
 def _unused(key: int, known: Mapping[Label, int]) -> Label:

@@ -67,6 +67,12 @@ class Record:
         self.shapes = dict(shapes)
         """The entries, in the order in which they lie in a record."""
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
+        record = torch.empty(1, sum(self._sizes), dtype=dtype, device="meta")
+        self._places = [
+            (part.storage_offset() * dtype.itemsize, part.stride())
+            for part in self.entries(record).values()
+        ]
+        """Of each entry, the bytes before it in a record, and its strides."""
         self._memory = memory
         self._hold(memory.empty((capacity, sum(self._sizes)), dtype))
 
@@ -89,15 +95,26 @@ class Record:
 
     def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
         """What stores the entries of whole episodes: all of them, in one go."""
-        parts = []
-        for path, shape in self.shapes.items():
-            values = dense(columns[path])
-            parts.append(values if len(shape) == 1 else values.reshape(len(values), -1))
-        return plan_values(self.data, blocks, torch.cat(parts, 1))
+        return plan_values(self.data, blocks, self._together([*map(columns.get, self.shapes)]))
+
+    def _together(self, columns: list[Any]) -> Tensor:
+        """Entries of steps as records ``[N, width]``; as they are if they lie so already."""
+        parts, first = [*map(dense, columns)], dense(columns[0])
+        begin = first.data_ptr()
+        for part, (offset, stride) in zip(parts, self._places, strict=True):
+            if part.stride() != stride or part.data_ptr() != begin + offset:
+                return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+        width: int = self.data.shape[1]
+        return first.as_strided((len(first), width), (width, 1))
+
+    def like(self, capacity: int) -> Record:
+        """A record of the same entries for ``capacity`` rows, whose values are yet to be written."""
+        new = copy(self)
+        new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
+        return new
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
-        new = copy(self)
-        new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
+        new = self.like(capacity)
         moves.rows(self.data, new.data)
         return new
