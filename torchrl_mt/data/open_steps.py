@@ -8,7 +8,6 @@ laid out anew without them when it is full: it takes memory in proportion to the
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,8 @@ __all__ = ["Label", "OpenSteps"]
 Label = Hashable
 """What an open episode is called: its id; or ``(id, 2)``, ``(id, 3)``... if another has that id."""
 
+_FEW_SLOTS = 4
+"""Slots whose rows are found faster one by one."""
 _FEW = 1024
 """A log of so few rows is never made smaller."""
 
@@ -54,8 +55,8 @@ class OpenSteps:
         """By slot: the id, the first and the last row, the number of steps, the batch of the last."""
         self.is_open = np.zeros(0, dtype=bool)
         """By slot: whether it is of an open episode."""
-        self._recent = _NO_ROWS
-        """The slots of the last batch."""
+        self._recent: tuple[np.ndarray, np.ndarray, list[int]] = (_NO_ROWS, _NO_ROWS, [])
+        """Of the last batch's segments: the ids, the slots, and which are open no more."""
         self.slots: dict[Label, int] = {}
         """The slot of every open episode."""
         self.newest: dict[int, int] = {}
@@ -72,12 +73,11 @@ class OpenSteps:
 
     def find(self, parts: Segments) -> np.ndarray:
         """int64 ``[S]``: the slots of the newest episodes with the ids of segments; -1 where none is."""
-        if len(self._recent) != len(parts.ids):
+        ids, slots, ended = self._recent
+        if len(ids) != len(parts.ids):
             return np.array([self.newest.get(key, -1) for key in parts.keys], dtype=np.int64)
-        # Most are those of the last batch.
-        same = self.is_open[self._recent] & (self.ids[self._recent] == parts.ids)
-        found = np.where(same, self._recent, -1)
-        for i in np.flatnonzero(~same).tolist():
+        found = slots.copy()
+        for i in [*np.flatnonzero(ids != parts.ids).tolist(), *ended]:
             found[i] = self.newest.get(parts.keys[i], -1)
         return found
 
@@ -99,14 +99,17 @@ class OpenSteps:
 
     def rows_of(self, slots: Sequence[int], stop: int) -> list[np.ndarray]:
         """int64 ``[T]`` each: the rows before ``stop`` that are of some slots."""
-        known = [int(self.first[slot]) for slot in slots if self.is_open[slot]]
-        first = min(known) if len(known) == len(slots) else min([*known, self.tail])
+        firsts = [int(self.first[slot]) if self.is_open[slot] else self.tail for slot in slots]
+        if len(slots) <= _FEW_SLOTS:
+            return [
+                np.flatnonzero(self.owner[first:stop] == slot) + first
+                for slot, first in zip(slots, firsts, strict=True)
+            ]
+        first = min(firsts)
         owner = self.owner[first:stop]
-        if len(slots) == 1:
-            return [np.flatnonzero(owner == slots[0]) + first]
         chosen = np.zeros(len(self.ids) + 1, dtype=bool)  # Free rows have the slot -1: the last.
         chosen[slots] = True
-        found = np.flatnonzero(chosen[owner])
+        found = np.flatnonzero(chosen.take(owner, mode="wrap"))
         owner = owner[found]
         found += first
         return [found[owner == slot] for slot in slots]
@@ -180,7 +183,7 @@ class OpenSteps:
         parts: Segments,
         order: np.ndarray | None,
         slots: np.ndarray,
-        fresh: Sequence[int],
+        fresh: Mapping[int, int],
         gone: Mapping[int, np.ndarray],
     ) -> None:
         """Have the batch that :meth:`put` wrote and :meth:`assign` shared out count.
@@ -189,22 +192,16 @@ class OpenSteps:
             parts: its segments.
             order: int64 ``[N]``, the order in which they take its steps; None for the one they have.
             slots: int64 ``[S]``, the slot of each.
-            fresh: the slots of episodes that begin.
+            fresh: the slots of episodes that begin, and the first segment of each.
             gone: the rows of the episodes that are no longer open, by their slots.
         """
         self.batches += 1
-        self._recent = slots
         first, last = parts.starts, parts.stops - 1
         if order is not None:
             first, last = order[first], order[last]
         number = int(parts.stops[-1])
-        if fresh:
-            is_new = np.zeros(len(self.ids), dtype=bool)
-            is_new[fresh] = True
-            new = is_new[slots]
-            # Of several segments the first, which is assigned last.
-            self.first[slots[new][::-1]] = first[new][::-1] + self.tail
-            self.length[fresh] = 0
+        for slot, i in fresh.items():
+            self.first[slot], self.length[slot] = first[i] + self.tail, 0
         if parts.differ:
             self.length[slots] += parts.sizes
         else:
@@ -217,8 +214,9 @@ class OpenSteps:
             if slot in self.labels:
                 self._end(slot)
         if fresh:
-            key_of = dict(zip(slots[new].tolist(), compress(parts.keys, new), strict=True))
-            self._begin([(slot, key_of[slot]) for slot in fresh if slot not in gone])
+            self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
+        ended = np.flatnonzero(~self.is_open[slots]).tolist() if gone else []
+        self._recent = (parts.ids, slots, ended)
         self._shrink()
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
@@ -231,7 +229,7 @@ class OpenSteps:
         (slot,) = self.new_slots(1)
         whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
         self.assign(whole, None, np.array([slot]))
-        self.commit(whole, None, np.array([slot]), [slot], {})
+        self.commit(whole, None, np.array([slot]), {slot: 0}, {})
         del self.slots[self.labels[slot]]
         self.labels[slot], self.slots[label] = label, slot
 
@@ -239,6 +237,7 @@ class OpenSteps:
         """Let go of an open episode."""
         self._release(self.rows(slot))
         self._end(slot)
+        self._recent = (_NO_ROWS, _NO_ROWS, [])
         self._shrink()
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -261,7 +260,8 @@ class OpenSteps:
         self.owner[rows] = -1
         self.num_steps -= len(rows)
         for column in self.columns.values():
-            column.release(rows)
+            if isinstance(column, _Items):
+                column.release(rows)
 
     def _end(self, slot: int) -> None:
         """Have a slot be of no episode."""
@@ -381,9 +381,6 @@ class _Tensors:
         new = _Tensors.like(self.held, size)
         new.put(0, self.take(rows))
         return new
-
-    def release(self, rows: np.ndarray) -> None:
-        """Nothing to let go of: rows are overwritten."""
 
     def as_items(self) -> _Items:
         """The values one by one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves
-from torchrl_mt.data.rows import Windows, dense, plan_values
+from torchrl_mt.data.rows import Windows, dense, plan_values, run
 from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.steps import Path
 
@@ -95,17 +96,25 @@ class Record:
 
     def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
         """What stores the entries of whole episodes: all of them, in one go."""
-        return plan_values(self.data, blocks, self._together([*map(columns.get, self.shapes)]))
+        parts = [dense(columns[path]) for path in self.shapes]
+        first, width = parts[0], self.data.shape[1]
+        if self._are_side_by_side(parts):
+            records = first.as_strided((len(first), width), (width, 1))
+            return plan_values(self.data, blocks, records)
+        entries = self.entries(self.data).values()
+        return partial(
+            run,
+            [plan_values(entry, blocks, part) for entry, part in zip(entries, parts, strict=True)],
+        )
 
-    def _together(self, columns: list[Any]) -> Tensor:
-        """Entries of steps as records ``[N, width]``; as they are if they lie so already."""
-        parts, first = [*map(dense, columns)], dense(columns[0])
-        begin = first.data_ptr()
+    def _are_side_by_side(self, parts: Iterable[Tensor]) -> bool:
+        """Whether entries of steps lie in memory as they do in a record."""
+        begin = None
         for part, (offset, stride) in zip(parts, self._places, strict=True):
+            begin = part.data_ptr() if begin is None else begin
             if part.stride() != stride or part.data_ptr() != begin + offset:
-                return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
-        width: int = self.data.shape[1]
-        return first.as_strided((len(first), width), (width, 1))
+                return False
+        return True
 
     def like(self, capacity: int) -> Record:
         """A record of the same entries for ``capacity`` rows, whose values are yet to be written."""

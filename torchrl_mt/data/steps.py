@@ -431,9 +431,9 @@ def _part(column: Column, start: int, stop: int) -> Column:
 
 def _is_on(column: Column, device: torch.device) -> bool:
     """Whether a column is a dense tensor on ``device``."""
-    if not isinstance(column, Tensor):
+    if not isinstance(column, Tensor) or column.layout is not torch.strided:
         return False
-    return column.device == device and column.layout is torch.strided
+    return column.is_cpu if device.type == "cpu" else column.device == device
 
 
 def _moved(path: Path, column: Column, device: torch.device) -> Column:

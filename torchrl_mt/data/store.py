@@ -409,7 +409,7 @@ class EpisodeStore:
         """How many of the oldest of such episodes do not fit beside the later ones."""
 
         def beyond(sizes: Tensor, budget: int) -> int:
-            if int(sizes.sum()) <= budget:
+            if sum(sizes.tolist()) <= budget:
                 return 0
             return int((sizes.flip(0).cumsum(0) > budget).sum())
 

@@ -581,7 +581,6 @@ class EpisodeWriter(Writer):
         opened.assign(batch.segments, batch.order, slots)
         ended = np.flatnonzero(batch.ended).tolist()
         whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
-        names: dict[int, Label] = {int(slots[i]): keys[i] for i in ended}
         for slot in found.broken:
             whys[slot] = "break"
         for slot in found.beyond:
@@ -591,9 +590,8 @@ class EpisodeWriter(Writer):
         gone = []
         rows_of = opened.rows_of([*whys], first + batch.steps.length)
         for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
-            name = opened.labels.get(slot, names.get(slot))
-            if name is None:
-                name = keys[int(np.flatnonzero(slots == slot)[0])]
+            known = slot in opened.labels
+            name = opened.labels[slot] if known else keys[found.fresh[slot]]
             gone.append(_Gone(slot, rows, name, why))
         gone.sort(key=lambda episode: int(episode.rows[-1]))
         return gone
@@ -626,13 +624,14 @@ class EpisodeWriter(Writer):
         elif gone:
             kept = self._worthwhile(gone)
             episodes = self._taken(kept) if kept else batch.steps
-        stored = lengths = _nothing()
         if kept:
             episodes, lengths = self._transformed(episodes, kept)
         with undisturbed():
             if kept:
                 stored, kept, lengths = self._stored(episodes, lengths, kept)
-                self._write_count += int(lengths.sum())
+                self._write_count += sum(lengths.tolist())
+            else:
+                stored = lengths = _nothing()
             if found is not None:
                 left = {episode.slot: episode.rows for episode in gone}
                 self._open.commit(batch.segments, batch.order, found.slots, found.fresh, left)
@@ -735,7 +734,7 @@ class EpisodeWriter(Writer):
         """Whether the buffer that this writer belongs to sets indices in the data."""
         return any(
             isinstance(buffer, TensorDictReplayBuffer) and getattr(buffer, "_writer", None) is self
-            for buffer in self._storage._attached_entities
+            for buffer in self._storage._attached_entities_iter()
         )
 
     def _transformed(self, episodes: Steps, gone: list[_Gone]) -> tuple[Steps, Tensor]:
