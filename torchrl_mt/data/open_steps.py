@@ -111,8 +111,10 @@ class OpenSteps:
         chosen[slots] = True
         found = np.flatnonzero(chosen.take(owner, mode="wrap"))
         owner = owner[found]
-        found += first
-        return [found[owner == slot] for slot in slots]
+        order = np.argsort(owner, kind="stable")
+        rows, owner = found[order] + first, owner[order]
+        starts, stops = (np.searchsorted(owner, slots, side).tolist() for side in ("left", "right"))
+        return [rows[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
     def take(self, rows: np.ndarray) -> Steps:
         """The steps in some rows; tensors are copies."""
