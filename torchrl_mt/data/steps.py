@@ -41,6 +41,9 @@ __all__ = [
     "unpack",
 ]
 
+_FOR_NUMPY = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch does not index."""
+
 Path = tuple[str, ...]
 """An entry of a nested TensorDict."""
 
@@ -85,6 +88,8 @@ class Steps:
         places = order.tolist()
 
         def taken(column: Column) -> Column:
+            if isinstance(column, Tensor) and column.is_cpu and column.dtype in _FOR_NUMPY:
+                return torch.from_numpy(column.numpy()[places])
             if isinstance(column, Tensor):
                 return column.index_select(0, order.to(column.device))
             return type(column)([column.items[i] for i in places])
@@ -102,6 +107,16 @@ class Steps:
             return self
         columns = {path: _moved(path, column, device) for path, column in self.columns.items()}
         return replace(self, columns=columns)
+
+    def check_values(self) -> None:
+        """Refuse what cannot be stored.
+
+        Raises:
+            ValueError: if a tensor has no values in memory, or is sparse; names the key.
+        """
+        for path, column in self.columns.items():
+            if not isinstance(column, Objects):
+                _check_values(path, column)
 
     def clone(self) -> Steps:
         """A copy that shares no tensor's memory with this one; see :func:`own`."""
@@ -442,15 +457,20 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
         return Objects([own(item, device) for item in column.items])
     if _is_on(column, device):
         return column
+    _check_values(path, column)
+    if isinstance(column, Rows):
+        return Rows([item.to(device) for item in column.items])
+    return column.to(device)
+
+
+def _check_values(path: Path, column: Tensor | Rows) -> None:
+    """Refuse tensors without values in memory, and sparse ones."""
     for tensor in column.items if isinstance(column, Rows) else [column]:
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(
                 f"{name_of(path)} must be a dense tensor with values, got layout {tensor.layout} "
                 f"on device {tensor.device}: convert it before it is stored"
             )
-    if isinstance(column, Rows):
-        return Rows([item.to(device) for item in column.items])
-    return column.to(device)
 
 
 def kinds(items: Sequence[Tensor]) -> set[tuple[Any, ...]]:

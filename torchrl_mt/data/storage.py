@@ -58,10 +58,10 @@ class EpisodeStorage(LazyStackStorage):
     The first episode fixes the keys, per-step shapes and dtypes.
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
-    episode instead of ``2 T``. Episodes in which it does not have rows of their own for it; once
-    those are more than eight and more than a quarter, all have. Tensors whose shape varies from step
-    to step come in lazy stacks and are read as such. Every entry is read as it was written;
-    sub-TensorDicts come back with the batch size of the steps, those without entries do not.
+    episode instead of ``2 T``. An episode in which the two differ has rows of its own for that entry;
+    once more than eight episodes do, and more than a quarter of all, every episode has. Tensors whose
+    shape varies from step to step come in lazy stacks and are read as such. Every entry is read as it
+    was written; sub-TensorDicts come back with the batch size of the steps, empty ones do not come back.
     Tensorclasses below the root and tensors among Python objects are copied; other objects, such as
     a dict with tensors in it, are kept by reference: whoever changes one changes what is stored.
 
