@@ -225,16 +225,16 @@ class ClipPriorities:
         if begin >= end or self.span is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         table = storage.table
-        (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - table.first)
-        episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
-        clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
-        starts, _ = table.places(episodes, torch.zeros_like(episodes))
-        return runs(starts, clips)
+        (oldest, newest), _ = table.find(np.array([begin, end - 1]) - table.first)
+        episodes = np.arange(oldest, newest + 1)
+        clips = weigh(table.lengths.numpy()[episodes], self.span, self.unit, self.least)
+        starts, _ = table.places(episodes, 0)
+        return runs(torch.from_numpy(starts), torch.from_numpy(clips))
 
     def _is_clip(self, storage: EpisodeStorage, numbers: Tensor) -> Tensor:
         """Whether a clip begins at stored steps: bool ``[n]``."""
         if self.span is None:
             return torch.zeros_like(numbers, dtype=torch.bool)
-        episodes, offsets = storage.table.find(numbers - storage.table.first)
-        lengths = storage.table.lengths[episodes]
-        return offsets < weigh(lengths, self.span, self.unit, self.least)
+        episodes, offsets = storage.table.find(numbers.numpy() - storage.table.first)
+        lengths = storage.table.lengths.numpy()[episodes]
+        return torch.from_numpy(offsets < weigh(lengths, self.span, self.unit, self.least))

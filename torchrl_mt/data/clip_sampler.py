@@ -20,7 +20,7 @@ from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
-from torchrl_mt.data.table import Weight, weigh
+from torchrl_mt.data.table import EpisodeTable, Weight, weigh
 
 __all__ = ["ClipSampler", "Selector"]
 
@@ -196,7 +196,7 @@ class ClipSampler(Sampler):
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema)
             episodes, offsets = self._draw(storage, num_slices, slice_len * self.stride)
-            cut = self._cut(storage.table.lengths, episodes, offsets, slice_len)
+            cut = self._cut(storage.table, episodes, offsets, slice_len)
             index, selection = storage.select(
                 episodes,
                 cut.offsets,
@@ -242,22 +242,22 @@ class ClipSampler(Sampler):
         left, right = (slice_len - 1 if side is True else int(side) for side in self.span)
         return left, right
 
-    def _cut(self, lengths: Tensor, episodes: Tensor, offsets: Tensor, slice_len: int) -> Cut:
+    def _cut(
+        self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
+    ) -> Cut:
         """The clips that were drawn, without what lies before and after their episodes."""
-        width = slice_len if self.pad_output else None
         if self.strict_length and not any(self.span):
             return Cut(offsets, slice_len)
-        held = lengths[episodes]
-        spans = (held // self.stride).clamp_max(slice_len)
+        held = table.lengths.numpy()[episodes]
+        spans = np.minimum(held // self.stride, slice_len)
         if any(self.span):
-            stops = torch.minimum(offsets + spans, held)
-            offsets = offsets.clamp_min(0)
+            stops = np.minimum(offsets + spans, held)
+            offsets = np.maximum(offsets, 0)
             spans = stops - offsets
-        if bool((spans == slice_len).all()):
-            return Cut(offsets, slice_len, width)
-        return Cut(offsets, spans, width)
+        same = (spans == slice_len).all()
+        return Cut(offsets, slice_len if same else spans, slice_len if self.pad_output else None)
 
-    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
         table, least, beyond = storage.table, self._least, self._beyond(span)
         if self.weighting == "clip":
@@ -268,19 +268,21 @@ class ClipSampler(Sampler):
             else:
                 chosen = self.selector(self._step, storage, num, span)
                 units = _checked(chosen, num, span, total)
-            episodes, offsets = table.locate(units, weight, span, least, beyond)
+            episodes, offsets = table.locate(units.numpy(), weight, span, least, beyond)
         else:
             reach = span if self.strict_length else least
             units = draw_integers(self._total(storage, "episodes", reach), num, self._rng)
-            episodes, _ = table.locate(units, "episodes", reach)
-            clips = weigh(table.lengths[episodes], span, "clips_or_whole", 1, beyond)
-            offsets = (draw_uniform(num, self._rng) * clips).long().clamp_max(clips - 1)
+            episodes, _ = table.locate(units.numpy(), "episodes", reach)
+            clips = weigh(table.lengths.numpy()[episodes], span, "clips_or_whole", 1, beyond)
+            drawn = draw_uniform(num, self._rng).numpy() * clips
+            offsets = np.minimum(drawn.astype(np.int64), clips - 1)
         if beyond[0]:
-            offsets = offsets - (table.lengths[episodes].clamp_max(span) - 1).clamp_max(beyond[0])
+            before = np.minimum(table.lengths.numpy()[episodes], span) - 1
+            offsets = offsets - np.minimum(before, beyond[0])
         return episodes, offsets
 
     def _facts(
-        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
+        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """What else the sample's ``info`` says about the clips that were drawn."""
         return {}

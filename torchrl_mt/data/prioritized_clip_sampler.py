@@ -215,19 +215,19 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     # ---- sampling -------------------------------------------------------------------------------
 
-    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions of ``num`` episodes and the first step of a clip in each."""
         self._total(storage, self._priorities.unit, span)
         self._follow(storage, span)
         numbers = self._priorities.ring.draw(num, self._rng)
-        return storage.table.find(numbers - storage.table.first)
+        return storage.table.find(numbers.numpy() - storage.table.first)
 
     def _facts(
-        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
+        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """The importance weights."""
         numbers, _ = storage.table.places(episodes, cut.offsets)
-        weight = self._priorities.importance(numbers, self._beta)
+        weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
         steps = weight.repeat_interleave(
             torch.as_tensor(cut.width or cut.spans, device="cpu"), output_size=index.numel()
         )
@@ -357,7 +357,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
         span = self._priorities.span
         assert span is not None
-        episodes, offsets = storage.table.find(numbers - storage.table.first)
+        found = storage.table.find(numbers.numpy() - storage.table.first)
+        episodes, offsets = map(torch.from_numpy, found)
         lengths = storage.table.lengths[episodes]
         entries = torch.where(offsets + span <= lengths, span // self.stride, 1)
         if self.strict_length:

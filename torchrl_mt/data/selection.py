@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchrl_mt.data.columns import ReadPlan
 from torchrl_mt.data.indexing import HANDLES
-from torchrl_mt.data.ring import runs
 from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.steps import Column, Path
 from torchrl_mt.data.strides import StridePlan
@@ -34,9 +33,9 @@ class Selection:
 
 
 def plan_runs(
-    steps: Tensor,
-    rows: Tensor,
-    spans: int | Tensor,
+    steps: np.ndarray,
+    rows: np.ndarray,
+    spans: int | np.ndarray,
     *,
     stride: int,
     rectangular: bool,
@@ -55,26 +54,21 @@ def plan_runs(
     Returns:
         the handles of the steps (the first of each ``stride``), and what reads them.
     """
-    if not isinstance(spans, int) and padded_to is not None:
-        within = np.minimum(np.arange(padded_to), spans.numpy()[:, None] - 1) * stride
-        numbers, places = (first.numpy()[:, None] + within for first in (steps, rows))
-        handles = numbers + HANDLES
-        index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
-        firsts = torch.from_numpy(places.reshape(-1))
-        return index, RowPlan(firsts) if stride == 1 else StridePlan(firsts, stride)
-    if not isinstance(spans, int):
-        if stride == 1:
-            return runs(steps + HANDLES, spans), RowPlan(runs(rows, spans))
-        offsets = runs(torch.zeros_like(spans), spans) * stride
-        index = torch.repeat_interleave(steps + HANDLES, spans) + offsets
-        return index, StridePlan(torch.repeat_interleave(rows, spans) + offsets, stride)
-    within = np.arange(0, spans * stride, stride)
-    handles = steps.numpy()[:, None] + (within + HANDLES)
+    firsts = rows[:, None]
+    if isinstance(spans, int):
+        within, numbers = np.arange(spans), steps[:, None]
+    elif padded_to is not None:
+        within, numbers = np.minimum(np.arange(padded_to), spans[:, None] - 1), steps[:, None]
+    else:
+        within = np.arange(spans.sum()) - (spans.cumsum() - spans).repeat(spans)
+        firsts, numbers = rows.repeat(spans), steps.repeat(spans)
+    within *= stride
+    handles = numbers + (within + HANDLES)
     index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
-    if stride == 1:
-        return index, RowPlan(rows, spans)
-    places = rows.numpy()[:, None] + within
-    return index, StridePlan(torch.from_numpy(places.reshape(-1)), stride)
+    if isinstance(spans, int) and stride == 1:
+        return index, RowPlan(torch.from_numpy(rows), spans)
+    places = torch.from_numpy((firsts + within).reshape(-1))
+    return index, RowPlan(places) if stride == 1 else StridePlan(places, stride)
 
 
 def state_of(index: Tensor) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path as FilePath
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from tensordict import is_tensor_collection
 from tensordict.utils import NestedKey, unravel_key
@@ -308,8 +309,8 @@ class EpisodeStorage(LazyStackStorage):
     def rows_of(self, index: Any) -> Tensor:
         """The ring rows of stored steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
         steps, _ = resolve_index(index, self.table.first, self.table.num_steps)
-        _, rows = self.table.places(*self.table.find(steps))
-        return rows
+        _, rows = self.table.places(*self.table.find(steps.numpy()))
+        return torch.from_numpy(rows)
 
     def get(self, index: Any) -> Any:
         """The steps at ``index``: an int, a slice, a mask or integers.
@@ -327,14 +328,11 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             selection = self._selected(index)
             if selection is not None:
-                data = self._pack(selection.plan, selection.read)
-                return data if index.ndim == 1 else data.reshape(index.shape)
+                return self._pack(selection.plan, selection.read, index.shape)
             steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
-            _, rows = self.table.places(*self.table.find(steps))
-            data = self._pack(RowPlan(rows))
-        if shape is None:
-            return data[0]
-        return data if len(shape) == 1 else data.reshape(shape)
+            _, rows = self.table.places(*self.table.find(steps.numpy()))
+            data = self._pack(RowPlan(torch.from_numpy(rows)), batch_size=shape)
+        return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
         """What a sampler selected with this very index, once."""
@@ -360,9 +358,9 @@ class EpisodeStorage(LazyStackStorage):
 
     def select(
         self,
-        episodes: Tensor,
-        offsets: Tensor,
-        spans: int | Tensor,
+        episodes: np.ndarray,
+        offsets: np.ndarray | int,
+        spans: int | np.ndarray,
         *,
         stride: int = 1,
         rectangular: bool = False,
@@ -371,8 +369,8 @@ class EpisodeStorage(LazyStackStorage):
         """Select runs of consecutive steps; ``get(index)`` then reads them at once.
 
         Args:
-            episodes: int64 ``[n]`` on the CPU, positions of the episodes (0 is the oldest).
-            offsets: int64 ``[n]`` on the CPU, first step of each run within its episode.
+            episodes: int64 ``[n]``, positions of the episodes (0 is the oldest).
+            offsets: int64 ``[n]``, first step of each run within its episode; or one number for all.
             spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
             stride: how many stored steps are read as one; see
                 :class:`~torchrl_mt.data.strides.StridePlan`.
@@ -597,9 +595,14 @@ class EpisodeStorage(LazyStackStorage):
 
     # ---- reading, inside ------------------------------------------------------------------------
 
-    def _pack(self, plan: ReadPlan, known: dict[Path, Column] | None = None) -> Any:
+    def _pack(
+        self,
+        plan: ReadPlan,
+        known: dict[Path, Column] | None = None,
+        batch_size: torch.Size | None = None,
+    ) -> Any:
         """The steps of ``plan``; columns that are ``known`` are not read again."""
-        return pack(self._store.read(plan, known), self.device)
+        return pack(self._store.read(plan, known), self.device, batch_size=batch_size)
 
     def _settle(self) -> None:
         """Read what is selected but not read yet, before the rows change."""

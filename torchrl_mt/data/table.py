@@ -28,8 +28,8 @@ _MAX_TALLIES = 8
 
 
 def weigh(
-    lengths: Tensor, span: int, weight: Weight, least: int = 1, beyond: tuple[int, int] = (0, 0)
-) -> Tensor:
+    lengths: np.ndarray, span: int, weight: Weight, least: int = 1, beyond: tuple[int, int] = (0, 0)
+) -> np.ndarray:
     """How many units of choice an episode of each length offers.
 
     Args:
@@ -46,16 +46,9 @@ def weigh(
         int64 ``[E]``.
 
     Examples:
-        >>> weigh(torch.tensor([2, 3, 5]), 3, "clips")
-        tensor([0, 1, 3])
+        >>> weigh(np.array([2, 3, 5]), 3, "clips")
+        array([0, 1, 3])
     """
-    return torch.from_numpy(_weigh(lengths.numpy(), span, weight, least, beyond))
-
-
-def _weigh(
-    lengths: np.ndarray, span: int, weight: Weight, least: int, beyond: tuple[int, int]
-) -> np.ndarray:
-    """:func:`weigh` of an array: what is counted is small, and torch takes longer to begin."""
     clips = lengths - (span - 1)
     if any(beyond):
         outside = np.minimum(lengths, span) - 1
@@ -75,6 +68,7 @@ class EpisodeTable:
 
     Episodes have *ordinals*, and steps have *numbers*: 0 for the first ever stored, and never used
     again. Other cumulative counts only matter by their differences, so that evicting changes none.
+    Episodes and steps are chosen by arrays, not tensors: they are few, and torch takes longer to begin.
     """
 
     def __init__(self) -> None:
@@ -84,7 +78,6 @@ class EpisodeTable:
         """How much larger the numbers of steps are than in the state that was loaded."""
         self._head = 0
         self._tail = 0
-        # Arrays, not tensors: what is asked for here is small, and torch takes longer to begin.
         self._length = np.zeros(64, dtype=np.int64)
         self._start = np.zeros(64, dtype=np.int64)
         self._steps = np.zeros(65, dtype=np.int64)
@@ -139,21 +132,20 @@ class EpisodeTable:
         """int64 ``[E]``: tokens of each episode, oldest first."""
         return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
 
-    def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    def places(
+        self, episodes: np.ndarray, offsets: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Number and ring row of steps.
 
         Args:
             episodes: int64 ``[n]``, positions of their episodes (0 is the oldest).
-            offsets: int64 ``[n]``, steps before them in their episodes.
+            offsets: int64 ``[n]``, steps before them in their episodes; or one number for all.
 
         Returns:
             two times int64 ``[n]``.
         """
-        of, offset = episodes.numpy(), offsets.numpy()
-        numbers, rows = self._steps[self._head :][of], self._start[self._head :][of]
-        numbers += offset
-        rows += offset
-        return torch.from_numpy(numbers), torch.from_numpy(rows)
+        of = episodes + self._head
+        return self._steps[of] + offsets, self._start[of] + offsets
 
     def extend(self, lengths: Tensor, starts: Sequence[int], tokens: Tensor) -> None:
         """Add the newest episodes.
@@ -174,7 +166,7 @@ class EpisodeTable:
         self._accumulate(self._steps, new, steps)
         self._accumulate(self._tokens, new, tokens.numpy())
         for choice, tally in self._tallies.items():
-            self._accumulate(tally, new, _weigh(steps, *choice))
+            self._accumulate(tally, new, weigh(steps, *choice))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -209,7 +201,7 @@ class EpisodeTable:
         """The least number of oldest episodes that together hold so many steps and tokens."""
         return max(self._holding(self._steps, steps), self._holding(self._tokens, tokens))
 
-    def find(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+    def find(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each stored step.
 
         Args:
@@ -219,7 +211,7 @@ class EpisodeTable:
             int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
             the episodes.
         """
-        return self._search(self._steps, steps.numpy())
+        return self._search(self._steps, steps)
 
     def total(
         self, weight: Weight, span: int, least: int = 1, beyond: tuple[int, int] = (0, 0)
@@ -230,12 +222,12 @@ class EpisodeTable:
 
     def locate(
         self,
-        units: Tensor,
+        units: np.ndarray,
         weight: Weight,
         span: int,
         least: int = 1,
         beyond: tuple[int, int] = (0, 0),
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each unit of choice.
 
         Args:
@@ -248,7 +240,7 @@ class EpisodeTable:
         Returns:
             int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
         """
-        return self._search(self._tally((span, weight, least, beyond)), units.numpy())
+        return self._search(self._tally((span, weight, least, beyond)), units)
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
@@ -261,14 +253,12 @@ class EpisodeTable:
         before = counts[self._head : self._tail + 1]
         return int(before.searchsorted(before[0] + wanted))
 
-    def _search(self, counts: np.ndarray, units: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _search(self, counts: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The episode that holds each unit, given the units before each episode."""
         before = counts[self._head : self._tail + 1]
         units = units + before[0]
-        episodes = before.searchsorted(units, "right")
-        episodes -= 1
-        units -= before[episodes]
-        return torch.from_numpy(episodes), torch.from_numpy(units)
+        episodes = before.searchsorted(units, "right") - 1
+        return episodes, units - before[episodes]
 
     def _tally(self, choice: _Choice) -> np.ndarray:
         """Units before each episode, kept for the spans last asked for."""
@@ -276,7 +266,7 @@ class EpisodeTable:
         if tally is None:
             tally = np.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, _weigh(self._length[stored], *choice))
+            self._accumulate(tally, stored, weigh(self._length[stored], *choice))
             self._tallies[choice] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)
