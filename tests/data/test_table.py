@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data.table import EpisodeTable
+from torchrl_mt.data.table import Choice, EpisodeTable
 
 events = st.lists(
     st.one_of(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 9)), max_size=80
@@ -32,15 +32,15 @@ def test_table_equals_a_plain_list(events, span, late):
         assert table.first == steps - sum(lengths)
         assert table.next == stored
         assert table.oldest == stored - len(model)
-        assert table.total("clips", span) == sum(max(0, n - span + 1) for n in lengths)
+        assert table.total(Choice(span)) == sum(max(0, n - span + 1) for n in lengths)
     for asked in (span, late):
         clips = [(e, k) for e, (n, _) in enumerate(model) for k in range(n - asked + 1)]
-        found = table.locate(np.arange(len(clips)), "clips", asked) if clips else ([], [])
+        found = table.locate(np.arange(len(clips)), Choice(asked)) if clips else ([], [])
         assert list(zip(*(x.tolist() for x in found), strict=True)) == clips if clips else True
         holding = [e for e, (n, _) in enumerate(model) if n >= asked]
-        assert table.total("episodes", asked) == len(holding)
+        assert table.total(Choice(asked, "episodes")) == len(holding)
         if holding:
-            found, rest = table.locate(np.arange(len(holding)), "episodes", asked)
+            found, rest = table.locate(np.arange(len(holding)), Choice(asked, "episodes"))
             assert found.tolist() == holding
             assert not rest.any()
     steps = [(e, k) for e, (n, _) in enumerate(model) for k in range(n)]

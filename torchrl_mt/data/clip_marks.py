@@ -16,16 +16,13 @@ from torch import Tensor
 from torchrl._utils import _replace_last
 
 from torchrl_mt.data.memory import to_device
-from torchrl_mt.data.schema import Entry, Schema
-from torchrl_mt.data.selection import Selection
-from torchrl_mt.data.steps import Path, path_of
-from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.data.steps import Path, Steps, path_of
 
 __all__ = ["ClipMarks", "Cut"]
 
 MASK = ("collector", "mask")
 BURN_IN = ("burn_in",)
-_FLAG = Entry("dense", (1,), torch.bool)
+_FLAG = torch.zeros(0, 1, dtype=torch.bool, device="cpu")
 """What flags look like if none is stored."""
 
 
@@ -66,7 +63,7 @@ class Cut:
 
 
 class ClipMarks:
-    """Marks the clips of a selection in what is about to be read.
+    """Marks the clips of a sample.
 
     ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags, set at
     the ends and starts of clips, too; ``terminated`` is as stored. A flag that is not stored is like
@@ -91,42 +88,40 @@ class ClipMarks:
         self._known_ends: tuple[Any, Any] = (None, None)
         """What :meth:`_ends_of` last gave, and for what."""
 
-    def mark(self, storage: EpisodeStorage, selection: Selection, cut: Cut) -> None:
-        """Put the marks in what is about to be read."""
-        read, schema, device = selection.read, storage.schema, storage.device
-        assert schema is not None
+    def mark(self, cut: Cut, device: torch.device, steps: Steps) -> None:
+        """Put the marks in steps that were read on ``device``."""
+        columns = steps.columns
         if self._flags:
             truncated, terminated, done = self._flags
-            ends = self._ends_of(schema, len(selection.plan), cut, device)
-            read[truncated] = ends.clone()
-            if terminated not in schema.entries:
-                read[terminated] = torch.zeros_like(ends)
-            flag = storage.read_selected(selection, done)
-            if not isinstance(flag, Tensor):
-                read[done] = ends.clone()
-            elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
-                read[done] = flag | ends
-            else:
+            ends = self._ends_of(cut, device, steps)
+            columns[truncated] = ends.clone()
+            if terminated not in columns:
+                columns[terminated] = torch.zeros_like(ends)
+            flag = columns.get(done)
+            if isinstance(flag, Tensor):
                 flag[cut.edges(device)[1]] = True
+            else:
+                columns[done] = ends.clone()
         for path in self._inits:
-            begins = storage.read_selected(selection, path) if path in schema.entries else None
+            begins = columns.get(path)
             if isinstance(begins, Tensor):
                 begins[cut.edges(device)[0]] = True
         if cut.width is not None:
-            read[MASK] = to_device(cut.mask(), device)
+            columns[MASK] = to_device(cut.mask(), device)
         if self._burn_in:
-            read[BURN_IN] = to_device(cut.first(self._burn_in), device)
+            columns[BURN_IN] = to_device(cut.first(self._burn_in), device)
 
-    def _ends_of(self, schema: Schema, steps: int, cut: Cut, device: torch.device) -> Tensor:
-        """Flags ``[steps, *shape]`` of the ends of clips; kept for clips of one length."""
-        one_length = isinstance(cut.spans, int)
-        known = (schema, steps, cut.spans, device)
-        if one_length and self._known_ends[0] == known:
-            return self._known_ends[1]
-        stored = (schema.entries[path] for path in self._flags if path in schema.entries)
-        like = next((entry for entry in stored if entry.kind == "dense"), _FLAG)
-        ends = torch.zeros((steps, *like.shape), dtype=like.dtype, device=device)
+    def _ends_of(self, cut: Cut, device: torch.device, steps: Steps) -> Tensor:
+        """Flags ``[N, *shape]`` of the ends of clips; kept for clips of one length."""
+        stored = (steps.columns.get(path) for path in self._flags)
+        like = next((column for column in stored if isinstance(column, Tensor)), _FLAG)
+        shape, one_length = (steps.length, *like.shape[1:]), isinstance(cut.spans, int)
+        wanted = (shape, like.dtype, device, cut.spans)
+        known, ends = self._known_ends
+        if one_length and known == wanted:
+            return ends
+        ends = torch.zeros(shape, dtype=like.dtype, device=device)
         ends[cut.edges(device)[1]] = True
         if one_length:
-            self._known_ends = (known, ends)
+            self._known_ends = wanted, ends
         return ends

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_mt.data.priority_ring import PriorityRing
 from torchrl_mt.data.ring import runs
 from torchrl_mt.data.storage import EpisodeStorage
-from torchrl_mt.data.table import EpisodeTable, Weight, weigh
+from torchrl_mt.data.table import Choice, EpisodeTable, Unit
 
 __all__ = ["ClipPriorities"]
 
@@ -31,7 +31,7 @@ class ClipPriorities:
         eps: added to every priority.
         dtype: of priorities and weights.
         span: stored steps of a clip; None as long as that is not known.
-        unit: what a clip is, see :func:`~torchrl_mt.data.table.weigh`.
+        unit: what a clip is, see :class:`~torchrl_mt.data.table.Choice`.
         least: see there.
         within: whether new clips get the largest priority of a stored clip instead of the largest
             ever.
@@ -45,7 +45,7 @@ class ClipPriorities:
         dtype: torch.dtype,
         *,
         span: int | None,
-        unit: Weight,
+        unit: Unit,
         least: int,
         within: bool,
     ) -> None:
@@ -227,7 +227,7 @@ class ClipPriorities:
         table = storage.table
         (oldest, newest), _ = table.find(np.array([begin, end - 1]) - table.first)
         episodes = np.arange(oldest, newest + 1)
-        clips = weigh(table.lengths.numpy()[episodes], self.span, self.unit, self.least)
+        clips = Choice(self.span, self.unit, self.least).units(table.lengths.numpy()[episodes])
         starts, _ = table.places(episodes, 0)
         return runs(torch.from_numpy(starts), torch.from_numpy(clips))
 
@@ -237,4 +237,4 @@ class ClipPriorities:
             return torch.zeros_like(numbers, dtype=torch.bool)
         episodes, offsets = storage.table.find(numbers.numpy() - storage.table.first)
         lengths = storage.table.lengths.numpy()[episodes]
-        return torch.from_numpy(offsets < weigh(lengths, self.span, self.unit, self.least))
+        return torch.from_numpy(offsets < Choice(self.span, self.unit, self.least).units(lengths))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
-from torchrl_mt.data.table import EpisodeTable, Weight, weigh
+from torchrl_mt.data.table import Choice, EpisodeTable, Unit
 
 __all__ = ["ClipSampler", "Selector"]
 
@@ -195,17 +196,17 @@ class ClipSampler(Sampler):
             require_episodes(storage, "clips")
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema)
-            episodes, offsets = self._draw(storage, num_slices, slice_len * self.stride)
+            episodes, offsets = self._draw(storage, num_slices, self._choice(slice_len))
             cut = self._cut(storage.table, episodes, offsets, slice_len)
-            index, selection = storage.select(
+            index, _ = storage.select(
                 episodes,
                 cut.offsets,
                 cut.spans,
                 stride=self.stride,
                 rectangular=self.layout == "clips",
                 padded_to=cut.width,
+                mark=partial(self._marks.mark, cut, storage.device),
             )
-            self._marks.mark(storage, selection, cut)
             self._step += 1
             return index, self._facts(storage, episodes, cut, index)
 
@@ -218,9 +219,7 @@ class ClipSampler(Sampler):
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
         storage = episode_storage(storage, self)
         _, slice_len = self._clips(batch_size)
-        weight: Weight = "clips" if self.strict_length else "clips_or_whole"
-        beyond = self._beyond(slice_len)
-        return storage.table.total(weight, slice_len * self.stride, self._least, beyond)
+        return storage.table.total(self._choice(slice_len))
 
     def _clips(self, batch_size: int) -> tuple[int, int]:
         """Number of clips and steps per clip."""
@@ -237,10 +236,11 @@ class ClipSampler(Sampler):
         _check_burn_in(self.burn_in, steps)
         return num, steps
 
-    def _beyond(self, slice_len: int) -> tuple[int, int]:
-        """How many steps of a clip may lie before its episode, and after it."""
+    def _choice(self, slice_len: int) -> Choice:
+        """The clips to draw from."""
         left, right = (slice_len - 1 if side is True else int(side) for side in self.span)
-        return left, right
+        unit: Unit = "clips" if self.strict_length else "clips_or_whole"
+        return Choice(slice_len * self.stride, unit, self._least, (left, right))
 
     def _cut(
         self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
@@ -257,28 +257,30 @@ class ClipSampler(Sampler):
         same = (spans == slice_len).all()
         return Cut(offsets, slice_len if same else spans, slice_len if self.pad_output else None)
 
-    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(
+        self, storage: EpisodeStorage, num: int, clips: Choice
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
-        table, least, beyond = storage.table, self._least, self._beyond(span)
+        table = storage.table
         if self.weighting == "clip":
-            weight: Weight = "clips" if self.strict_length else "clips_or_whole"
-            total = self._total(storage, weight, span)
+            total = self._total(storage, clips)
             if self.selector is None:
                 units = draw_integers(total, num, self._rng)
             else:
-                chosen = self.selector(self._step, storage, num, span)
-                units = _checked(chosen, num, span, total)
-            episodes, offsets = table.locate(units.numpy(), weight, span, least, beyond)
+                chosen = self.selector(self._step, storage, num, clips.span)
+                units = _checked(chosen, num, clips.span, total)
+            episodes, offsets = table.locate(units.numpy(), clips)
         else:
-            reach = span if self.strict_length else least
-            units = draw_integers(self._total(storage, "episodes", reach), num, self._rng)
-            episodes, _ = table.locate(units.numpy(), "episodes", reach)
-            clips = weigh(table.lengths.numpy()[episodes], span, "clips_or_whole", 1, beyond)
-            drawn = draw_uniform(num, self._rng).numpy() * clips
-            offsets = np.minimum(drawn.astype(np.int64), clips - 1)
-        if beyond[0]:
-            before = np.minimum(table.lengths.numpy()[episodes], span) - 1
-            offsets = offsets - np.minimum(before, beyond[0])
+            holding = Choice(clips.span if self.strict_length else self._least, "episodes")
+            units = draw_integers(self._total(storage, holding), num, self._rng)
+            episodes, _ = table.locate(units.numpy(), holding)
+            own = clips._replace(unit="clips_or_whole", least=1)
+            number = own.units(table.lengths.numpy()[episodes])
+            drawn = draw_uniform(num, self._rng).numpy() * number
+            offsets = np.minimum(drawn.astype(np.int64), number - 1)
+        if clips.beyond[0]:
+            before = np.minimum(table.lengths.numpy()[episodes], clips.span) - 1
+            offsets = offsets - np.minimum(before, clips.beyond[0])
         return episodes, offsets
 
     def _facts(
@@ -287,12 +289,11 @@ class ClipSampler(Sampler):
         """What else the sample's ``info`` says about the clips that were drawn."""
         return {}
 
-    def _total(self, storage: EpisodeStorage, weight: Weight, span: int) -> int:
+    def _total(self, storage: EpisodeStorage, choice: Choice) -> int:
         """Units to draw from, at least one."""
-        beyond = (0, 0) if weight == "episodes" else self._beyond(span)
-        total = storage.table.total(weight, span, self._least, beyond)
+        total = storage.table.total(choice)
         if not total:
-            needed = span if self.strict_length else self._least
+            needed = choice.span if self.strict_length else self._least
             raise RuntimeError(
                 f"no stored episode holds a clip of {needed} steps: the longest has "
                 f"{int(storage.table.lengths.max())}; use shorter clips, a smaller stride or "

@@ -32,11 +32,12 @@ class Memory:
 
     def __init__(self, device: torch.device, scratch_dir: str | Path | None = None) -> None:
         self.device = device
+        self.is_cpu = device.type == "cpu"
         self._leases = Leases()
         self.scratch_dir = scratch_dir
         if scratch_dir is None:
             return
-        if device.type != "cpu":
+        if not self.is_cpu:
             raise ValueError(
                 f"scratch_dir holds files that are mapped into the CPU's memory: use device='cpu', "
                 f"got {str(device)!r}"
@@ -53,7 +54,7 @@ class Memory:
         """
         size = math.prod(shape)
         dtype = dtype or torch.get_default_dtype()
-        if not size or self.device.type != "cpu":
+        if not size or not self.is_cpu:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if self.scratch_dir is None:
             # NumPy asks the system for huge pages, which makes reading at random places faster.
@@ -64,13 +65,15 @@ class Memory:
 
     def for_sample(self, size: int, dtype: torch.dtype) -> Tensor | None:
         """A vector to read a sample into; None where fresh memory does as well."""
-        if self.device.type == "cpu" and Leases.worthwhile(size * dtype.itemsize):
+        if self.is_cpu and Leases.worthwhile(size * dtype.itemsize):
             return self._leases.empty(size, dtype)
         return None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor's values on ``device``, without waiting for the device."""
+    if tensor.device == device:
+        return tensor
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -27,6 +27,7 @@ from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.priorities import check_index, check_priority, clips_of, reduce_by_clip
 from torchrl_mt.data.sampling import episode_storage
 from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.data.table import Choice
 
 __all__ = ["PrioritizedClipSampler"]
 
@@ -215,10 +216,12 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     # ---- sampling -------------------------------------------------------------------------------
 
-    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(
+        self, storage: EpisodeStorage, num: int, clips: Choice
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Positions of ``num`` episodes and the first step of a clip in each."""
-        self._total(storage, self._priorities.unit, span)
-        self._follow(storage, span)
+        self._total(storage, clips)
+        self._follow(storage, clips.span)
         numbers = self._priorities.ring.draw(num, self._rng)
         return storage.table.find(numbers.numpy() - storage.table.first)
 

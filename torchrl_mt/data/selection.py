@@ -5,6 +5,7 @@ Reading it costs no search, and gives the steps that were chosen also when they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from torchrl_mt.data.columns import ReadPlan
 from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.rows import RowPlan
-from torchrl_mt.data.steps import Column, Path
+from torchrl_mt.data.steps import Column, Path, Steps
 from torchrl_mt.data.strides import StridePlan
 
 __all__ = ["Selection", "plan_runs", "state_of"]
@@ -28,8 +29,10 @@ class Selection:
     """Where the steps are read: ring rows."""
     given: int
     """How often torch had seen the index change in place: one changed since is read anew."""
+    mark: Callable[[Steps], None] | None = None
+    """Puts marks in what was read."""
     read: dict[Path, Column] = field(default_factory=dict)
-    """Columns read so far, and those that are given out in place of what is stored."""
+    """Columns read so far."""
 
 
 def plan_runs(

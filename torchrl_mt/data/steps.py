@@ -202,14 +202,12 @@ def pack(
         for name in path[:-1]:
             node = node.setdefault(name, {})
         node[path[-1]] = column
-    size = torch.Size([steps.length])
-    if batch_size is None:
-        batch_size = size
+    if batch_size is None or len(batch_size) == 1:
+        data = _pack_node(tree, torch.Size([steps.length]), device, unread)
     elif all(isinstance(column, Tensor) for column in steps.columns.values()):
-        size = batch_size
-    data = _pack_node(tree, size, device, unread)
-    if size != batch_size:
-        data = data.reshape(batch_size)
+        data = _pack_node(tree, batch_size, device, unread)
+    else:
+        data = _pack_node(tree, torch.Size([steps.length]), device, unread).reshape(batch_size)
     if steps.root_class is not None:
         return steps.root_class.from_tensordict(data)  # type: ignore[attr-defined]
     return data
@@ -387,7 +385,7 @@ def _pack_node(
 
     Its batch size is ``[T]``, unless all columns are tensors.
     """
-    if any(isinstance(value, Rows) for value in tree.values()):
+    if Rows in map(type, tree.values()):
         if unread and size[0]:
             return _UnreadNode.of(tree, size, lambda: _pack_node(tree, size, device).tensordicts)
         names = tuple(tree)
@@ -406,7 +404,7 @@ def _pack_node(
 def _whole(value: Any, size: torch.Size, device: torch.device | None, unread: bool = False) -> Any:
     """A node's entry as one value with the batch dimensions."""
     if isinstance(value, Tensor):
-        return value if len(size) == 1 else value.view(size + value.shape[1:])
+        return value if len(size) == 1 else value.unflatten(0, size)
     if isinstance(value, dict):
         return _pack_node(value, size, device, unread)
     items = value.items

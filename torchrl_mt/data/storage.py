@@ -37,7 +37,7 @@ from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data.store import Admission, EpisodeStore
 from torchrl_mt.data.store_files import StoreFiles
-from torchrl_mt.data.table import EpisodeTable
+from torchrl_mt.data.table import Choice, EpisodeTable
 
 __all__ = ["EpisodeStorage"]
 
@@ -236,7 +236,7 @@ class EpisodeStorage(LazyStackStorage):
         if span < 1:
             raise ValueError(f"span must be a positive number of steps, got {span}")
         with self.lock:
-            return self.table.total("clips", span)
+            return self.table.total(Choice(span))
 
     def entry(self, key: NestedKey) -> Entry | None:
         """What the entry ``key`` looks like in every stored step; None if it is not stored."""
@@ -328,7 +328,10 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             selection = self._selected(index)
             if selection is not None:
-                return self._pack(selection.plan, selection.read, index.shape)
+                read = self._store.read(selection.plan, selection.read)
+                if selection.mark is not None:
+                    selection.mark(read)
+                return pack(read, self.device, batch_size=index.shape)
             steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
             _, rows = self.table.places(*self.table.find(steps.numpy()))
             data = self._pack(RowPlan(torch.from_numpy(rows)), batch_size=shape)
@@ -365,6 +368,7 @@ class EpisodeStorage(LazyStackStorage):
         stride: int = 1,
         rectangular: bool = False,
         padded_to: int | None = None,
+        mark: Callable[[Steps], None] | None = None,
     ) -> tuple[Tensor, Selection]:
         """Select runs of consecutive steps; ``get(index)`` then reads them at once.
 
@@ -376,6 +380,7 @@ class EpisodeStorage(LazyStackStorage):
                 :class:`~torchrl_mt.data.strides.StridePlan`.
             rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
             padded_to: steps that shorter runs are padded to, by their last one again.
+            mark: what to do to the steps once they are read.
 
         Returns:
             the handles (of the first of each ``stride`` steps), int64 ``[N]`` on the storage's
@@ -394,7 +399,7 @@ class EpisodeStorage(LazyStackStorage):
                 padded_to=padded_to,
             )
             index = to_device(index, self.device)
-            selection = Selection(plan, state_of(index))
+            selection = Selection(plan, state_of(index), mark)
             key, selections = id(index), self._selections
             # Whoever looks for the key has the index, so that it cannot be another's.
             selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
@@ -595,14 +600,9 @@ class EpisodeStorage(LazyStackStorage):
 
     # ---- reading, inside ------------------------------------------------------------------------
 
-    def _pack(
-        self,
-        plan: ReadPlan,
-        known: dict[Path, Column] | None = None,
-        batch_size: torch.Size | None = None,
-    ) -> Any:
-        """The steps of ``plan``; columns that are ``known`` are not read again."""
-        return pack(self._store.read(plan, known), self.device, batch_size=batch_size)
+    def _pack(self, plan: ReadPlan, batch_size: torch.Size | None = None) -> Any:
+        """The steps of ``plan``."""
+        return pack(self._store.read(plan), self.device, batch_size=batch_size)
 
     def _settle(self) -> None:
         """Read what is selected but not read yet, before the rows change."""

@@ -169,19 +169,25 @@ class EpisodeStore:
                 column.release(blocks, first)
 
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
-        """The steps of ``plan``; columns that are ``known`` are not read again, and others added.
+        """The steps of ``plan``; columns that are ``known`` are not read again.
 
         Raises:
             IndexError: if nothing was ever stored.
         """
         if self.schema is None:
             raise IndexError("nothing is stored yet")
-        known = known or {}
-        columns = {
-            path: known[path] if path in known else plan.read(path, column)
-            for path, column in self.columns.items()
-        }
-        columns.update(known)
+        columns: dict[Path, Column] = {}
+        records: dict[Path, Tensor] = {}
+        if isinstance(plan, RowPlan):
+            for record in set(self.records.values()):
+                records.update(plan.entries(record, 0))
+        for path, column in self.columns.items():
+            if known and path in known:
+                columns[path] = known[path]
+            elif records and isinstance(column, RecordColumn):
+                columns[path] = records[path]
+            else:
+                columns[path] = plan.read(path, column)
         return Steps(len(plan), columns, self.schema.root_class)
 
     def parts(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,51 +16,48 @@ from torch import Tensor
 
 from torchrl_mt.data.ring import Moves
 
-__all__ = ["EpisodeTable", "Weight", "weigh"]
+__all__ = ["Choice", "EpisodeTable", "Unit"]
 
-Weight = Literal["clips", "clips_or_whole", "episodes"]
-"""What is counted per episode; see :func:`weigh`."""
 
-_Choice = tuple[int, Weight, int, tuple[int, int]]
-"""The arguments of :func:`weigh` but for the lengths."""
+Unit = Literal["clips", "clips_or_whole", "episodes"]
+"""What is counted; see :class:`Choice`."""
 
 _MAX_TALLIES = 8
 
 
-def weigh(
-    lengths: np.ndarray, span: int, weight: Weight, least: int = 1, beyond: tuple[int, int] = (0, 0)
-) -> np.ndarray:
-    """How many units of choice an episode of each length offers.
+class Choice(NamedTuple):
+    """What is chosen from: how many units of choice an episode of each length offers."""
 
-    Args:
-        lengths: int64 ``[E]``, in steps.
-        span: steps per clip.
-        weight: ``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an
-            episode shorter than ``span`` as one clip, ``"episodes"`` counts 1 for each episode
-            that holds a clip.
-        least: with ``"clips_or_whole"``, episodes of fewer steps count nothing.
-        beyond: how many steps of a clip may lie before its episode, and after it; one at least lies
-            within.
-
-    Returns:
-        int64 ``[E]``.
-
-    Examples:
-        >>> weigh(np.array([2, 3, 5]), 3, "clips")
-        array([0, 1, 3])
+    span: int
+    """Steps per clip."""
+    unit: Unit = "clips"
+    """``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an episode shorter
+    than that as one clip, ``"episodes"`` counts 1 for each episode that holds a clip.
     """
-    clips = lengths - (span - 1)
-    if any(beyond):
-        outside = np.minimum(lengths, span) - 1
-        more = np.minimum(outside, beyond[0]) + np.minimum(outside, beyond[1])
-        if weight == "clips":
-            return np.where(clips > 0, clips + more, 0)
-        return np.where(lengths >= least, np.maximum(clips, 1) + more, 0)
-    if weight == "clips":
-        return np.maximum(clips, 0)
-    if weight == "clips_or_whole":
-        return np.where(lengths >= least, np.maximum(clips, 1), 0)
-    return (clips > 0).astype(np.int64)
+    least: int = 1
+    """With ``"clips_or_whole"``, episodes of fewer steps count nothing."""
+    beyond: tuple[int, int] = (0, 0)
+    """How many steps of a clip may lie before its episode, and after it; one at least lies within."""
+
+    def units(self, lengths: np.ndarray) -> np.ndarray:
+        """The units of choice that episodes of these lengths offer: int64 ``[E]``.
+
+        Examples:
+            >>> Choice(3).units(np.array([2, 3, 5]))
+            array([0, 1, 3])
+        """
+        clips = lengths - (self.span - 1)
+        if any(self.beyond):
+            outside = np.minimum(lengths, self.span) - 1
+            more = np.minimum(outside, self.beyond[0]) + np.minimum(outside, self.beyond[1])
+            if self.unit == "clips":
+                return np.where(clips > 0, clips + more, 0)
+            return np.where(lengths >= self.least, np.maximum(clips, 1) + more, 0)
+        if self.unit == "clips":
+            return np.maximum(clips, 0)
+        if self.unit == "clips_or_whole":
+            return np.where(lengths >= self.least, np.maximum(clips, 1), 0)
+        return (clips > 0).astype(np.int64)
 
 
 class EpisodeTable:
@@ -84,8 +81,8 @@ class EpisodeTable:
         """Number of the first step of each episode; after the last, of the step that comes next."""
         self._tokens = np.zeros(65, dtype=np.int64)
         """Tokens before each episode and after the last, counted from anywhere."""
-        self._tallies: OrderedDict[_Choice, np.ndarray] = OrderedDict()
-        """Units of choice likewise, for the spans last asked for."""
+        self._tallies: OrderedDict[Choice, np.ndarray] = OrderedDict()
+        """Units of choice likewise, for the choices last asked for."""
 
     @property
     def num_episodes(self) -> int:
@@ -166,7 +163,7 @@ class EpisodeTable:
         self._accumulate(self._steps, new, steps)
         self._accumulate(self._tokens, new, tokens.numpy())
         for choice, tally in self._tallies.items():
-            self._accumulate(tally, new, weigh(steps, *choice))
+            self._accumulate(tally, new, choice.units(steps))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -213,34 +210,22 @@ class EpisodeTable:
         """
         return self._search(self._steps, steps)
 
-    def total(
-        self, weight: Weight, span: int, least: int = 1, beyond: tuple[int, int] = (0, 0)
-    ) -> int:
-        """Units of choice that the stored episodes offer together (see :func:`weigh`)."""
-        tally = self._tally((span, weight, least, beyond))
+    def total(self, choice: Choice) -> int:
+        """Units of choice that the stored episodes offer together."""
+        tally = self._tally(choice)
         return int(tally[self._tail] - tally[self._head])
 
-    def locate(
-        self,
-        units: np.ndarray,
-        weight: Weight,
-        span: int,
-        least: int = 1,
-        beyond: tuple[int, int] = (0, 0),
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, units: np.ndarray, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each unit of choice.
 
         Args:
-            units: int64 ``[n]`` in ``[0, total(weight, span, least, beyond))``.
-            weight: what a unit is (see :func:`weigh`).
-            span: steps per clip.
-            least: see :func:`weigh`.
-            beyond: see :func:`weigh`.
+            units: int64 ``[n]`` in ``[0, total(choice))``.
+            choice: what a unit is.
 
         Returns:
             int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
         """
-        return self._search(self._tally((span, weight, least, beyond)), units)
+        return self._search(self._tally(choice), units)
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
@@ -260,13 +245,13 @@ class EpisodeTable:
         episodes = before.searchsorted(units, "right") - 1
         return episodes, units - before[episodes]
 
-    def _tally(self, choice: _Choice) -> np.ndarray:
-        """Units before each episode, kept for the spans last asked for."""
+    def _tally(self, choice: Choice) -> np.ndarray:
+        """Units before each episode, kept for the choices last asked for."""
         tally = self._tallies.get(choice)
         if tally is None:
             tally = np.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, weigh(self._length[stored], *choice))
+            self._accumulate(tally, stored, choice.units(self._length[stored]))
             self._tallies[choice] = tally
             if len(self._tallies) > _MAX_TALLIES:
                 self._tallies.popitem(last=False)
