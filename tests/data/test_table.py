@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data.table import Choice, EpisodeTable
+from torchrl_mt.data.table import Choice, EpisodeTable, search
 
 events = st.lists(
     st.one_of(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 9)), max_size=80
@@ -35,12 +35,12 @@ def test_table_equals_a_plain_list(events, span, late):
         assert table.total(Choice(span)) == sum(max(0, n - span + 1) for n in lengths)
     for asked in (span, late):
         clips = [(e, k) for e, (n, _) in enumerate(model) for k in range(n - asked + 1)]
-        found = table.locate(np.arange(len(clips)), Choice(asked)) if clips else ([], [])
+        found = search(table.before(Choice(asked)), np.arange(len(clips))) if clips else ([], [])
         assert list(zip(*(x.tolist() for x in found), strict=True)) == clips if clips else True
         holding = [e for e, (n, _) in enumerate(model) if n >= asked]
         assert table.total(Choice(asked, "episodes")) == len(holding)
         if holding:
-            found, rest = table.locate(np.arange(len(holding)), Choice(asked, "episodes"))
+            found, rest = search(table.before(Choice(asked, "episodes")), np.arange(len(holding)))
             assert found.tolist() == holding
             assert not rest.any()
     steps = [(e, k) for e, (n, _) in enumerate(model) for k in range(n)]

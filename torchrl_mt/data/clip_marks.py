@@ -98,10 +98,12 @@ class ClipMarks:
             if terminated not in columns:
                 columns[terminated] = torch.zeros_like(ends)
             flag = columns.get(done)
-            if isinstance(flag, Tensor):
-                flag[cut.edges(device)[1]] = True
-            else:
+            if not isinstance(flag, Tensor):
                 columns[done] = ends.clone()
+            elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
+                columns[done] = flag | ends
+            else:
+                flag[cut.edges(device)[1]] = True
         for path in self._inits:
             begins = columns.get(path)
             if isinstance(begins, Tensor):

@@ -21,7 +21,7 @@ from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
-from torchrl_mt.data.table import Choice, EpisodeTable, Unit
+from torchrl_mt.data.table import Choice, EpisodeTable, Unit, search
 
 __all__ = ["ClipSampler", "Selector"]
 
@@ -191,13 +191,15 @@ class ClipSampler(Sampler):
                 or ``stride`` meets an action, reward or done flag whose shape varies.
         """
         storage = episode_storage(storage, self)
-        num_slices, slice_len = self._clips(batch_size)
+        num_slices, slice_len, clips = self._clips(batch_size)
         with storage.lock:
-            require_episodes(storage, "clips")
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema)
-            episodes, offsets = self._draw(storage, num_slices, self._choice(slice_len))
-            cut = self._cut(storage.table, episodes, offsets, slice_len)
+            episodes, offsets = self._draw(storage, num_slices, clips)
+            if self.strict_length and not any(self.span):
+                cut = Cut(offsets, slice_len)
+            else:
+                cut = self._cut(storage.table, episodes, offsets, slice_len)
             index, _ = storage.select(
                 episodes,
                 cut.offsets,
@@ -213,16 +215,16 @@ class ClipSampler(Sampler):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
         storage = episode_storage(storage, self)
-        _, slice_len = self._clips(batch_size)
+        _, slice_len, _ = self._clips(batch_size)
         return storage.num_clips((slice_len if self.strict_length else 1) * self.stride) > 0
 
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
         storage = episode_storage(storage, self)
-        _, slice_len = self._clips(batch_size)
-        return storage.table.total(self._choice(slice_len))
+        _, _, clips = self._clips(batch_size)
+        return storage.table.total(clips)
 
-    def _clips(self, batch_size: int) -> tuple[int, int]:
-        """Number of clips and steps per clip."""
+    def _clips(self, batch_size: int) -> tuple[int, int, Choice]:
+        """Number of clips, steps per clip, and what to draw them from."""
         name = "slice_len" if self.slice_len is not None else "num_slices"
         divisor = self.slice_len if self.slice_len is not None else self.num_slices
         assert divisor is not None
@@ -233,21 +235,17 @@ class ClipSampler(Sampler):
             )
         other = batch_size // divisor
         num, steps = (other, divisor) if self.slice_len is not None else (divisor, other)
-        _check_burn_in(self.burn_in, steps)
-        return num, steps
-
-    def _choice(self, slice_len: int) -> Choice:
-        """The clips to draw from."""
-        left, right = (slice_len - 1 if side is True else int(side) for side in self.span)
+        if self.burn_in:
+            _check_burn_in(self.burn_in, steps)
+        left, right = self.span
+        beyond = (steps - 1 if left is True else left, steps - 1 if right is True else right)
         unit: Unit = "clips" if self.strict_length else "clips_or_whole"
-        return Choice(slice_len * self.stride, unit, self._least, (left, right))
+        return num, steps, Choice(steps * self.stride, unit, self._least, beyond)
 
     def _cut(
         self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
     ) -> Cut:
         """The clips that were drawn, without what lies before and after their episodes."""
-        if self.strict_length and not any(self.span):
-            return Cut(offsets, slice_len)
         held = table.lengths.numpy()[episodes]
         spans = np.minimum(held // self.stride, slice_len)
         if any(self.span):
@@ -263,24 +261,24 @@ class ClipSampler(Sampler):
         """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
         table = storage.table
         if self.weighting == "clip":
-            total = self._total(storage, clips)
+            before, total = self._units(storage, clips)
             if self.selector is None:
                 units = draw_integers(total, num, self._rng)
             else:
                 chosen = self.selector(self._step, storage, num, clips.span)
                 units = _checked(chosen, num, clips.span, total)
-            episodes, offsets = table.locate(units.numpy(), clips)
+            episodes, offsets = search(before, units.numpy())
         else:
             holding = Choice(clips.span if self.strict_length else self._least, "episodes")
-            units = draw_integers(self._total(storage, holding), num, self._rng)
-            episodes, _ = table.locate(units.numpy(), holding)
+            before, total = self._units(storage, holding)
+            episodes, _ = search(before, draw_integers(total, num, self._rng).numpy())
             own = clips._replace(unit="clips_or_whole", least=1)
             number = own.units(table.lengths.numpy()[episodes])
             drawn = draw_uniform(num, self._rng).numpy() * number
             offsets = np.minimum(drawn.astype(np.int64), number - 1)
         if clips.beyond[0]:
-            before = np.minimum(table.lengths.numpy()[episodes], clips.span) - 1
-            offsets = offsets - np.minimum(before, clips.beyond[0])
+            outside = np.minimum(table.lengths.numpy()[episodes], clips.span) - 1
+            offsets = offsets - np.minimum(outside, clips.beyond[0])
         return episodes, offsets
 
     def _facts(
@@ -289,17 +287,19 @@ class ClipSampler(Sampler):
         """What else the sample's ``info`` says about the clips that were drawn."""
         return {}
 
-    def _total(self, storage: EpisodeStorage, choice: Choice) -> int:
-        """Units to draw from, at least one."""
-        total = storage.table.total(choice)
+    def _units(self, storage: EpisodeStorage, choice: Choice) -> tuple[np.ndarray, int]:
+        """Units to draw from before each episode and in all, at least one."""
+        before = storage.table.before(choice)
+        total = int(before[-1] - before[0])
         if not total:
+            require_episodes(storage, "clips")
             needed = choice.span if self.strict_length else self._least
             raise RuntimeError(
                 f"no stored episode holds a clip of {needed} steps: the longest has "
                 f"{int(storage.table.lengths.max())}; use shorter clips, a smaller stride or "
                 f"strict_length=False"
             )
-        return total
+        return before, total
 
     def state_dict(self) -> dict[str, Any]:
         """How many samples were drawn."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.leases import Leases
+from torchrl_mt.data.leases import LEAST, Leases
 
 __all__ = ["Memory", "to_device"]
 
@@ -33,6 +33,8 @@ class Memory:
     def __init__(self, device: torch.device, scratch_dir: str | Path | None = None) -> None:
         self.device = device
         self.is_cpu = device.type == "cpu"
+        self.large = LEAST if self.is_cpu else math.inf
+        """Bytes of a sample from which on fresh memory takes longer than :meth:`for_sample`."""
         self._leases = Leases()
         self.scratch_dir = scratch_dir
         if scratch_dir is None:
@@ -63,17 +65,13 @@ class Memory:
         data = torch.frombuffer(_mapped(self.scratch_dir, size * dtype.itemsize), dtype=torch.uint8)
         return data.view(dtype).view(shape)
 
-    def for_sample(self, size: int, dtype: torch.dtype) -> Tensor | None:
-        """A vector to read a sample into; None where fresh memory does as well."""
-        if self.is_cpu and Leases.worthwhile(size * dtype.itemsize):
-            return self._leases.empty(size, dtype)
-        return None
+    def for_sample(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A vector to read a sample of at least ``large`` bytes into."""
+        return self._leases.empty(size, dtype)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor's values on ``device``, without waiting for the device."""
-    if tensor.device == device:
-        return tensor
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -43,11 +43,12 @@ class RowPlan:
     def __init__(self, starts: Tensor, span: int = 1) -> None:
         self.starts = starts
         self.span = span
+        self.steps = starts.shape[0] * span
         self._moved: Tensor | None = None
         self._entries: dict[tuple[Record, int], dict[Path, Tensor]] = {}
 
     def __len__(self) -> int:
-        return self.starts.shape[0] * self.span
+        return self.steps
 
     def starts_on(self, device: torch.device) -> Tensor:
         """``starts`` on a device other than the CPU; copied there once."""
@@ -87,23 +88,24 @@ class Windows:
         self._memory = memory
         self._shape = data.shape[1:]
         self._width = math.prod(self._shape)
+        self._itemsize = data.element_size()
         self._views: dict[tuple[int, int], Tensor] = {}
         """By span and shift: row ``r`` is the window that begins there."""
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on: ``[n * span, *shape]``."""
-        memory, starts, steps = self._memory, plan.starts, len(plan)
+        memory, starts, size = self._memory, plan.starts, plan.steps * self._width
         views = self._views.get((plan.span, shift))
         if views is None:
             views = self._view(plan.span, shift)
         if not memory.is_cpu:
             starts = plan.starts_on(memory.device)
-        out = memory.for_sample(steps * self._width, views.dtype)
-        if out is None:
+        if size * self._itemsize < memory.large:
             out = views.index_select(0, starts)
         else:
+            out = memory.for_sample(size, views.dtype)
             torch.index_select(views, 0, starts, out=out.view(len(starts), -1))
-        return out.view(steps, *self._shape)
+        return out.view(plan.steps, *self._shape)
 
     def _view(self, span: int, shift: int) -> Tensor:
         if len(self._views) >= _MAX_VIEWS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -57,21 +58,26 @@ def plan_runs(
     Returns:
         the handles of the steps (the first of each ``stride``), and what reads them.
     """
-    firsts = rows[:, None]
+    widths = spans if padded_to is None else padded_to
     if isinstance(spans, int):
-        within, numbers = np.arange(spans), steps[:, None]
+        within = _within(len(steps), spans, stride)
     elif padded_to is not None:
-        within, numbers = np.minimum(np.arange(padded_to), spans[:, None] - 1), steps[:, None]
+        within = (np.minimum(np.arange(padded_to), spans[:, None] - 1) * stride).reshape(-1)
     else:
-        within = np.arange(spans.sum()) - (spans.cumsum() - spans).repeat(spans)
-        firsts, numbers = rows.repeat(spans), steps.repeat(spans)
-    within *= stride
-    handles = numbers + (within + HANDLES)
-    index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
+        within = (np.arange(spans.sum()) - (spans.cumsum() - spans).repeat(spans)) * stride
+    index = torch.from_numpy((steps + HANDLES).repeat(widths) + within)
+    if rectangular:
+        index = index.view(len(steps), -1)
     if isinstance(spans, int) and stride == 1:
         return index, RowPlan(torch.from_numpy(rows), spans)
-    places = torch.from_numpy((firsts + within).reshape(-1))
+    places = torch.from_numpy(rows.repeat(widths) + within)
     return index, RowPlan(places) if stride == 1 else StridePlan(places, stride)
+
+
+@lru_cache(4)
+def _within(runs: int, span: int, stride: int) -> np.ndarray:
+    """Stored steps from the beginning of its run to each step of as many runs: ``[runs * span]``."""
+    return np.tile(np.arange(0, span * stride, stride), runs)
 
 
 def state_of(index: Tensor) -> int:

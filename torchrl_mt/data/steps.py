@@ -397,24 +397,29 @@ def _pack_node(
             for step in zip(*items, strict=True)
         ]
         return LazyStackedTensorDict._new_lazy_unsafe(*nodes, batch_size=scalar, device=device)
-    values = {name: _whole(value, size, device, unread) for name, value in tree.items()}
+    flat, values = len(size) == 1, dict[str, Any]()
+    for name, value in tree.items():
+        if isinstance(value, Tensor):
+            values[name] = value if flat else value.unflatten(0, size)
+        elif isinstance(value, dict):
+            values[name] = _pack_node(value, size, device, unread)
+        else:
+            values[name] = _whole(value, size, device, unread)
     return TensorDict._new_unsafe(values, batch_size=size, device=device, nested=False)
 
 
-def _whole(value: Any, size: torch.Size, device: torch.device | None, unread: bool = False) -> Any:
-    """A node's entry as one value with the batch dimensions."""
-    if isinstance(value, Tensor):
-        return value if len(size) == 1 else value.unflatten(0, size)
-    if isinstance(value, dict):
-        return _pack_node(value, size, device, unread)
-    items = value.items
+def _whole(
+    column: Objects, size: torch.Size, device: torch.device | None, unread: bool = False
+) -> Any:
+    """A column of objects as one value with the batch dimension."""
+    items = column.items
     if not items:
         return NonTensorData(None, batch_size=[0], device=device)
     if all(is_tensorclass(item) for item in items) and not is_non_tensor(items[0]):
         return lazy_stack(items)
     if unread:
         return _UnreadObjects.of(
-            value, size, lambda: [NonTensorData(item, device=device) for item in items]
+            column, size, lambda: [NonTensorData(item, device=device) for item in items]
         )
     return NonTensorStack(*[NonTensorData(item, device=device) for item in items])
 

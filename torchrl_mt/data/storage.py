@@ -398,7 +398,8 @@ class EpisodeStorage(LazyStackStorage):
                 rectangular=rectangular,
                 padded_to=padded_to,
             )
-            index = to_device(index, self.device)
+            if index.device != self.device:
+                index = to_device(index, self.device)
             selection = Selection(plan, state_of(index), mark)
             key, selections = id(index), self._selections
             # Whoever looks for the key has the index, so that it cannot be another's.

@@ -176,18 +176,21 @@ class EpisodeStore:
         """
         if self.schema is None:
             raise IndexError("nothing is stored yet")
-        columns: dict[Path, Column] = {}
+        known, columns = known or {}, dict[Path, Column]()
+        if not isinstance(plan, RowPlan):
+            for path, column in self.columns.items():
+                columns[path] = known[path] if path in known else plan.read(path, column)
+            return Steps(len(plan), columns, self.schema.root_class)
         records: dict[Path, Tensor] = {}
-        if isinstance(plan, RowPlan):
-            for record in set(self.records.values()):
-                records.update(plan.entries(record, 0))
+        for record in set(self.records.values()):
+            records.update(plan.entries(record, 0))
         for path, column in self.columns.items():
-            if known and path in known:
+            if path in known:
                 columns[path] = known[path]
-            elif records and isinstance(column, RecordColumn):
+            elif isinstance(column, RecordColumn):
                 columns[path] = records[path]
             else:
-                columns[path] = plan.read(path, column)
+                columns[path] = column.read(plan)
         return Steps(len(plan), columns, self.schema.root_class)
 
     def parts(self) -> dict[str, Any]:

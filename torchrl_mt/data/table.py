@@ -16,8 +16,7 @@ from torch import Tensor
 
 from torchrl_mt.data.ring import Moves
 
-__all__ = ["Choice", "EpisodeTable", "Unit"]
-
+__all__ = ["Choice", "EpisodeTable", "Unit", "search"]
 
 Unit = Literal["clips", "clips_or_whole", "episodes"]
 """What is counted; see :class:`Choice`."""
@@ -58,6 +57,26 @@ class Choice(NamedTuple):
         if self.unit == "clips_or_whole":
             return np.where(lengths >= self.least, np.maximum(clips, 1), 0)
         return (clips > 0).astype(np.int64)
+
+
+def search(before: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The episode of each unit of choice.
+
+    Args:
+        before: what :meth:`EpisodeTable.before` gives.
+        units: int64 ``[n]``, units by age: 0 is the first of the oldest episode.
+
+    Returns:
+        int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` units within the
+        episodes.
+
+    Examples:
+        >>> search(np.array([7, 9, 9, 12]), np.array([0, 1, 2]))
+        (array([0, 0, 2]), array([0, 1, 0]))
+    """
+    units = units + before[0]
+    episodes = before.searchsorted(units, "right") - 1
+    return episodes, units - before[episodes]
 
 
 class EpisodeTable:
@@ -208,24 +227,27 @@ class EpisodeTable:
             int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
             the episodes.
         """
-        return self._search(self._steps, steps)
+        return search(self._steps[self._head : self._tail + 1], steps)
+
+    def before(self, choice: Choice) -> np.ndarray:
+        """int64 ``[E + 1]``: units of choice before each episode and after the last, counted from
+        anywhere (a view).
+        """
+        tally = self._tallies.get(choice)
+        if tally is None:
+            tally = np.zeros_like(self._steps)
+            stored = slice(self._head, self._tail)
+            self._accumulate(tally, stored, choice.units(self._length[stored]))
+            self._tallies[choice] = tally
+            if len(self._tallies) > _MAX_TALLIES:
+                self._tallies.popitem(last=False)
+        self._tallies.move_to_end(choice)
+        return tally[self._head : self._tail + 1]
 
     def total(self, choice: Choice) -> int:
         """Units of choice that the stored episodes offer together."""
-        tally = self._tally(choice)
-        return int(tally[self._tail] - tally[self._head])
-
-    def locate(self, units: np.ndarray, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
-        """The episode of each unit of choice.
-
-        Args:
-            units: int64 ``[n]`` in ``[0, total(choice))``.
-            choice: what a unit is.
-
-        Returns:
-            int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
-        """
-        return self._search(self._tally(choice), units)
+        before = self.before(choice)
+        return int(before[-1] - before[0])
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
@@ -237,26 +259,6 @@ class EpisodeTable:
             return 0
         before = counts[self._head : self._tail + 1]
         return int(before.searchsorted(before[0] + wanted))
-
-    def _search(self, counts: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The episode that holds each unit, given the units before each episode."""
-        before = counts[self._head : self._tail + 1]
-        units = units + before[0]
-        episodes = before.searchsorted(units, "right") - 1
-        return episodes, units - before[episodes]
-
-    def _tally(self, choice: Choice) -> np.ndarray:
-        """Units before each episode, kept for the choices last asked for."""
-        tally = self._tallies.get(choice)
-        if tally is None:
-            tally = np.zeros_like(self._steps)
-            stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, choice.units(self._length[stored]))
-            self._tallies[choice] = tally
-            if len(self._tallies) > _MAX_TALLIES:
-                self._tallies.popitem(last=False)
-        self._tallies.move_to_end(choice)
-        return tally
 
     @staticmethod
     def _accumulate(counts: np.ndarray, new: slice, units: np.ndarray) -> None:
