@@ -176,21 +176,11 @@ class EpisodeStore:
         """
         if self.schema is None:
             raise IndexError("nothing is stored yet")
-        known, columns = known or {}, dict[Path, Column]()
-        if not isinstance(plan, RowPlan):
-            for path, column in self.columns.items():
-                columns[path] = known[path] if path in known else plan.read(path, column)
-            return Steps(len(plan), columns, self.schema.root_class)
-        records: dict[Path, Tensor] = {}
-        for record in set(self.records.values()):
-            records.update(plan.entries(record, 0))
-        for path, column in self.columns.items():
-            if path in known:
-                columns[path] = known[path]
-            elif isinstance(column, RecordColumn):
-                columns[path] = records[path]
-            else:
-                columns[path] = column.read(plan)
+        known = known or {}
+        columns = {
+            path: known[path] if path in known else plan.read(path, column)
+            for path, column in self.columns.items()
+        }
         return Steps(len(plan), columns, self.schema.root_class)
 
     def parts(self) -> dict[str, Any]:
