@@ -134,7 +134,7 @@ class ClipPriorities:
         if numbers.shape[0]:
             is_clip = None if are_clips else self._is_clip(storage, numbers)
             self.ring.set(numbers, priority, self._weigh(priority), is_clip)
-            self._largest = max(self._largest, float(priority.max()))
+            self._largest = max(self._largest, float(priority.numpy().max()))
 
     def importance(self, numbers: Tensor, beta: float) -> Tensor:
         """Importance weights ``(w / w_min) ** -beta`` of drawn clips: ``[n]``."""

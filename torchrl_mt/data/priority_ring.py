@@ -156,8 +156,8 @@ class PriorityRing:
             )
         slots = self._scan(num, total, generator)
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
-        while bool((missed := self._sum[slots] <= 0).any()):
-            slots[missed] = self._scan(int(missed.sum()), total, generator)
+        while (missed := self._sum[slots].numpy() <= 0).any():
+            slots[torch.from_numpy(missed)] = self._scan(int(missed.sum()), total, generator)
         since = (slots.numpy() + (self._origin - self.first)) % self.capacity
         return torch.from_numpy(self.first + since)
 
