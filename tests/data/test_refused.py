@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter

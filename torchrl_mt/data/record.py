@@ -68,6 +68,8 @@ class Record:
         self.shapes = dict(shapes)
         """The entries, in the order in which they lie in a record."""
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
+        self._others = {path: shape for path, shape in self.shapes.items() if len(shape) != 1}
+        """Those that are no vectors."""
         # Two, as the stride between rows of which there is one means nothing.
         records = torch.empty(2, sum(self._sizes), dtype=dtype, device="meta")
         self._places = [
@@ -89,11 +91,11 @@ class Record:
 
     def entries(self, records: Tensor) -> dict[Path, Tensor]:
         """The entries of some records ``[N, width]``: ``[N, *shape]`` each, as views."""
-        parts = zip(self.shapes.items(), records.split_with_sizes(self._sizes, 1), strict=True)
-        return {
-            path: part if len(shape) == 1 else part.view(len(part), *shape)
-            for (path, shape), part in parts
-        }
+        parts = records.split_with_sizes(self._sizes, 1)
+        entries = dict(zip(self.shapes, parts, strict=True))
+        for path, shape in self._others.items():
+            entries[path] = entries[path].view(len(records), *shape)
+        return entries
 
     def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
         """What stores the entries of episodes: one copy, if they lie in memory as in a record."""
