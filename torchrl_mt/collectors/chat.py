@@ -243,7 +243,9 @@ class ChatTokens:
         if self.stable or self.on_break == "append":
             if not self.stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
-            if messages[-1].get("tool_calls") and any(m.get("role") == "tool" for m in new_messages):
+            if messages[-1].get("tool_calls") and any(
+                m.get("role") == "tool" for m in new_messages
+            ):
                 # What a tool's answer looks like may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:

@@ -117,9 +117,7 @@ class ChatTemplate:
         self._context = self._find_context()
         self.closing = self._find_closing()
         self.parser = ReplyParser(tokenizer, given.get("tools"))
-        self._form = AnswerForm(
-            self._tried, self._context[:-1], self._marker, self.parser.family
-        )
+        self._form = AnswerForm(self._tried, self._context[:-1], self._marker, self.parser.family)
         self._calls_are_local = self._find_whether_calls_are_local()
         self.breaks = self._find_break()
 
@@ -246,7 +244,7 @@ class ChatTemplate:
         ends = [re.escape(end) for end in (self.closing, stop) if end.strip()]
         for end in re.finditer("|".join(ends) or self._special.pattern, rest):
             written = self.parser.parse(rest[: end.start()].replace(BREAK, ""), asked)
-            if meant.says_the_same(written, reasoning=thoughts):
+            if meant.is_kept_by(written, reasoning=thoughts):
                 return rest[end.start() :]
         return None
 
@@ -356,7 +354,7 @@ class ChatTemplate:
             replies["an answer that calls a tool, with its thinking"] = calling
         for name, (reply, parts) in replies.items():
             answer = self._form.write(reply, "")
-            follows = [[_USER], [_TOOL]]
+            follows: list[list[Mapping[str, Any]]] = [[_USER], [_TOOL]]
             if reply.tool_calls:
                 follows = [results, [*results, plain, _USER]]
             for new in follows:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.behind import Behind
-from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
@@ -179,7 +179,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                 episode.stop_reason = reached
                 return
             answered = False
-            step = await _answer(env, said.message, limits, time.perf_counter() - begin)
+            step = await _answer(env, said, limits, time.perf_counter() - begin)
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be", env, "step")
@@ -233,17 +233,16 @@ def _close(env: TextEnv) -> None:
         behind.begin(_ask(env, env.close), f"closing {type(env).__name__}")
 
 
-async def _answer(
-    env: TextEnv, message: Mapping[str, Any], limits: Limits, used: float
-) -> TextStep:
+async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> TextStep:
     """The environment's answer, in the time that the turn has left."""
     seconds, reason = limits.tool_timeout, StopReason.TOOL_TIMEOUT
     if limits.turn_timeout is not None:
         left = max(limits.turn_timeout - used, 0.0)
         if seconds is None or left < seconds:
             seconds, reason = left, StopReason.TURN_TIMEOUT
+    response = said.text if env.whole_text else said.message["content"]
     # A copy: what the environment does with it must not change the dialogue.
-    args = (message["content"], deepcopy(message))[: 2 if takes_message(env.step) else 1]
+    args = (response, deepcopy(said.message)) if takes_message(env.step) else (response,)
     step = await within(_ask(env, env.step, *args), seconds, reason)
     if not isinstance(step, TextStep):
         raise TypeError(

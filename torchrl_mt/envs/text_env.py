@@ -89,6 +89,10 @@ class TextEnv(ABC):
     """Whether plain methods return at once, so that a collector may call them on its event loop. By
     default they run in worker threads, where a slow one holds up no other episode."""
 
+    whole_text: ClassVar[bool] = False
+    """Whether ``response`` is all that the model said but the stop token, thoughts and tool calls in its
+    family's notation included, instead of the message's content: for a reward of the format, say."""
+
     @abstractmethod
     def reset(self, data: Any = None) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Begin an episode.

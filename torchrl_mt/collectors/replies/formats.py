@@ -17,7 +17,14 @@ __all__ = ["TURN_ENDS", "ReplyFormat", "format_of"]
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|call|>"),
     *("<end_of_turn>", "<turn|>", "[e~[", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>"),
-    *("<｜end▁of▁sentence｜>", "<|end_of_sentence|>", "<|endoftext|>", "<|observation|>", "<|user|>"),
+    *(
+        "<｜end▁of▁sentence｜>",
+        "<|end_of_sentence|>",
+        "<|endoftext|>",
+        "<|observation|>",
+        "<|user|>",
+    ),
+    "<|tool_response>",
 )
 """Tokens by which models end a turn that may not be their tokenizer's end of sequence."""
 
@@ -120,13 +127,18 @@ def _with_thoughts(
 
 
 def _split_thoughts(text: str, before: str, tags: tuple[str, str]) -> tuple[str | None, str]:
-    """The thoughts at the beginning, which the prompt may have opened, and what follows them."""
+    """The thoughts at the beginning, which the prompt may have opened, and what follows them.
+
+    The end of thoughts tells that there were some, whether their beginning can be seen or not.
+    """
     opening, closing = (tag.strip() for tag in tags)
     inside = text.lstrip()
     if inside.startswith(opening):
         inside = inside[len(opening) :]
     elif not before.rstrip().endswith(opening):
-        return None, text
+        first, ended, _ = text.partition(closing)
+        if not ended or opening in first:
+            return None, text
     thoughts, _, rest = inside.partition(closing)
     return thoughts.strip(), rest
 

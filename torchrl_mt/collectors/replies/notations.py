@@ -135,9 +135,7 @@ def dsml() -> Read:
     return _blocks("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", read_call)
 
 
-_DSML_INVOKE = re.compile(
-    r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>', re.DOTALL
-)
+_DSML_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
 _DSML_PARAMETER = re.compile(
     r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>',
     re.DOTALL,
@@ -252,10 +250,11 @@ def llama_json(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def llama_python(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """Llama 4's: the reply is nothing but a list of calls in Python's notation."""
+    """Llama 4's: the reply is nothing but a list of calls in Python's notation, or Llama 3's JSON."""
     inside = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", inside):
-        return text, []
+        content, calls = llama_json(inside, types)
+        return (content, calls) if calls else (text, [])
     return "", python_calls(inside)
 
 
@@ -285,7 +284,12 @@ def _blocks(opening: str, closing: str, read: Callable[[str, ToolTypes], Calls])
 
 
 def _section(
-    text: str, begin: str, end: str, opening: str, closing: str, read: Callable[[str], dict[str, Any]]
+    text: str,
+    begin: str,
+    end: str,
+    opening: str,
+    closing: str,
+    read: Callable[[str], dict[str, Any]],
 ) -> tuple[str, Calls]:
     """Calls between marks of their own, all of them in one section."""
 

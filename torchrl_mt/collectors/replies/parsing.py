@@ -38,8 +38,8 @@ def parse_tool_calls(
         tokenizer: the model's tokenizer.
         tools: what the model was offered, as chat templates take it: arguments that are written without
             quotes then get the types that a tool declares.
-        prefix: the end of the prompt, where thoughts may have been opened. By default the end of the
-            tokenizer's own generation prompt.
+        prefix: the end of the prompt, where thoughts may have been opened. Where it is not given, the
+            end of thoughts tells that there were some.
 
     Returns:
         The reply. It is wholly plain content if a part of it cannot be read.
@@ -59,8 +59,6 @@ def parse_tool_calls(
         if end and text.endswith(end):
             text = text[: -len(end)]
             break
-    if prefix is None:
-        prefix = _generation_prompt(tokenizer)
     return ReplyParser(tokenizer, tools).parse(text, prefix)
 
 
@@ -85,17 +83,18 @@ class ReplyParser:
         """The name of the notation that the chat template has marks of."""
         return self._format.name
 
-    def parse(self, text: str, prefix: str = "") -> ParsedReply:
+    def parse(self, text: str, prefix: str | None) -> ParsedReply:
         """Parse a reply.
 
         Args:
             text: the reply, special tokens included, without the stop token.
-            prefix: the end of the prompt.
+            prefix: the end of the prompt; ``None`` if it is not known.
         """
         try:
             if self._host() is not None:
-                return self._parse_by_host(text, prefix)
-            return self._format.parse(text, prefix, self._types)
+                known = _generation_prompt(self._tokenizer) if prefix is None else prefix
+                return self._parse_by_host(text, known)
+            return self._format.parse(text, prefix or "", self._types)
         except (ValueError, RecursionError, MemoryError):
             return ParsedReply(text)
 
@@ -109,7 +108,7 @@ class ReplyParser:
     def _parse_by_host(self, text: str, prefix: str) -> ParsedReply:
         """What transformers makes of it."""
         known = inspect.signature(self._tokenizer.parse_response).parameters
-        given = {"prefix": prefix, "tools": self._tools}
+        given: dict[str, Any] = {"prefix": prefix, "tools": self._tools}
         try:
             found = self._tokenizer.parse_response(
                 text, **{name: value for name, value in given.items() if name in known}

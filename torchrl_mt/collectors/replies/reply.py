@@ -14,7 +14,15 @@ from typing import Any, TypeAlias
 
 from transformers.utils import get_json_schema
 
-__all__ = ["MalformedError", "ParsedReply", "ToolTypes", "as_calls", "decode_json", "make_call", "python_calls"]
+__all__ = [
+    "MalformedError",
+    "ParsedReply",
+    "ToolTypes",
+    "as_calls",
+    "decode_json",
+    "make_call",
+    "python_calls",
+]
 
 Properties: TypeAlias = Mapping[str, Any]
 """JSON schemas of a tool's parameters, by name."""
@@ -50,17 +58,21 @@ class ParsedReply:
             message["tool_calls"] = self.tool_calls
         return message
 
-    def says_the_same(self, other: ParsedReply, *, reasoning: bool = True) -> bool:
-        """Whether both have the same parts; outer white space and the ids of calls do not count.
+    def is_kept_by(self, written: ParsedReply, *, reasoning: bool = True) -> bool:
+        """Whether another reply has all parts of this one and no others.
+
+        Outer white space and the ids of calls do not count, nor that it marks that there were no
+        thoughts.
 
         Args:
-            other: the reply to compare with.
+            written: the reply to compare with.
             reasoning: whether the thoughts must agree too.
         """
-        if reasoning and _stripped(self.reasoning) != _stripped(other.reasoning):
+        thoughts = _stripped(self.reasoning), _stripped(written.reasoning)
+        if reasoning and thoughts[0] != thoughts[1] and thoughts != (None, ""):
             return False
-        calls, others = ([c["function"] for c in r.tool_calls] for r in (self, other))
-        return self.content.strip() == other.content.strip() and calls == others
+        calls, others = ([c["function"] for c in r.tool_calls] for r in (self, written))
+        return self.content.strip() == written.content.strip() and calls == others
 
 
 def _stripped(text: str | None) -> str | None:
@@ -107,7 +119,7 @@ def as_calls(value: Any) -> list[dict[str, Any]]:
         if not names or len(arguments) > 1:
             raise MalformedError(f"no tool call: {entry!r}")
         identity = next((entry[key] for key in ("id", "tool_call_id") if key in entry), None)
-        calls.append(make_call(call[names[0]], *(arguments or [None]), id=identity))
+        calls.append(make_call(call[names[0]], arguments[0] if arguments else None, identity))
     return calls
 
 
@@ -142,7 +154,7 @@ class ToolTypes:
             function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
             parameters = function.get("parameters")
             if isinstance(parameters, Mapping):
-                self._properties[function.get("name")] = parameters.get("properties") or {}
+                self._properties[str(function.get("name"))] = parameters.get("properties") or {}
 
     def value(self, tool: str, key: str, text: str) -> Any:
         """An argument's value: text if the tool's schema says so, else JSON if it is such."""
