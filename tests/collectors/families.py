@@ -807,7 +807,6 @@ MISTRAL = Family(
     special=_MISTRAL_SPECIAL[:7],
     say=mistral_list,
     says_and_calls=False,
-    stable=False,
 )
 MAGISTRAL = Family(
     "Magistral 1.2",
@@ -889,7 +888,6 @@ COHERE = Family(
     ),
     say=cohere,
     says_and_calls=False,
-    stable=False,
     thinks=True,
 )
 
@@ -1014,7 +1012,6 @@ LLAMA31 = Family(
     say=llama_json,
     several=False,
     says_and_calls=False,
-    stable=False,
     **_LLAMA,
 )
 LLAMA4 = Family(

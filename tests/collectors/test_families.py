@@ -16,7 +16,7 @@ from torchrl_mt.transforms import MergeTurns
 
 from .families import FAMILIES
 from .scripted import ScriptedEngine
-from .templates import byte_level
+from .templates import ROUNDS, byte_level
 from .test_pages import code_of
 
 TOOLS = [
@@ -117,7 +117,7 @@ class Records(TextEnv):
         return TextStep(new or [{"role": "user", "content": "more"}], 1.0, self.left == 0)
 
 
-def play(family, messages, on_break="fork"):
+def play(family, messages, on_break="fork", template="original"):
     """An episode of these answers: what the environment saw, rows, the model's calls, stats."""
     tokenizer, seen, left = tokenizer_of(family), [], iter(messages)
 
@@ -134,6 +134,7 @@ def play(family, messages, on_break="fork"):
         episodes_per_batch=1,
         total_episodes=1,
         on_break=on_break,
+        template=template,
         max_consecutive_failures=1,
     ) as collector:
         (batch,) = collector
@@ -147,13 +148,25 @@ def lines(rows):
     return [line[seen].tolist() for line, seen in zip(whole, here, strict=True)]
 
 
-@pytest.mark.parametrize("on_break", ["fork", "append"])
+TOOL_KINDS = {kind for family in FAMILIES for kind in kinds(family) if "call" in kind}
+STILL_FORK = {
+    # It never writes the thoughts of an answer that calls no tool.
+    "Command R7B": {"thoughts, plain"},
+    # They write the end of tools' answers only if no other call follows.
+    "DeepSeek-V3": TOOL_KINDS,
+    "DeepSeek-R1": TOOL_KINDS,
+}
+"""What is no row of its own under ``template="training"`` either."""
+
+
+@pytest.mark.parametrize("policy", ["fork", "append", "training"])
 @pytest.mark.parametrize(("family", "kind"), EACH)
-def test_in_play(family, kind, on_break):
+def test_in_play(family, kind, policy):
     message = kinds(family)[kind]
     plain = kinds(family)["plain"]
     asked = [message, plain, plain] if message.get("tool_calls") else [message] * 3
-    seen, rows, calls, stats = play(family, asked, on_break)
+    policies = {"training": {"template": "training"}}
+    seen, rows, calls, stats = play(family, asked, **policies.get(policy, {"on_break": policy}))
     for (response, whole), said in zip(seen, asked, strict=True):
         assert response == said["content"]
         assert without_ids(whole) == said
@@ -166,7 +179,7 @@ def test_in_play(family, kind, on_break):
     forks = [k for k in range(1, 3) if said[k][: len(said[k - 1])] != said[k - 1]]
     assert stats["forks"] == len(forks)
     assert sorted(lines(rows)) == sorted(said[k - 1] for k in [*forks, 3])
-    if on_break == "append":
+    if policy == "append" or (policy == "training" and kind not in STILL_FORK.get(family.name, ())):
         assert forks == []
 
 
@@ -174,6 +187,68 @@ def test_in_play(family, kind, on_break):
 def test_it_is_found_out_whether_a_template_is_stable(family):
     chat = chat_of(family)
     assert chat.stable == (chat.breaks is None) == family.stable
+
+
+@every_family
+def test_a_training_template_shows_the_same_opening_and_extends_from_then_on(family):
+    """Rendered by itself, each dialogue begins with the text of the dialogue that it goes on from."""
+    tokenizer = tokenizer_of(family)
+    chat = ChatTokens(tokenizer, template="training")
+    assert (chat.source == chat_of(family).source) == (
+        family.stable or family.name == "DeepSeek-V3"
+    )
+
+    def text(messages, source, answered=False):
+        return tokenizer.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=not answered
+        )
+
+    for kind, message in kinds(family).items():
+        dialogue = [{"role": "system", "content": "rules"}, {"role": "user", "content": "guess"}]
+        assert text(dialogue, chat.source) == text(dialogue, chat_of(family).source)
+        if kind in STILL_FORK.get(family.name, ()):
+            continue
+        for _ in range(3):
+            prompt = tokenizer(text(dialogue, chat.source), add_special_tokens=False)["input_ids"]
+            said = family.say(message) + stop_of(family, message)
+            answer = tokenizer(said, add_special_tokens=False)["input_ids"]
+            before = text(dialogue, chat.source)
+            dialogue.append(chat.read(answer, prompt_ids=prompt, messages=dialogue).in_dialogue)
+            calls = dialogue[-1].get("tool_calls", ())
+            new = [
+                {
+                    "role": "tool",
+                    "content": "8",
+                    "tool_call_id": c["id"],
+                    "name": c["function"]["name"],
+                }
+                for c in calls
+            ]
+            dialogue += new or [{"role": "user", "content": "more"}]
+            assert text(dialogue, chat.source).startswith(before), kind
+
+
+def test_what_cannot_be_kept_from_rewriting_is_refused():
+    tokenizer = ROUNDS.on(byte_level())
+    with pytest.raises(ValueError, match=r'template="training" must .* Use on_break="append"'):
+        ChatTokens(tokenizer, template="training")
+    with pytest.raises(ValueError, match=r"template must be one of .* got 'other'"):
+        ChatTokens(tokenizer, template="other")
+
+
+def test_a_run_says_once_what_its_template_costs(caplog):
+    family = FAMILIES[1]
+    plain, thought = kinds(family)["plain"], kinds(family)["thoughts, plain"]
+    for policy, level in (
+        ({"on_break": "fork"}, "WARNING"),
+        ({"on_break": "append"}, "WARNING"),
+        ({"template": "training"}, "INFO"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", "torchrl_mt"):
+            play(family, [plain, thought, thought], **policy)
+        (record,) = [r for r in caplog.records if "prefix-stable" in r.getMessage()]
+        assert record.levelname == level
 
 
 ROWS = {

@@ -27,9 +27,12 @@ from torchrl_mt.collectors.chat_template import (
 from torchrl_mt.collectors.replies.formats import TURN_ENDS
 from torchrl_mt.collectors.replies.parsing import decode
 
-__all__ = ["Answer", "ChatTokens", "OnBreak"]
+__all__ = ["Answer", "ChatTokens", "OnBreak", "Template"]
 
 _logger = logging.getLogger("torchrl_mt")
+
+Template: TypeAlias = Literal["original", "training"]
+"""The tokenizer's chat template, or that with what makes it rewrite dialogues taken out."""
 
 OnBreak: TypeAlias = Literal["fork", "append"]
 """What to do where a template rewrites what the model was shown or has said."""
@@ -71,6 +74,9 @@ class ChatTokens:
         on_break: what :meth:`follow` does with a template that is not prefix-stable. ``"fork"``
             renders a dialogue again, but only if the template would rewrite this one; ``"append"``
             never does, so that everything stays in view as the model saw and said it.
+        template: ``"training"`` renders by a template of the same family that shows the model the
+            same opening, and keeps the thoughts of earlier turns. It is made from the tokenizer's own;
+            :attr:`source` has it.
         template_kwargs: what else ``tokenizer.apply_chat_template`` is given whenever it renders
             anything: ``tools`` (JSON schemas or functions), ``documents``, and any variable of the
             template, such as ``enable_thinking``. One that the template does not read changes nothing.
@@ -79,8 +85,9 @@ class ChatTokens:
         TypeError: if ``template_kwargs`` is no mapping, or holds what is no plain data (text, numbers,
             booleans, ``None``, and mappings and lists of them) nor a function among ``tools``.
         ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
-            write the assistant's content, if ``on_break`` is unknown, or if ``template_kwargs`` has a
-            name that says how a template is rendered (``tokenize``, ``add_generation_prompt``...).
+            write the assistant's content, if ``on_break`` or ``template`` is unknown, if there is no
+            training template for it, or if ``template_kwargs`` has a name that says how a template is
+            rendered (``tokenize``, ``add_generation_prompt``...).
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
@@ -102,6 +109,7 @@ class ChatTokens:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         on_break: OnBreak = "fork",
+        template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if tokenizer is None or tokenizer.chat_template is None:
@@ -116,6 +124,8 @@ class ChatTokens:
             )
         if on_break not in get_args(OnBreak):
             raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
+        if template not in get_args(Template):
+            raise ValueError(f"template must be one of {get_args(Template)}, got {template!r}.")
         self._tokenizer = tokenizer
         self.on_break = on_break
         self._has_warned = False
@@ -124,6 +134,8 @@ class ChatTokens:
         self._stop_ids = {tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.eos_token, *ends)}
         self._anchors = self._find_anchors()
         self._template = ChatTemplate(tokenizer, template_kwargs)
+        if template == "training":
+            self._template = self._template.for_training()
         self._closing = self._end_of_turn(self._encode_behind(self._template.closing))
         self._stop_ids |= self._special_ids.intersection(self._closing)
         # Conversations repeat themselves: the same rules, the same hints.
@@ -139,6 +151,27 @@ class ChatTokens:
     def breaks(self) -> str | None:
         """How the template rewrites a dialogue, by example; ``None`` if it is prefix-stable."""
         return self._template.breaks
+
+    @property
+    def source(self) -> str:
+        """The chat template in use. To have a trained model served with the same dialogues that it was
+        trained on, set ``tokenizer.chat_template`` to it and save the tokenizer.
+        """
+        return self._template.source
+
+    def announce(self) -> None:
+        """Log what the template does to episodes of many turns, and what that costs."""
+        if self.breaks is None:
+            _logger.info("the chat template is prefix-stable: an episode is one row.")
+        elif self.on_break == "append":
+            self._warn(
+                "an episode is one row, whose earlier turns stay as the model saw and said them"
+            )
+        else:
+            self._warn(
+                "every turn where it does so begins a row of its own: an episode of T turns is up to T "
+                'rows, which repeat its beginning. template="training" and on_break="append" keep one'
+            )
 
     def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render the beginning of a conversation, up to where the model is to answer.
@@ -240,8 +273,10 @@ class ChatTokens:
             )
         text = self.text(answer_ids, last_token=last_token)
         stop = "" if last_token is None else decode(self._tokenizer, [last_token])
-        if self.stable or self.on_break == "append":
-            if not self.stable:
+        # A template that never rewrites may still lack a field for a part of this very answer.
+        stable = self.stable and not self._template.loses(messages[-1])
+        if stable or self.on_break == "append":
+            if not stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
             if messages[-1].get("tool_calls") and any(
                 m.get("role") == "tool" for m in new_messages

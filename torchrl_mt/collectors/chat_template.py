@@ -27,6 +27,7 @@ from torchrl_mt.collectors.replies.history import (
     name_answers,
     trial_call,
 )
+from torchrl_mt.collectors.training_templates import candidates
 
 __all__ = [
     "ANSWER",
@@ -49,7 +50,9 @@ _SYSTEM = {"role": "system", "content": "RULES"}
 _USER = {"role": "user", "content": "question"}
 _TOOL = {"role": "tool", "name": "tool", "content": "RESULT"}
 _ASSISTANT = {"role": "assistant", "content": ANSWER}
-_CONTEXTS: tuple[list[dict[str, Any]], ...] = ([_USER], [_SYSTEM, _USER])
+_OPENINGS: tuple[list[dict[str, Any]], ...] = ([_USER], [_SYSTEM, _USER])
+"""What a dialogue may begin with."""
+_CONTEXTS: tuple[list[dict[str, Any]], ...] = _OPENINGS
 """New messages are rendered behind an answer to the first of these that the template takes."""
 
 _OPENED = "<think>\n"
@@ -81,8 +84,10 @@ class ChatTemplate:
         tokenizer: a tokenizer with a chat template.
         template_kwargs: what else the template is given, whatever it renders; see
             :func:`checked_template_kwargs`.
+        source: the template, if that is not the tokenizer's own.
 
     Attributes:
+        source: the template.
         closing: what the template writes behind every answer: the end of the turn.
         breaks: how it rewrites an earlier part of a dialogue once others follow, shown by an example;
             ``None`` if it does so in none of the dialogues that were tried.
@@ -97,9 +102,12 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
+        source: str | None = None,
     ) -> None:
         given = checked_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
+        self.source = source or _own_source(tokenizer, given.get("tools"))
         # A token of one character has no inside to be split at.
         names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
         self._special = re.compile("|".join(sorted(names)) or "(?!)")
@@ -120,6 +128,56 @@ class ChatTemplate:
         self._form = AnswerForm(self._tried, self._context[:-1], self._marker, self.parser.family)
         self._calls_are_local = self._find_whether_calls_are_local()
         self.breaks = self._find_break()
+
+    def for_training(self) -> ChatTemplate:
+        """The training template: this one, without what makes it rewrite a dialogue of user and model.
+
+        Returns:
+            One that renders openings alike; this one if there is nothing to change.
+
+        Raises:
+            ValueError: if none is known for this template.
+        """
+        if self.breaks is None and not self._form.drops_thoughts:
+            return self
+        found = []
+        for source in candidates(self.source, reads_thoughts=self._form.takes_thoughts):
+            try:
+                other = ChatTemplate(self._tokenizer, self._template_kwargs, source)
+            except Exception:  # What comes of the change may be no template.
+                continue
+            if self._first_turns() == other._first_turns():
+                found.append(other)
+        # Dialogues with tools may be rewritten for reasons of their own.
+        found = [each for each in [self, *found] if each._find_break(with_tools=False) is None]
+        if found:
+            return min(found, key=lambda each: (each.breaks is not None, each._form.drops_thoughts))
+        raise ValueError(
+            f'template="training" must be given for a chat template that can be kept from rewriting '
+            f'dialogues, got one that cannot: {self.breaks}. Use on_break="append", which keeps '
+            "every turn in view as well, or set tokenizer.chat_template to one that does not."
+        )
+
+    def _first_turns(self) -> list[str | None]:
+        """Texts of dialogues up to the model's answer to one question, with what tools told it."""
+        dialogues: list[list[Mapping[str, Any]]] = [list(asked) for asked in _OPENINGS]
+        call = trial_call(0, self.parser.family)
+        # Thoughts in the text are what a training template shows where the original does not.
+        for thought in (None, THOUGHT)[: 1 + self._form.takes_thoughts]:
+            said = self._form.write(ParsedReply("", thought, [call]), "")
+            results = name_answers({"tool_calls": [call]}, [_TOOL])
+            dialogues += [[*self._context[:-1], said, *results * k] for k in (1, 2)]
+        texts: list[str | None] = []
+        for messages in dialogues:
+            try:
+                texts.append(self.render(messages))
+            except RefusedDialogueError:
+                texts.append(None)
+        return texts
+
+    def loses(self, message: Mapping[str, Any]) -> bool:
+        """Whether an answer has a part that the template never writes."""
+        return self._form.loses(message)
 
     def render(
         self,
@@ -178,7 +236,7 @@ class ChatTemplate:
             The answer, its calls with ids, and the message that stands for it in a dialogue.
         """
         reply = make_ids(self.parser.parse(text, before), messages, self.parser.family)
-        return reply, self._form.write(reply, text)
+        return reply, self._form.write(reply, self.parser.opened_by(before) + text)
 
     def follow(
         self,
@@ -250,9 +308,9 @@ class ChatTemplate:
 
     def _behind(self, whole: str, asked: str, said: str) -> str | None:
         """The text behind prompt and answer, or ``None`` if it does not begin with them."""
-        if not whole.startswith(asked):
-            return None
         rest, words = whole[len(asked) :], said.strip()
+        if not whole.startswith(asked) or not (words or self.closing):
+            return None
         if rest.startswith(said + self.closing):
             return rest[len(said) :]
         if words:
@@ -318,14 +376,18 @@ class ChatTemplate:
         tails = [text.rpartition(f"{ARGUMENT}1")[2] for text in texts]
         return tails[0] == tails[1]
 
-    def _find_break(self) -> str | None:
+    def _find_break(self, *, with_tools: bool = True) -> str | None:
         """Try short dialogues of all kinds, and describe the first that is rewritten."""
-        asking = self.render(self._context[:-1])
-        opened = asking.rstrip().endswith(_OPENED.rstrip())
         for name, asked, content, new in _trials():
-            said = content.removeprefix(_OPENED) if opened else content
-            messages = [*asked, self.read(said, asking)[1]]
+            if not with_tools and _TOOL in [*asked, *new]:
+                continue
             try:
+                asking = self.render(asked)
+                opened = self.parser.opened_by(asking)
+                if opened and not content:
+                    continue  # It has thought nothing.
+                said = content.removeprefix(_OPENED) if opened else content
+                messages = [*asked, self.read(said, asking)[1]]
                 whole, tail = self.follow(messages, said, new)
                 appended = self.after_context(new)
             except RefusedDialogueError:
@@ -333,9 +395,9 @@ class ChatTemplate:
             if tail is None or tail.lstrip() != appended.lstrip():
                 shown = self.render(asked) + said + appended
                 return _difference(name, [*messages, *new], shown, whole)
-        return self._find_break_of_parts()
+        return self._find_break_of_parts(with_tools)
 
-    def _find_break_of_parts(self) -> str | None:
+    def _find_break_of_parts(self, with_tools: bool) -> str | None:
         """The same for thoughts and calls in fields of their own, if the template writes them."""
         question = self._context[:-1]
         call = trial_call(0, self.parser.family)
@@ -344,17 +406,19 @@ class ChatTemplate:
         replies: dict[str, tuple[ParsedReply, list[str]]] = {}
         if self._form.takes_thoughts:
             replies["an answer with thoughts"] = ParsedReply(ANSWER, THOUGHT), [THOUGHT, ANSWER]
-        if self._form.takes_calls:
+        if self._form.takes_calls and with_tools:
             calling = ParsedReply("", None, [call]), [ARGUMENT]
             replies["an answer that calls a tool"] = calling
-            saying = ParsedReply(ANSWER, None, [call]), [ANSWER, ARGUMENT]
-            replies["an answer that says something and calls a tool"] = saying
-        if self._form.takes_thoughts and self._form.takes_calls:
+        if self._form.takes_thoughts and self._form.takes_calls and with_tools:
             calling = ParsedReply("", THOUGHT, [call]), [THOUGHT, ARGUMENT]
             replies["an answer that calls a tool, with its thinking"] = calling
         for name, (reply, parts) in replies.items():
             answer = self._form.write(reply, "")
-            follows: list[list[Mapping[str, Any]]] = [[_USER], [_TOOL]]
+            if self._form.loses(answer):
+                continue  # That is seen where such an answer is given.
+            follows: list[list[Mapping[str, Any]]] = [[_USER]]
+            if with_tools:
+                follows.append([_TOOL])
             if reply.tool_calls:
                 follows = [results, [*results, plain, _USER]]
             for new in follows:
@@ -364,8 +428,8 @@ class ChatTemplate:
                     whole = self.render(messages)
                 except RefusedDialogueError:
                     continue
-                ends = [shown.rfind(part) + len(part) for part in parts if part in shown]
-                if len(ends) < len(parts) or not whole.startswith(shown[: max(ends)]):
+                end = max(shown.rfind(part) + len(part) for part in parts)
+                if not whole.startswith(shown[:end]):
                     return _difference(name, messages, shown, whole)
         return None
 
@@ -406,6 +470,7 @@ class ChatTemplate:
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
+                chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._kwargs,
@@ -502,6 +567,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Names of a tokenizer's special tokens, those included that only its vocabulary knows as such."""
     added = tokenizer.added_tokens_decoder.values()
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+
+def _own_source(tokenizer: PreTrainedTokenizerBase, tools: Any) -> str:
+    """The chat template that the tokenizer takes with these tools."""
+    return str(tokenizer.get_chat_template(None, tools))
 
 
 def _schemas(tools: Iterable[Any] | None) -> list[Any] | None:

@@ -107,14 +107,14 @@ class AnswerForm:
                 self._as_text = as_text
                 break
         called = {} if self._as_text is None else {"content": "", "tool_calls": calls}
-        self._thoughts = next(
-            (
-                name
-                for name in _FIELDS
-                if writes((THOUGHT,), **{name: THOUGHT})
-                or (called and writes((THOUGHT,), **called, **{name: THOUGHT}))
-            ),
-            None,
+        plain = [name for name in _FIELDS if writes((THOUGHT,), **{name: THOUGHT})]
+        calling = [
+            name for name in _FIELDS if called and writes((THOUGHT,), **called, **{name: THOUGHT})
+        ]
+        self._thoughts = next(iter([*plain, *calling]), None)
+        self._drops = {"thoughts": not plain, "thoughts of a call": not calling}
+        self._drops["content of a call"] = bool(called) and not writes(
+            (content, ARGUMENT), tool_calls=calls
         )
         both = {**called, "content": content, self._thoughts or "": THOUGHT}
         self._both = not called or self._thoughts is None or writes((THOUGHT,), **both)
@@ -130,12 +130,24 @@ class AnswerForm:
         """Whether the template writes calls."""
         return self._as_text is not None
 
+    @property
+    def drops_thoughts(self) -> bool:
+        """Whether the template has a field for thoughts, but never writes those of a plain answer."""
+        return self.takes_thoughts and self._drops["thoughts"]
+
+    def loses(self, message: Mapping[str, Any]) -> bool:
+        """Whether the template has fields for the parts of an answer, but never writes one of them."""
+        calls = bool(message.get("tool_calls"))
+        if self._thoughts is not None and message.get(self._thoughts):
+            return self._drops["thoughts of a call" if calls else "thoughts"]
+        return calls and bool(message["content"]) and self._drops["content of a call"]
+
     def write(self, reply: ParsedReply, text: str) -> dict[str, Any]:
         """The message that stands for a reply in a dialogue.
 
         Args:
             reply: what was said, its calls with ids.
-            text: the same as text.
+            text: the same as text, with what the prompt has opened it by.
         """
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.tool_calls:

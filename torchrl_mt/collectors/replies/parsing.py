@@ -98,6 +98,13 @@ class ReplyParser:
         except (ValueError, RecursionError, MemoryError):
             return ParsedReply(text)
 
+    def opened_by(self, prefix: str) -> str:
+        """What a prompt ends with that opens the thoughts; empty if it does not."""
+        opening = self._format.opening
+        if opening is None or not prefix.rstrip().endswith(opening):
+            return ""
+        return prefix[prefix.rindex(opening) :]
+
     def _host(self) -> Any:
         """The tokenizer's own rule: a response template, or a schema in earlier transformers."""
         if not hasattr(self._tokenizer, "parse_response"):
