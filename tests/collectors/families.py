@@ -562,7 +562,6 @@ DEEPSEEK_V31 = Family(
     {{- '<｜Assistant｜>' }}{{- '<think>' if thinking else '</think>' }}
 {%- endif %}""",
     say=deepseek_plain,
-    stable=False,
     **_DEEPSEEK,
 )
 DEEPSEEK_V32 = Family(

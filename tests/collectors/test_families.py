@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +11,22 @@ from hypothesis import strategies as st
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
 from torchrl_mt.collectors.replies import parse_tool_calls
 from torchrl_mt.envs import TextEnv, TextStep
-from torchrl_mt.transforms import MergeTurns
 
 from .families import FAMILIES
+from .families_in_play import (
+    Records,
+    call,
+    chat_of,
+    kinds,
+    play,
+    stop_of,
+    tokenizer_of,
+    without_ids,
+)
+from .families_table import table
 from .scripted import ScriptedEngine
 from .templates import ROUNDS, byte_level
-from .test_pages import code_of
+from .test_pages import DOCS, code_of
 
 TOOLS = [
     {
@@ -36,57 +45,11 @@ TOOLS = [
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
-@cache
-def tokenizer_of(family):
-    return family.on(byte_level())
-
-
-@cache
-def chat_of(family, on_break="fork"):
-    return ChatTokens(tokenizer_of(family), on_break=on_break)
-
-
-def call(name, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def kinds(family):
-    """A message of each kind that the family has, and what follows it."""
-    found = {"plain": {"content": "It is 8."}}
-    if family.calls:
-        found["call"] = {"content": "", "tool_calls": [call("look", q="a b", n=3)]}
-        if family.several:
-            two = [call("look", q="a"), call("find", n=2, x=[1, {"y": None}], t=True)]
-            found["calls"] = {"content": "", "tool_calls": two}
-        if family.says_and_calls:
-            found["content and call"] = {"content": "Wait.", "tool_calls": [call("look", q="é")]}
-    if family.thinks:
-        thinking = {
-            f"thoughts, {kind}": {**message, "reasoning_content": "hm, so\nlower"}
-            for kind, message in found.items()
-        }
-        if family.opens:
-            # A prompt that opens the thoughts has them, be they empty.
-            found = {k: {**m, "reasoning_content": "so"} for k, m in found.items()}
-        found |= thinking
-    return {kind: {"role": "assistant", **message} for kind, message in found.items()}
-
-
-def without_ids(message):
-    """A message whose calls have no ids."""
-    calls = [{k: v for k, v in c.items() if k != "id"} for c in message.get("tool_calls", ())]
-    return {**message, **({"tool_calls": calls} if calls else {})}
-
-
 EACH = [
     pytest.param(family, kind, id=f"{family.name}: {kind}")
     for family in FAMILIES
     for kind in kinds(family)
 ]
-
-
-def stop_of(family, message):
-    return (family.call_stop if message.get("tool_calls") else None) or family.stop
 
 
 @pytest.mark.parametrize(("family", "kind"), EACH)
@@ -96,50 +59,6 @@ def test_an_answer_is_parsed_into_what_was_said(family, kind):
     for said in (text, text + stop_of(family, message)):
         for answer in (said, tokenizer(said, add_special_tokens=False)["input_ids"]):
             assert without_ids(parse_tool_calls(answer, tokenizer).message()) == message
-
-
-class Records(TextEnv):
-    """Answers calls as a tool does, everything else as the user, and keeps what it is given."""
-
-    inline = True
-
-    def __init__(self, turns, seen):
-        self.left, self.seen = turns, seen
-
-    def reset(self, data=None):
-        return [{"role": "system", "content": "rules"}, {"role": "user", "content": "guess"}]
-
-    def step(self, response, message):
-        self.left -= 1
-        self.seen.append((response, message))
-        calls = message.get("tool_calls") or ()
-        new = [{"role": "tool", "content": f"result {k}"} for k in range(len(calls))]
-        return TextStep(new or [{"role": "user", "content": "more"}], 1.0, self.left == 0)
-
-
-def play(family, messages, on_break="fork", template="original"):
-    """An episode of these answers: what the environment saw, rows, the model's calls, stats."""
-    tokenizer, seen, left = tokenizer_of(family), [], iter(messages)
-
-    def answer(prompt):
-        message = next(left)
-        text = family.say(message) + stop_of(family, message)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
-    engine = ScriptedEngine(tokenizer, answer, stops)
-    with MultiTurnCollector(
-        lambda: Records(len(messages), seen),
-        engine,
-        episodes_per_batch=1,
-        total_episodes=1,
-        on_break=on_break,
-        template=template,
-        max_consecutive_failures=1,
-    ) as collector:
-        (batch,) = collector
-        stats = collector.stats()
-    return seen, MergeTurns()(batch), engine.calls, stats
 
 
 def lines(rows):
@@ -251,33 +170,18 @@ def test_a_run_says_once_what_its_template_costs(caplog):
         assert record.levelname == level
 
 
-ROWS = {
-    # kind of answers: rows of three such answers under "fork", of templates that are not prefix-stable
-    "Qwen3": {"thoughts, plain": 3},
-    "Qwen3 Thinking 2507": {"plain": 3, "thoughts, plain": 3},
-    "Qwen3.5": {"plain": 3, "thoughts, plain": 3},
-    "Qwen3.6": {"plain": 3, "thoughts, plain": 3},
-    "GLM-4.5": {"thoughts, plain": 3},
-    "GLM-4.7": {"thoughts, plain": 3},
-    "gpt-oss": {"plain": 3, "thoughts, plain": 3},
-    "DeepSeek-R1": {"plain": 3, "thoughts, plain": 3},
-    "DeepSeek-V3.2": {"plain": 3, "thoughts, plain": 3},
-    "Kimi K2 Thinking": {"thoughts, plain": 3},
-    "MiniMax-M2": {"plain": 3, "thoughts, plain": 3},
-    "Command R7B": {"thoughts, plain": 3},
-    "Gemma 4": {"thoughts, plain": 3},
-    "Nemotron Nano 2": {"plain": 3, "thoughts, plain": 3},
-    "Nemotron 3 Nano": {"plain": 3, "thoughts, plain": 3},
-}
-"""All others need one row."""
+def test_the_table_of_the_page_on_collecting():
+    assert (DOCS / "families.inc").read_text(encoding="utf-8") == table(), (
+        "python -m tests.collectors.families_table docs/families.inc"
+    )
 
 
-@every_family
-def test_a_dialogue_forks_where_the_template_drops_something(family):
-    for kind in ("plain", "thoughts, plain"):
-        if message := kinds(family).get(kind):
-            stats = play(family, [message] * 3)[3]
-            assert stats["forks"] + 1 == ROWS.get(family.name, {}).get(kind, 1), kind
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.name in ("Qwen3", "Qwen3.5", "GLM-4.5")]
+)
+def test_a_training_template_keeps_thoughts_that_are_switched_off_too(family):
+    tokenizer, off = tokenizer_of(family), {"enable_thinking": False}
+    assert ChatTokens(tokenizer, template="training", template_kwargs=off).stable
 
 
 @pytest.mark.parametrize(("family", "kind"), EACH)

@@ -146,7 +146,7 @@ class ChatTemplate:
                 other = ChatTemplate(self._tokenizer, self._template_kwargs, source)
             except Exception:  # What comes of the change may be no template.
                 continue
-            if self._first_turns() == other._first_turns():
+            if other._begins_like(self):
                 found.append(other)
         # Dialogues with tools may be rewritten for reasons of their own.
         found = [each for each in [self, *found] if each._find_break(with_tools=False) is None]
@@ -158,22 +158,29 @@ class ChatTemplate:
             "every turn in view as well, or set tokenizer.chat_template to one that does not."
         )
 
-    def _first_turns(self) -> list[str | None]:
-        """Texts of dialogues up to the model's answer to one question, with what tools told it."""
-        dialogues: list[list[Mapping[str, Any]]] = [list(asked) for asked in _OPENINGS]
+    def _begins_like(self, original: ChatTemplate) -> bool:
+        """Whether openings are rendered alike, and what follows a question if the original goes on."""
+        openings: list[list[Mapping[str, Any]]] = [list(asked) for asked in _OPENINGS]
+        question: list[Mapping[str, Any]] = [*self._context[:-1]]
         call = trial_call(0, self.parser.family)
+        results = name_answers({"tool_calls": [call]}, [_TOOL])
         # Thoughts in the text are what a training template shows where the original does not.
-        for thought in (None, THOUGHT)[: 1 + self._form.takes_thoughts]:
-            said = self._form.write(ParsedReply("", thought, [call]), "")
-            results = name_answers({"tool_calls": [call]}, [_TOOL])
-            dialogues += [[*self._context[:-1], said, *results * k] for k in (1, 2)]
-        texts: list[str | None] = []
-        for messages in dialogues:
-            try:
-                texts.append(self.render(messages))
-            except RefusedDialogueError:
-                texts.append(None)
-        return texts
+        replies = [ParsedReply("", thought, [call]) for thought in (None, THOUGHT)]
+        said = [self._form.write(each, "") for each in replies[: 1 + self._form.takes_thoughts]]
+        told = [[*question, answer, *results * k] for answer in said for k in (1, 2)]
+        asked = original._asked(question)
+        return all(self._asked(each) == original._asked(each) for each in openings) and all(
+            self._asked(each) == theirs or not (theirs or "").startswith(asked or "")
+            for each in told
+            if (theirs := original._asked(each)) is not None
+        )
+
+    def _asked(self, messages: list[Mapping[str, Any]]) -> str | None:
+        """The text of a dialogue up to where the model is to answer; ``None`` if it is refused."""
+        try:
+            return self.render(messages)
+        except RefusedDialogueError:
+            return None
 
     def loses(self, message: Mapping[str, Any]) -> bool:
         """Whether an answer has a part that the template never writes."""
@@ -384,8 +391,10 @@ class ChatTemplate:
             try:
                 asking = self.render(asked)
                 opened = self.parser.opened_by(asking)
-                if opened and not content:
-                    continue  # It has thought nothing.
+                if (opened and not content) or (
+                    THOUGHT in content and self.parser.is_closed_by(asking)
+                ):
+                    continue  # It is to think and does not, or the other way round.
                 said = content.removeprefix(_OPENED) if opened else content
                 messages = [*asked, self.read(said, asking)[1]]
                 whole, tail = self.follow(messages, said, new)

@@ -88,8 +88,8 @@ class ReplyFormat:
     name: str
     parse: Callable[[str, str, ToolTypes], ParsedReply]
     """Given the text, what came before it, and the tools' types."""
-    opening: str | None = None
-    """What stands before thoughts."""
+    tags: tuple[str, str] | None = None
+    """What stands before and behind thoughts."""
 
 
 def format_of(template: str) -> ReplyFormat:
@@ -109,10 +109,9 @@ def format_of(template: str) -> ReplyFormat:
     tags = next((tags for tags in _THOUGHTS if tags[1] in template), None)
     for name, marks, read in _NOTATIONS:
         if all(mark in template for mark in marks):
-            return ReplyFormat(name, _with_thoughts(tags, read), tags and tags[0].strip())
-    if tags is None:
-        return ReplyFormat("plain", _with_thoughts(None, n.no_calls))
-    return ReplyFormat("thoughts", _with_thoughts(tags, n.no_calls), tags[0].strip())
+            return ReplyFormat(name, _with_thoughts(tags, read), tags)
+    name = "plain" if tags is None else "thoughts"
+    return ReplyFormat(name, _with_thoughts(tags, n.no_calls), tags)
 
 
 def _with_thoughts(

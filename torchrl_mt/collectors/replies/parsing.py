@@ -100,10 +100,15 @@ class ReplyParser:
 
     def opened_by(self, prefix: str) -> str:
         """What a prompt ends with that opens the thoughts; empty if it does not."""
-        opening = self._format.opening
+        opening = self._format.tags[0].strip() if self._format.tags else None
         if opening is None or not prefix.rstrip().endswith(opening):
             return ""
         return prefix[prefix.rindex(opening) :]
+
+    def is_closed_by(self, prefix: str) -> bool:
+        """Whether a prompt ends with thoughts that it has ended itself."""
+        tags = self._format.tags
+        return tags is not None and prefix.rstrip().endswith(tags[1].strip())
 
     def _host(self) -> Any:
         """The tokenizer's own rule: a response template, or a schema in earlier transformers."""
