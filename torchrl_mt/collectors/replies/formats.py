@@ -106,7 +106,7 @@ def format_of(template: str) -> ReplyFormat:
     """
     if "<|channel|>" in template and "<|message|>" in template:
         return ReplyFormat("harmony", _harmony)
-    tags = next((tags for tags in _THOUGHTS if tags[1] in template), None)
+    tags = next((t for t in _THOUGHTS if t[1] in template or t[0].strip() in template), None)
     for name, marks, read in _NOTATIONS:
         if all(mark in template for mark in marks):
             return ReplyFormat(name, _with_thoughts(tags, read), tags)
