@@ -1,7 +1,7 @@
 """Collectors: whole episodes of many conversations at once, as TED."""
 
 from torchrl_mt.collectors import context
-from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.context import EpisodeContext
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import Limits, StopReason
@@ -10,6 +10,7 @@ from torchrl_mt.collectors.recorder import LimitReached
 from torchrl_mt.collectors.workflow import Workflow
 
 __all__ = [
+    "Answer",
     "ChatTokens",
     "Episode",
     "EpisodeContext",
