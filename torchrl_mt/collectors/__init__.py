@@ -3,6 +3,11 @@
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.context import EpisodeContext
+from torchrl_mt.collectors.curriculum import (
+    Curriculum,
+    SuccessRateCurriculum,
+    WeightedCurriculum,
+)
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.multi_turn import MultiTurnCollector
@@ -11,13 +16,16 @@ from torchrl_mt.collectors.workflow import Workflow
 
 __all__ = [
     "ChatTokens",
+    "Curriculum",
     "Episode",
     "EpisodeContext",
     "LimitReached",
     "Limits",
     "MultiTurnCollector",
     "StopReason",
+    "SuccessRateCurriculum",
     "Turn",
+    "WeightedCurriculum",
     "Workflow",
     "context",
     "episodes_to_tensordict",

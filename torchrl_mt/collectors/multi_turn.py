@@ -25,6 +25,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.chat import OnBreak
+from torchrl_mt.collectors.curriculum import Curriculum
 from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
@@ -75,7 +76,8 @@ class MultiTurnCollector(BaseCollector):
             ``"package.module.Class"``.
         policy: the engine that samples the responses, or a TorchRL LLM wrapper. It is not closed by the
             collector unless it is a wrapper.
-        data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set.
+        data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set;
+            or a :class:`~torchrl_mt.collectors.Curriculum`, which chooses by how the episodes went.
             Without data, every group is given ``{"seed": k}`` with a new ``k``.
         episodes_per_batch: how many episodes a batch has: so many, or more if the last group needs it.
         group_size: how many episodes share one item.
@@ -137,7 +139,7 @@ class MultiTurnCollector(BaseCollector):
         self,
         env: TextEnv | Workflow | type | str | Callable[[], Any],
         policy: Engine | Any,
-        data: Iterable[Any] | None = None,
+        data: Iterable[Any] | Curriculum | None = None,
         *,
         episodes_per_batch: int,
         group_size: int = 1,
@@ -343,9 +345,10 @@ class MultiTurnCollector(BaseCollector):
             self._scheduler.settle()
             self._tally.accept(episodes, version=self.policy_version)
             for group in groups:
-                self._items.done(group.ticket)
+                self._scheduler.done(group)
             if self._lead is not None:
                 self._lead.deliver(self._scheduler.given_out, version)
+        self._items.hand_over()
         limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
         self._warn_of_cuts(episodes, limits)
         self._record(episodes)
