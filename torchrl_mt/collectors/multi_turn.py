@@ -24,7 +24,7 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.behind import cancel_all
-from torchrl_mt.collectors.chat import OnBreak
+from torchrl_mt.collectors.chat import OnBreak, Template
 from torchrl_mt.collectors.curriculum import Curriculum
 from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
@@ -112,6 +112,8 @@ class MultiTurnCollector(BaseCollector):
         workflow_kwargs: arguments for the class that ``env`` is or names.
         on_break: what is done where the chat template does not go on from what was sampled; see
             :class:`~torchrl_mt.collectors.ChatTokens`.
+        template: the chat template that dialogues are rendered by: ``"training"`` keeps an episode in
+            one row; likewise.
         template_kwargs: what else the chat template is given with every rendering, such as ``tools``
             or ``enable_thinking=False``; see :class:`~torchrl_mt.collectors.ChatTokens`. A workflow
             makes its own.
@@ -160,6 +162,7 @@ class MultiTurnCollector(BaseCollector):
         sampling: Mapping[str, Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         on_break: OnBreak = "fork",
+        template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -211,6 +214,7 @@ class MultiTurnCollector(BaseCollector):
             accept=accept,
             tokenizer=tokenizer,
             on_break=on_break,
+            template=template,
             template_kwargs=template_kwargs,
             workflow_kwargs=workflow_kwargs,
         )

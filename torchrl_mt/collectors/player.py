@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_mt.collectors.chat import ChatTokens, OnBreak
+from torchrl_mt.collectors.chat import ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.chat_template import checked_template_kwargs
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
@@ -34,6 +34,7 @@ class EpisodePlayer:
         accept: given an episode in TED; false rejects it.
         tokenizer: renders messages; the engine's own if ``None``.
         on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
+        template: likewise.
         template_kwargs: likewise.
         workflow_kwargs: arguments for the class that ``env`` is or names.
     """
@@ -47,6 +48,7 @@ class EpisodePlayer:
         accept: Callable[[TensorDictBase], Any] | None,
         tokenizer: Any,
         on_break: OnBreak,
+        template: Template,
         template_kwargs: Mapping[str, Any] | None,
         workflow_kwargs: Mapping[str, Any] | None,
     ) -> None:
@@ -56,6 +58,7 @@ class EpisodePlayer:
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         self._make_player = resolve(env, workflow_kwargs)
         self._on_break = on_break
+        self._template = template
         self._template_kwargs = checked_template_kwargs(template_kwargs)
         self._chat: ChatTokens | None = None
         if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
@@ -92,6 +95,10 @@ class EpisodePlayer:
         """What turns messages into tokens, made when an environment first needs it."""
         if self._chat is None:
             self._chat = ChatTokens(
-                self.tokenizer, on_break=self._on_break, template_kwargs=self._template_kwargs
+                self.tokenizer,
+                on_break=self._on_break,
+                template=self._template,
+                template_kwargs=self._template_kwargs,
             )
+            self._chat.announce()
         return self._chat
