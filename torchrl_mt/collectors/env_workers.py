@@ -29,6 +29,13 @@ from torchrl_mt.envs.text_env import takes_message
 
 __all__ = ["EnvWorkerError", "EnvWorkers"]
 
+if "forkserver" in multiprocessing.get_all_start_methods():
+    # One process that has imported everything makes the others, at once and with its memory.
+    _processes: Any = multiprocessing.get_context("forkserver")
+    _processes.set_forkserver_preload([__name__])
+else:
+    _processes = multiprocessing.get_context("spawn")
+
 _CLOSE_SECONDS = 5.0
 """Seconds for a process to end by itself."""
 
@@ -40,7 +47,7 @@ class EnvWorkerError(RuntimeError):
 class EnvWorkers:
     """Processes that run environments; each runs many, a thread for every call.
 
-    They are spawned: a script that makes them needs ``if __name__ == "__main__":``.
+    They begin without the memory of this one: a script needs ``if __name__ == "__main__":``.
 
     Args:
         number: how many processes.
@@ -62,8 +69,8 @@ class EnvWorkers:
             pickled = bytes(ForkingPickler.dumps((env, dict(kwargs or {}))))
         except Exception as error:
             raise TypeError(
-                f"env is sent to other processes and cannot be pickled ({type(error).__name__}: {error}): "
-                "give a class or a function that is defined in a module."
+                f"env is sent to other processes, but pickling it raised {type(error).__name__}: "
+                f"{error}: give a class or a function that is defined in a module."
             ) from error
         self._workers = [_Worker(pickled) for _ in range(number)]
         self._ids = itertools.count()
@@ -93,12 +100,12 @@ class _Proxy(TextEnv):
     async def reset(self, data: Any = None) -> Sequence[Message]:
         whole_text, messages = await self._worker.call(self._number, "reset", data)
         self.whole_text = whole_text  # type: ignore[misc]
-        return messages  # type: ignore[no-any-return]
+        return messages
 
     async def step(self, response: str, message: Message) -> TextStep:  # type: ignore[override]
-        return await self._worker.call(self._number, "step", response, message)  # type: ignore[no-any-return]
+        return await self._worker.call(self._number, "step", response, message)
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:
         self._worker.envs.discard(self._number)
         await self._worker.call(self._number, "close")
 
@@ -119,9 +126,8 @@ class _Worker:
 
     def _begin(self) -> None:
         """Start a process."""
-        spawning = multiprocessing.get_context("spawn")
-        ours, theirs = spawning.Pipe()
-        self._process = spawning.Process(
+        ours, theirs = _processes.Pipe()
+        self._process = _processes.Process(
             target=_serve, args=(theirs, self._pickled), name="torchrl_mt-env", daemon=True
         )
         self._process.start()
@@ -199,7 +205,7 @@ class _Worker:
         outbox.put(None)
         connection.close()
         gone = error or EnvWorkerError(
-            f"the process that ran the episode's environment has ended with exit code {process.exitcode}."
+            f"the process of the episode's environment has ended with exit code {process.exitcode}."
         )
         with self._lock:
             lost, self._calls = self._calls, {}
@@ -327,7 +333,7 @@ class _Served:
     def _step(self, number: int, response: str, message: Message) -> TextStep:
         env = self._envs[number]
         args = (response, message) if takes_message(env.step) else (response,)
-        return self._finished(env.step(*args))  # type: ignore[no-any-return]
+        return self._finished(env.step(*args))
 
     def _close(self, number: int) -> None:
         env = self._envs.pop(number, None)

@@ -110,6 +110,10 @@ class MultiTurnCollector(BaseCollector):
         seed: of the order of items, and of those made without data.
         sampling: arguments for every call of the engine's ``generate``, evaluations' included.
         workflow_kwargs: arguments for the class that ``env`` is or names.
+        env_workers: run the environments in so many processes of their own, for those that compute:
+            threads share one core. ``env`` is pickled then, as are items and messages, and a script
+            needs ``if __name__ == "__main__":``. A process that dies rejects its own episodes
+            (``rejected/EnvWorkerError``), and another takes its place.
         on_break: what is done where the chat template does not go on from what was sampled; see
             :class:`~torchrl_mt.collectors.ChatTokens`.
         template: the chat template that dialogues are rendered by: ``"training"`` keeps an episode in
@@ -161,6 +165,7 @@ class MultiTurnCollector(BaseCollector):
         seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
+        env_workers: int | None = None,
         on_break: OnBreak = "fork",
         template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
@@ -217,6 +222,7 @@ class MultiTurnCollector(BaseCollector):
             template=template,
             template_kwargs=template_kwargs,
             workflow_kwargs=workflow_kwargs,
+            env_workers=env_workers,
         )
         self._new_items = partial(Items, data, shuffle=shuffle, cycle=cycle)
         self._seeded = data is None or shuffle
@@ -711,6 +717,7 @@ class MultiTurnCollector(BaseCollector):
             background.join(left)
             ended = ended and not background.is_alive()
         self._items.close()
+        self._player.close()
         if self._owns_engine:
             self.engine.close()
         self._tally.reject_running(CANCELLED)
