@@ -3,6 +3,11 @@
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.context import EpisodeContext
+from torchrl_mt.collectors.curriculum import (
+    Curriculum,
+    SuccessRateCurriculum,
+    WeightedCurriculum,
+)
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.multi_turn import MultiTurnCollector
@@ -12,13 +17,16 @@ from torchrl_mt.collectors.workflow import Workflow
 __all__ = [
     "Answer",
     "ChatTokens",
+    "Curriculum",
     "Episode",
     "EpisodeContext",
     "LimitReached",
     "Limits",
     "MultiTurnCollector",
     "StopReason",
+    "SuccessRateCurriculum",
     "Turn",
+    "WeightedCurriculum",
     "Workflow",
     "context",
     "episodes_to_tensordict",

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torchrl_mt.collectors.behind import cancel_all
-from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.items import Item, Items
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.tally import Tally
@@ -156,6 +156,11 @@ class Scheduler:
     def starves(self) -> bool:
         """Whether somebody waits for episodes, and none runs."""
         return self.ready < self._wanted and not self._groups
+
+    def done(self, group: Group) -> None:
+        """Be done with a group's item; its data is told how the episodes went, if it asks."""
+        episodes = group.episodes if self._items.wants_reports else []
+        self._items.done(group.ticket, [episodes_to_tensordict([each]) for each in episodes])
 
     def settle(self) -> None:
         """The groups that were given out last were delivered."""
@@ -349,7 +354,7 @@ class Scheduler:
             self.ready += len(group.episodes)
         else:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
-            self._items.done(group.ticket)
+            self.done(group)
         self._changed.set()
         self._freed.set()
 
