@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -53,6 +53,7 @@ from torchrl_mt.envs import TextEnv
 
 __all__ = ["MultiTurnCollector"]
 
+_T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
 
 
@@ -64,9 +65,10 @@ class MultiTurnCollector(BaseCollector):
     collectors do. Nothing runs between two batches, so the policy may be trained there, unless
     ``max_staleness`` says that episodes may go on.
 
-    An episode that raises is rejected, counted by cause in :meth:`stats` and logged once per cause; it
-    never becomes a reward. A group is given out in one batch. What is given to be called (``accept``,
-    items of ``data`` unless it is a list) is called in threads, so that it delays no other episode.
+    An episode that raises (``SystemExit`` and ``KeyboardInterrupt`` too) is rejected, counted by cause
+    in :meth:`stats` and logged once per cause; it never becomes a reward. A group is given out in one
+    batch. What is given to be called (``accept``, items of ``data`` unless it is a list) is called in
+    threads, so that it delays no other episode.
 
     Args:
         env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode) or a
@@ -263,10 +265,7 @@ class MultiTurnCollector(BaseCollector):
         """
         try:
             while (size := self._next_batch_size()) > 0:
-                try:
-                    groups = self._thread.run(self._next_groups(size))
-                except LoopClosedError:
-                    raise RuntimeError(_SHUT_DOWN) from None
+                groups = self._in_loop(self._next_groups(size))
                 if not groups:
                     return
                 yield self._deliver(groups)
@@ -295,6 +294,15 @@ class MultiTurnCollector(BaseCollector):
             await cancel_all([self._admitting])
         self._scheduler.take_back()
         await self._scheduler.cancel()
+
+    def _in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine where the episodes are played."""
+        try:
+            return self._thread.run(coroutine)
+        except LoopClosedError as error:
+            if error.__cause__ is not None:
+                raise RuntimeError(f"{error}: make a new collector.") from error.__cause__
+            raise RuntimeError(_SHUT_DOWN) from None
 
     def _room(self) -> int:
         """How many more episodes may be begun, as far as staleness and the end of the run go."""
@@ -490,9 +498,7 @@ class MultiTurnCollector(BaseCollector):
             is_eval=True,
         )
         try:
-            groups = self._thread.run(scheduler.gather(_ALL))
-        except LoopClosedError:
-            raise RuntimeError(_SHUT_DOWN) from None
+            groups = self._in_loop(scheduler.gather(_ALL))
         finally:
             items.close()
         episodes = [e for group in sorted(groups, key=lambda g: g.number) for e in group.episodes]
@@ -675,10 +681,7 @@ class MultiTurnCollector(BaseCollector):
                 f"{what} must not be called while the collector runs in the background: call it before "
                 "start()."
             )
-        try:
-            self._thread.run(self._stop_playing())
-        except LoopClosedError:
-            raise RuntimeError(_SHUT_DOWN) from None
+        self._in_loop(self._stop_playing())
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

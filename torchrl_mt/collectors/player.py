@@ -66,8 +66,6 @@ class EpisodePlayer:
     ) -> BaseException | None:
         """Play an episode and return what it raised, if it did.
 
-        Returned, since ``sys.exit()`` in a task ends the loop.
-
         Args:
             episode: the ledger to fill.
             sampling: arguments for the engine's ``generate``.

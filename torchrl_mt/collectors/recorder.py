@@ -251,6 +251,8 @@ async def within(
     if seconds is None:
         return await work
     task = asyncio.ensure_future(work)
+    # What it raises when its time is up is nobody's concern.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         await asyncio.wait([task], timeout=seconds)
         if task.done():

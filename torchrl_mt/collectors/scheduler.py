@@ -209,7 +209,9 @@ class Scheduler:
                 await self._admit(room)
                 await _until(self._freed, _POLL)
                 self._freed.clear()
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # such as sys.exit() where the data is read
             self._fail(error)
 
     async def cancel(self) -> None:
