@@ -306,7 +306,7 @@ class Broken(BaseException):
 @torn
 def test_who_waits_for_a_loop_that_has_ended_gets_an_error(caplog):
     thread = loop_thread.LoopThread("test")
-    loop = thread._jobs.loop
+    loop = thread._loop
 
     async def waits():
         loop.call_soon(fail)

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -152,8 +153,10 @@ def test_a_run_that_accepts_nothing_stops(engine):
 )
 def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reason, idle_clock):
     data = [{"turns": 5, "hang_at": 3}, {"turns": 2}]
+    limits = replace(limits, on_timeout="mask")
     with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2, limits=limits) as collector:
         batch = next(iter(collector))
+    assert batch["valid"].tolist() == [False, False, True, True]
     assert (batch["group"] % 1_000_000).tolist() == [0, 0, 1, 1]
     assert batch["stop_reason"] == ["", reason, "", "done"]
     assert batch["next", "truncated"].flatten().tolist() == [False, True, False, False]
@@ -187,7 +190,9 @@ def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
 
     engine = Hung(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     with MultiTurnCollector(
-        Chat, engine, [{"turns": 9}], episodes_per_batch=1, limits=Limits(turn_timeout=LIMIT)
+        *(Chat, engine, [{"turns": 9}]),
+        episodes_per_batch=1,
+        limits=Limits(turn_timeout=LIMIT, on_timeout="mask"),
     ) as collector:
         batch = next(iter(collector))
     assert len(batch) == 2
@@ -427,9 +432,10 @@ def test_items_of_a_cut_batch_are_played_again(engine):
     policy=st.sampled_from(["drop", "keep"]),
     staleness=st.sampled_from([None, 1]),
     retries=st.integers(0, 1),
+    on_timeout=st.sampled_from(["reject", "mask"]),
 )
 def test_no_episode_is_lost_or_counted_twice(
-    tokenizer, idle_clock, items, group_size, policy, staleness, retries
+    tokenizer, idle_clock, items, group_size, policy, staleness, retries, on_timeout
 ):
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     data = [
@@ -448,7 +454,7 @@ def test_no_episode_is_lost_or_counted_twice(
         max_staleness=staleness,
         max_retries=retries,
         max_consecutive_failures=10_000,
-        limits=Limits(turn_timeout=LIMIT),
+        limits=Limits(turn_timeout=LIMIT, on_timeout=on_timeout),
         cycle=False,
     ) as collector:
         groups = Counter()
@@ -465,8 +471,9 @@ def test_no_episode_is_lost_or_counted_twice(
     assert stats["accepted"] == sum(groups.values())
     expected = {}
     for k, (turns, how, at) in enumerate(items):
-        # A turn that hangs is cut, and the episode with it if it is the first.
-        lost = (how == "fail" and at <= turns) or (how == "hang" and at == 1)
+        # A turn that hangs is cut, and masked, unless it is the first.
+        masks = on_timeout == "mask" and at > 1
+        lost = at <= turns and (how == "fail" or (how == "hang" and not masks))
         if not lost:
             expected[k] = group_size
     assert dict(groups) == expected

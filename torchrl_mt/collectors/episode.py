@@ -79,6 +79,8 @@ class Episode:
     """Entries that a workflow returned, ``[T]``: a step a turn."""
     judged: bool = False
     """Whether the environment has answered a response, or the workflow has returned a result."""
+    valid: bool | None = None
+    """Whether it counts in the loss and in statistics; ``None`` where every episode does."""
     _plan: RowPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -140,7 +142,8 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took, ``("sampling", ...)`` the
         ``"temperature"``, ``"top_k"`` (0 is none) and ``"top_p"`` of the sampling. The non-tensor
         columns are ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or
-        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Entries that the episodes'
+        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Where episodes say so,
+        ``"valid"``, bool ``[ΣT]``, tells whether the turn's episode counts. Entries that the episodes'
         workflows returned are added.
 
     Raises:
@@ -220,7 +223,12 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         },
         [size],
     )
-    extra = join_extra([episode.extra for episode in episodes])
+    if any(episode.valid is not None for episode in episodes):
+        batch["valid"] = per_turn(episode.valid is not False for episode in episodes)
+    extra = join_extra(
+        [episode.extra for episode in episodes],
+        [len(episode.turns) * (episode.valid is False) for episode in episodes],
+    )
     return batch if extra is None else batch.update(extra)
 
 

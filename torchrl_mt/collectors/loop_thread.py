@@ -125,9 +125,9 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        loop = asyncio.new_event_loop()
-        loop.set_task_factory(make_task)
-        self._jobs = _Jobs(loop)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(make_task)
+        self._jobs = _Jobs(self._loop)
         # A daemon, so that a script which dies without closing does not hang on it.
         self._thread = threading.Thread(target=self._jobs.serve, name=name, daemon=True)
         self._thread.start()

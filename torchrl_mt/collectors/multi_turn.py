@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -361,7 +362,7 @@ class MultiTurnCollector(BaseCollector):
             self._progress.show(
                 len(episodes),
                 self._tally.accepted,
-                reward=f"{sum(episode.reward for episode in episodes) / len(episodes):.3g}",
+                reward=f"{_mean_reward(episodes):.3g}",
                 rejected=self._tally.stats()["rejected"],
                 version=self.policy_version,
             )
@@ -731,6 +732,12 @@ class MultiTurnCollector(BaseCollector):
             f"MultiTurnCollector(episodes_per_batch={self.episodes_per_batch}, "
             f"group_size={self.group_size}, limits={self.limits})"
         )
+
+
+def _mean_reward(episodes: Sequence[Episode]) -> float:
+    """The mean of the episodes that count."""
+    rewards = [episode.reward for episode in episodes if episode.valid is not False]
+    return sum(rewards) / len(rewards) if rewards else math.nan
 
 
 _ALL = 2**62

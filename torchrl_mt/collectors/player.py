@@ -75,13 +75,16 @@ class EpisodePlayer:
             await play_episode(
                 self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
             )
+            if episode.valid is False:
+                episode.extra = expected.blank(len(episode.turns))
             if not (episode.is_eval or self.accept is None):
                 accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
                 if isinstance(accepted, Awaitable):
                     accepted = await accepted
                 if not accepted:
                     return Rejected("not_accepted")
-            expected.check(episode.extra)
+            if episode.valid is not False:
+                expected.check(episode.extra)
         except BaseException as error:
             return error
         return None
