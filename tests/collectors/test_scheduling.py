@@ -250,7 +250,11 @@ def test_no_episode_is_begun_that_could_become_too_stale(
 def test_episodes_go_on_while_the_policy_is_trained(engine):
     data = [{"turns": 2, "sleep": 0.02}] * 100
     with MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=4, max_staleness=1, max_concurrency=8
+        *(Chat, engine, data),
+        episodes_per_batch=4,
+        max_staleness=1,
+        staleness="admission",
+        max_concurrency=8,
     ) as collector:
         stream = iter(collector)
         next(stream)

@@ -53,6 +53,14 @@ class Turn:
     """How long the model took to answer, in seconds."""
     env_seconds: float = 0.0
     """How long the environment took to answer the response."""
+    _oldest: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest weight version that sampled one of its tokens; ``None`` if none was sampled."""
+        if self._oldest is None:
+            self._oldest = min(self.completion.versions, default=None)
+        return self._oldest
 
 
 @dataclass(slots=True)
@@ -109,7 +117,7 @@ class Episode:
 
     def age(self, version: int) -> int | None:
         """How many versions its oldest token is behind ``version``; ``None`` if none was sampled."""
-        versions = [v for turn in self.turns for v in turn.completion.versions]
+        versions = [turn.oldest for turn in self.turns if turn.oldest is not None]
         return version - min(versions) if versions else None
 
     def row_plan(self) -> RowPlan:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -46,7 +46,7 @@ from torchrl_mt.collectors.scheduler import (
     IncompleteGroups,
     Scheduler,
 )
-from torchrl_mt.collectors.staleness import Lead, Stall
+from torchrl_mt.collectors.staleness import Freshness, Lead, StalenessRule, Stall
 from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.engines import Engine, as_engine
@@ -96,10 +96,14 @@ class MultiTurnCollector(BaseCollector):
             more.
         max_staleness: let episodes go on while the policy is trained, so many batches ahead: at most
             ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
-            at most ``max_staleness + updates + 1`` in all. With ``k`` updates a batch, tokens are at
-            most ``(max_staleness + 1) * k - 1`` versions old when they are delivered, except those of
-            episodes that others overtook: batches hold the episodes that came to their end first.
-            Without updates, iterating comes to a halt, and the log says so.
+            at most ``max_staleness + updates + 1`` in all. No token is more than ``max_staleness``
+            versions old when it is delivered. Without updates, iterating comes to a halt, and the log
+            says so.
+        staleness: what ``max_staleness`` bounds. ``"delivery"``: an episode that would be delivered too
+            old is rejected (``rejected/stale``) with its group, as soon as that is certain, and the
+            item is played again. ``"admission"``: what is begun, and nothing is rejected: with ``k``
+            updates a batch, tokens are at most ``(max_staleness + 1) * k - 1`` versions old, except
+            those of episodes that others overtook, which may be much older.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
             it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end,
@@ -152,6 +156,7 @@ class MultiTurnCollector(BaseCollector):
         max_retries: int = 0,
         max_consecutive_failures: int | None = None,
         max_staleness: int | None = None,
+        staleness: StalenessRule = "delivery",
         yield_groups: bool = False,
         incomplete_groups: IncompleteGroups = "drop",
         dump_dir: str | Path | None = None,
@@ -183,6 +188,10 @@ class MultiTurnCollector(BaseCollector):
         if incomplete_groups not in ("drop", "keep", "refill"):
             raise ValueError(
                 f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
+            )
+        if staleness not in get_args(StalenessRule):
+            raise ValueError(
+                f"staleness must be one of {get_args(StalenessRule)}, got {staleness!r}."
             )
         self.engine = as_engine(policy, tokenizer)
         self._owns_engine = self.engine is not policy
@@ -224,6 +233,9 @@ class MultiTurnCollector(BaseCollector):
         self.replay_buffer = replay_buffer
         self.total_episodes = total_episodes
         self.max_staleness = max_staleness
+        self._freshness: Freshness | None = None
+        if max_staleness is not None and staleness == "delivery":
+            self._freshness = Freshness(max_staleness, lambda: self.policy_version)
         self.sampling = dict(sampling or {})
         self.postproc = postproc
         self._policy = GroupPolicy(
@@ -248,6 +260,7 @@ class MultiTurnCollector(BaseCollector):
         self._scheduler = self._new_scheduler()
         self._lead = self._new_lead()
         self._stall = Stall(_STALL_SECONDS)
+        self._told_stale = False
         self._warn_of_cuts = CutWarning()
         self._updating = False
         self._admitting: Any = None
@@ -269,7 +282,12 @@ class MultiTurnCollector(BaseCollector):
                 groups = self._in_loop(self._next_groups(size))
                 if not groups:
                     return
-                yield self._deliver(groups)
+                try:
+                    batch = self._deliver(groups)
+                except _TooOldError:
+                    self._in_loop(self._hand_back())
+                    continue
+                yield batch
         finally:
             if self._progress is not None:
                 self._progress.close()
@@ -288,6 +306,10 @@ class MultiTurnCollector(BaseCollector):
         except BaseException:
             await self._stop_playing()
             raise
+
+    async def _hand_back(self) -> None:
+        """Some episodes of a batch grew too old before it was delivered: the others wait again."""
+        self._scheduler.hand_back()
 
     async def _stop_playing(self) -> None:
         """End the episodes that run; their items are played again."""
@@ -325,6 +347,17 @@ class MultiTurnCollector(BaseCollector):
                 self._scheduler.given_out,
                 self._scheduler.ready,
             )
+        stale = self._tally.count("rejected/stale")
+        if stale > max(self._tally.accepted, 2 * self.episodes_per_batch) and not self._told_stale:
+            self._told_stale = True
+            _logger.warning(
+                "%d episodes were rejected as stale and %d delivered: there are more than "
+                "max_staleness=%d updates while an episode is played. Update less often, give a higher "
+                'max_staleness, or staleness="admission" where older episodes will do.',
+                stale,
+                self._tally.accepted,
+                self.max_staleness,
+            )
         if self.total_episodes >= 0:
             allowed = min(allowed, self.total_episodes - self._accepted_before)
         return allowed - begun
@@ -343,6 +376,8 @@ class MultiTurnCollector(BaseCollector):
         with self._delivering:
             # An update that follows the write as soon as it is seen must count as coming after it.
             version = self.engine.version
+            if self._freshness is not None and self._freshness.is_over(episodes):
+                raise _TooOldError
             try:
                 if self.replay_buffer is not None:
                     self.replay_buffer.extend(batch)
@@ -409,6 +444,7 @@ class MultiTurnCollector(BaseCollector):
             numbers=self._numbers,
             group_ids=self._group_ids,
             traj_ids=self._traj_ids,
+            freshness=self._freshness,
         )
 
     def _new_lead(self) -> Lead | None:
@@ -732,6 +768,10 @@ class MultiTurnCollector(BaseCollector):
             f"MultiTurnCollector(episodes_per_batch={self.episodes_per_batch}, "
             f"group_size={self.group_size}, limits={self.limits})"
         )
+
+
+class _TooOldError(Exception):
+    """A batch has grown too old to be delivered."""
 
 
 def _mean_reward(episodes: Sequence[Episode]) -> float:

@@ -17,12 +17,14 @@ from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.items import Item, Items
 from torchrl_mt.collectors.loop_thread import call_in_thread
+from torchrl_mt.collectors.staleness import Freshness
 from torchrl_mt.collectors.tally import Tally
 
 __all__ = ["CANCELLED", "Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
 
 CANCELLED = "cancelled"
 INCOMPLETE_GROUP = "incomplete_group"
+STALE = "stale"
 
 _POLL = 0.05
 """Seconds after which a change is noticed that nobody told of: of the weights, or of a pause."""
@@ -49,7 +51,7 @@ class GroupPolicy:
     the run; until one was judged, those that came to their end do not interrupt the row."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """Episodes that share an item."""
 
@@ -62,9 +64,11 @@ class Group:
     episodes: list[Episode] = field(default_factory=list)
     """Those that came to their end."""
     begun: list[Episode] = field(default_factory=list)
-    """All that were started."""
+    """All that were started and have not failed."""
     settled: bool = False
     """Whether every member has come to its end or was given up."""
+    stale: bool = False
+    """Whether it was given up because it could only be delivered too late."""
 
 
 class Counter(Iterator[int]):
@@ -91,6 +95,7 @@ class Scheduler:
         group_ids: ids for groups.
         traj_ids: ids for episodes.
         is_eval: whether the episodes are played for evaluation.
+        freshness: what bounds how old episodes may be when they are given out, if anything does.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class Scheduler:
         group_ids: Iterator[int],
         traj_ids: Iterator[int],
         is_eval: bool = False,
+        freshness: Freshness | None = None,
     ) -> None:
         self.policy = policy
         self.concurrency = concurrency
@@ -115,6 +121,9 @@ class Scheduler:
         self._group_ids = group_ids
         self._traj_ids = traj_ids
         self._is_eval = is_eval
+        self._freshness = freshness
+        self._version = -1
+        """The weight version that all ready and running groups were held against."""
         self._slots = asyncio.Semaphore(concurrency)
         self._groups: dict[asyncio.Task[None], Group] = {}
         self._members = 0
@@ -168,6 +177,16 @@ class Scheduler:
             self._put_back(group)
         self.settle()
 
+    def hand_back(self) -> None:
+        """Some groups that were given out last are too old by now: the others are ready again."""
+        self.given_out -= self._last_given_out
+        for group in reversed(self._unsettled):
+            self._ready.appendleft(group)
+            self.ready += len(group.episodes)
+        self.settle()
+        self._version = -1
+        self._give_up_stale()
+
     async def gather(self, size: int, may_begin: Callable[[], bool] = lambda: True) -> list[Group]:
         """Groups of ``size`` episodes or a few more; fewer when the items end.
 
@@ -190,7 +209,7 @@ class Scheduler:
         """Groups of ``size`` episodes or a few more, that :meth:`keep_admitting` has begun."""
         self._wanted = size
         try:
-            while self.ready < size:
+            while self._fresh() < size:
                 self._raise_failure()
                 if not (self._groups or self._items_left):
                     break
@@ -206,6 +225,7 @@ class Scheduler:
         """
         try:
             while True:
+                self._give_up_stale()
                 await self._admit(room)
                 await _until(self._freed, _POLL)
                 self._freed.clear()
@@ -275,9 +295,29 @@ class Scheduler:
             self._items.put_back(item.ticket)
             self._items_left = True
 
-    def _put_back(self, group: Group) -> None:
+    def _fresh(self) -> int:
+        """How many ready episodes may be given out, whatever was updated meanwhile."""
+        self._give_up_stale()
+        return self.ready
+
+    def _give_up_stale(self) -> None:
+        """Give up the groups that could only be delivered too old, once for each version."""
+        if self._freshness is None or self._version == (version := self._freshness.version()):
+            return
+        self._version = version
+        for group in [group for group in self._ready if self._freshness.is_over(group.episodes)]:
+            self._ready.remove(group)
+            self.ready -= len(group.episodes)
+            self._put_back(group, STALE)
+            self._freed.set()
+        for task, group in self._groups.items():
+            if not group.stale and self._freshness.is_over(group.begun):
+                group.stale = True
+                task.cancel()
+
+    def _put_back(self, group: Group, cause: str = CANCELLED) -> None:
         """Nobody will see the group: its item is played again."""
-        self._tally.reject(group.begun, CANCELLED)
+        self._tally.reject(group.begun, cause)
         self._items.put_back(group.ticket)
         self._items_left = True
 
@@ -340,11 +380,13 @@ class Scheduler:
         group = self._groups.pop(task)
         kept = len(group.episodes) == self.policy.size or self.policy.incomplete == "keep"
         if task.cancelled():
-            self._put_back(group)
+            self._put_back(group, STALE if group.stale else CANCELLED)
         elif (error := task.exception()) is not None:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
             self._put_back(group)
             self._fail(error)
+        elif group.settled and group.episodes and kept and self._is_over(group):
+            self._put_back(group, STALE)
         elif group.settled and group.episodes and kept:
             group.episodes.sort(key=lambda episode: episode.rank)
             self._ready.append(group)
@@ -354,6 +396,10 @@ class Scheduler:
             self._items.done(group.ticket)
         self._changed.set()
         self._freed.set()
+
+    def _is_over(self, group: Group) -> bool:
+        """Whether the group is too old to be given out."""
+        return self._freshness is not None and self._freshness.is_over(group.episodes)
 
     async def _play_group(self, group: Group, members: list[asyncio.Task[bool]]) -> None:
         """Wait for the members of a group, unless one that fails is the end of it."""
@@ -391,6 +437,7 @@ class Scheduler:
                     self._enter_failure(failure)  # Played again, it was only cut.
                 group.episodes.append(episode)
                 return True
+            group.begun = [other for other in group.begun if other is not episode]
             self._tally.fail(episode, error)
             self.last_failure = failure = error
             if attempt < policy.max_retries:

@@ -48,6 +48,10 @@ class Tally:
         """How many episodes were accepted."""
         return self._counts["accepted"]
 
+    def count(self, name: str) -> int:
+        """One of the counters of :meth:`stats`."""
+        return self._counts[name]
+
     def start(self, episode: Episode) -> None:
         """Enter an episode that begins."""
         with self._lock:
