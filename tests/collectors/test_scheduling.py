@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from torchrl.data import ReplayBuffer
 
 from tests.idle_clock import LIMIT, hang
 from tests.waiting import wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 from .chats import Chat
@@ -102,6 +103,77 @@ def test_groups_short_of_members(engine, policy, sizes, rejected):
     assert dict(found) == sizes
     causes = {key.split("/")[1] for key in stats if key.startswith("rejected/") and stats[key]}
     assert causes - {"ConnectionError"} == rejected
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_no_item_is_lost_with_a_member_of_its_group(engine, group_size, staleness):
+    """Thirty in a hundred episodes fail, one item always, and the data is gone through once."""
+    rng = random.Random(group_size)
+
+    class Fails(Chat):
+        async def step(self, response):
+            if rng.random() < 0.3 or self.data["k"] == 7:
+                raise OSError("gone")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        *(Fails, engine, [{"k": k, "turns": 1} for k in range(60)]),
+        episodes_per_batch=2 * group_size,
+        group_size=group_size,
+        incomplete_groups="requeue",
+        max_staleness=staleness,
+        cycle=False,
+    ) as collector:
+        seen = Counter()
+        for batch in collector:
+            seen.update(item["k"] for item in batch["data"])
+            engine.update_weights(None)
+    stats = collector.stats()
+    assert seen == Counter({k: group_size for k in range(60) if k != 7})
+    assert rule(stats)
+    assert stats["running"] == 0
+    assert collector.state_dict()["items"]["open"] == []
+
+
+@pytest.mark.parametrize(("cause", "times"), [("all", 1 + 16), ("one", 1 + 64)])
+def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
+    class Fails(Chat):
+        async def step(self, response):
+            me = context.get().sample_idx
+            if self.data["k"] == 0 and (cause == "all" or me == 1):
+                while cause == "one" and sum(self.ended[context.get().group]) < 1:
+                    await asyncio.sleep(0)
+                raise OSError("gone")
+            self.ended[context.get().group] += [1]
+            return await super().step(response)
+
+    Fails.ended = defaultdict(list)
+    with MultiTurnCollector(
+        *(Fails, engine, [{"k": k, "turns": 1} for k in range(3)]),
+        episodes_per_batch=2,
+        group_size=2,
+        incomplete_groups="requeue",
+        max_consecutive_failures=2,
+        cycle=False,
+    ) as collector:
+        seen = [item["k"] for batch in collector for item in batch["data"]]
+    assert sorted(seen) == [1, 1, 2, 2]
+    assert collector.stats()["rejected/OSError"] in range(times, 2 * times + 1)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, group_size):
+    with (
+        MultiTurnCollector(
+            *(Chat, engine, [{"fail_at": 1, "error": OSError()}] * 3),
+            episodes_per_batch=4,
+            group_size=group_size,
+            incomplete_groups="requeue",
+        ) as collector,
+        pytest.raises(RuntimeError, match="3[2-4] episodes in a row"),
+    ):
+        next(iter(collector))
 
 
 def test_complete_groups_only(engine):

@@ -106,8 +106,11 @@ class MultiTurnCollector(BaseCollector):
             those of episodes that others overtook, which may be much older.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
-            it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end,
-            and drop the group if it does not in 16 more attempts.
+            it, and with it the item until the data is gone through again; ``"keep"`` those that are
+            left; ``"refill"``, play that member until it comes to its end, and drop the group if it
+            does not in 16 more attempts; ``"requeue"``, drop the group and play its item again as a
+            new one, before any new item. An item is given up after 64 times, or 16 in a row in which no
+            member came to its end.
         dump_dir: a folder for readable records of the episodes, in JSON lines. What cannot be written
             is logged once and counted as ``dump_errors``; the run goes on.
         shuffle: draw the items in random order, by ``seed``.
@@ -185,9 +188,10 @@ class MultiTurnCollector(BaseCollector):
                 "total_episodes": max(total_episodes, 0),
             },
         )
-        if incomplete_groups not in ("drop", "keep", "refill"):
+        if incomplete_groups not in get_args(IncompleteGroups):
             raise ValueError(
-                f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
+                f"incomplete_groups must be one of {get_args(IncompleteGroups)}, got "
+                f"{incomplete_groups!r}."
             )
         if staleness not in get_args(StalenessRule):
             raise ValueError(

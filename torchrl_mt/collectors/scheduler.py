@@ -32,7 +32,11 @@ _POLL = 0.05
 MOST_REFILLS = 16
 """How often a member is played again before its group is given up, where groups are refilled."""
 
-IncompleteGroups = Literal["drop", "keep", "refill"]
+MOST_REQUEUES, MOST_BARREN = 64, 16
+"""How often an item is played again because its group lost a member: in all, and in a row without a
+member that came to its end."""
+
+IncompleteGroups = Literal["drop", "keep", "refill", "requeue"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class GroupPolicy:
     max_retries: int = 0
     """How often a member that failed is played again."""
     incomplete: IncompleteGroups = "drop"
-    """What becomes of a group short of members: it is dropped; kept; or the member that is missing is
-    played until it comes to its end."""
+    """What becomes of a group short of members: it is dropped; kept; the member that is missing is
+    played until it comes to its end; or the group is dropped and its item played again."""
     max_consecutive_failures: int = 1
     """Members in a row that failed and are not tried again, without one that came to its end, that end
     the run; until one was judged, those that came to their end do not interrupt the row."""
@@ -136,6 +140,9 @@ class Scheduler:
         self._items_left = True
         self.given_out = self._last_given_out = 0
         """Episodes, in all and in the last batch; none beyond the size that was asked for."""
+        self._requeued: dict[int, tuple[int, int]] = {}
+        """By ticket, how often an item was played again since its group lost a member: in all, and in
+        a row without a member that came to its end."""
         self._unsettled: list[Group] = []
         """The last batch, until it is known to be delivered."""
         self.ready = 0
@@ -389,13 +396,26 @@ class Scheduler:
             self._put_back(group, STALE)
         elif group.settled and group.episodes and kept:
             group.episodes.sort(key=lambda episode: episode.rank)
+            self._requeued.pop(group.ticket, None)
             self._ready.append(group)
             self.ready += len(group.episodes)
+        elif self.policy.incomplete == "requeue" and self._may_requeue(group):
+            self._put_back(group, INCOMPLETE_GROUP)
         else:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
+            self._requeued.pop(group.ticket, None)
             self._items.done(group.ticket)
         self._changed.set()
         self._freed.set()
+
+    def _may_requeue(self, group: Group) -> bool:
+        """Whether to play the item of a group that lost a member again; if so, it is counted."""
+        times, barren = self._requeued.get(group.ticket, (0, 0))
+        barren = 0 if group.episodes else barren + 1
+        if times == MOST_REQUEUES or barren > MOST_BARREN:
+            return False
+        self._requeued[group.ticket] = (times + 1, barren)
+        return True
 
     def _is_over(self, group: Group) -> bool:
         """Whether the group is too old to be given out."""
@@ -442,7 +462,8 @@ class Scheduler:
             self.last_failure = failure = error
             if attempt < policy.max_retries:
                 continue
-            self._enter_failure(error)
+            if group.ticket not in self._requeued:  # One bad item is no run that can only fail.
+                self._enter_failure(error)
         return False
 
     def _enter_failure(self, error: BaseException) -> None:
