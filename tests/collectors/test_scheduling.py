@@ -171,7 +171,7 @@ def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, gr
             group_size=group_size,
             incomplete_groups="requeue",
         ) as collector,
-        pytest.raises(RuntimeError, match="3[2-4] episodes in a row"),
+        pytest.raises(RuntimeError, match=r"3[2-4] episodes in a row"),
     ):
         next(iter(collector))
 
