@@ -4,6 +4,7 @@ from torchrl_mt.collectors import context
 from torchrl_mt.collectors.chat import ChatTokens
 from torchrl_mt.collectors.context import EpisodeContext
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.group_filters import has_spread
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.multi_turn import MultiTurnCollector
 from torchrl_mt.collectors.recorder import LimitReached
@@ -21,4 +22,5 @@ __all__ = [
     "Workflow",
     "context",
     "episodes_to_tensordict",
+    "has_spread",
 ]

@@ -7,6 +7,7 @@ its turns.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +22,7 @@ from tensordict import (
     TensorDictBase,
 )
 
+from torchrl_mt.collectors.calls import Calls
 from torchrl_mt.collectors.extra import join_extra
 from torchrl_mt.collectors.ledger import Prompt
 from torchrl_mt.collectors.limits import StopReason
@@ -89,6 +91,10 @@ class Episode:
     """Whether the environment has answered a response, or the workflow has returned a result."""
     valid: bool | None = None
     """Whether it counts in the loss and in statistics; ``None`` where every episode does."""
+    calls: Calls = field(default_factory=Calls, repr=False, compare=False)
+    """What it waits for, and where its time went."""
+    begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
+    """When it began, in seconds of the monotonic clock."""
     _plan: RowPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

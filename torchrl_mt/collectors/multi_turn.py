@@ -30,6 +30,7 @@ from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
+from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.ids import unique_ids
 from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
@@ -88,6 +89,11 @@ class MultiTurnCollector(BaseCollector):
         replay_buffer: where batches are written, if anywhere.
         total_episodes: end after this many accepted episodes; never if -1.
         accept: given an episode in TED, ``[T]``; false rejects it. May be ``async``.
+        accept_group: given the episodes of a group, each in TED, ``[T]``; false rejects them all
+            (``rejected/group_not_accepted``), and a group of another item is played in their place:
+            :func:`~torchrl_mt.collectors.has_spread`. May be ``async``.
+        total_attempts: raise once ``accept_group`` has refused a group and so many, refused or not,
+            were played since a batch was last given out; ten times those of a batch if ``None``.
         max_retries: how often an episode that was rejected is played again.
         max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
             in spite of retries, and none came to its end meanwhile. Until the environment's ``step``
@@ -156,6 +162,8 @@ class MultiTurnCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         total_episodes: int = -1,
         accept: Callable[[TensorDictBase], bool] | None = None,
+        accept_group: AcceptGroup | None = None,
+        total_attempts: int | None = None,
         max_retries: int = 0,
         max_consecutive_failures: int | None = None,
         max_staleness: int | None = None,
@@ -180,6 +188,7 @@ class MultiTurnCollector(BaseCollector):
                 "episodes_per_batch": episodes_per_batch,
                 "group_size": group_size,
                 "max_concurrency": max_concurrency,
+                "total_attempts": total_attempts,
                 "max_consecutive_failures": max_consecutive_failures,
             },
             not_negative={"max_retries": max_retries, "max_staleness": max_staleness},
@@ -223,6 +232,7 @@ class MultiTurnCollector(BaseCollector):
             self.engine,
             limits=self.limits,
             accept=accept,
+            accept_group=accept_group,
             tokenizer=tokenizer,
             on_break=on_break,
             template_kwargs=template_kwargs,
@@ -246,6 +256,7 @@ class MultiTurnCollector(BaseCollector):
             group_size,
             max_retries,
             "drop" if yield_groups and incomplete_groups == "keep" else incomplete_groups,
+            total_attempts or _ATTEMPTS * (episodes_per_batch // group_size),
             max_consecutive_failures or max(_FAILURES, 2 * self.max_concurrency),
         )
         self._tally = Tally()
@@ -264,6 +275,7 @@ class MultiTurnCollector(BaseCollector):
         self._scheduler = self._new_scheduler()
         self._lead = self._new_lead()
         self._stall = Stall(_STALL_SECONDS)
+        self._filters_groups = accept_group is not None
         self._told_stale = False
         self._warn_of_cuts = CutWarning()
         self._updating = False
@@ -404,6 +416,7 @@ class MultiTurnCollector(BaseCollector):
                 reward=f"{_mean_reward(episodes):.3g}",
                 rejected=self._tally.stats()["rejected"],
                 version=self.policy_version,
+                **({"refused": self._tally.count("groups/refused")} if self._filters_groups else {}),
             )
         return batch if self.replay_buffer is None else None
 
@@ -449,6 +462,7 @@ class MultiTurnCollector(BaseCollector):
             group_ids=self._group_ids,
             traj_ids=self._traj_ids,
             freshness=self._freshness,
+            refusal_of=self._player.refusal_of if self._player.accept_group else None,
         )
 
     def _new_lead(self) -> Lead | None:
@@ -523,7 +537,10 @@ class MultiTurnCollector(BaseCollector):
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}.")
         policy = GroupPolicy(
-            n, self._policy.max_retries, "keep", self._policy.max_consecutive_failures
+            n,
+            self._policy.max_retries,
+            "keep",
+            max_consecutive_failures=self._policy.max_consecutive_failures,
         )
         asked = {**self.sampling, **sampling}
         items, extra = Items(data, cycle=False), ExpectedExtra()
@@ -571,13 +588,17 @@ class MultiTurnCollector(BaseCollector):
             ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (not settled yet)
             episodes, ``rejected/<cause>``, and of the accepted ones ``stop/<reason>`` (see
             :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled) and ``forks``;
-            ``queue``, the episodes that wait to be delivered; ``tokens_per_second``; over the last
-            batch ``turns_per_episode`` and ``tokens_per_turn``, both means, and ``staleness/mean`` and
+            ``groups/refused`` by ``accept_group``; ``queue``, the episodes that wait to be delivered;
+            ``waiting/longest``, seconds for which an episode has waited for one call of the engine or of
+            its environment; ``time/engine``, ``time/environment`` and ``time/waiting``, whose the time
+            of episodes was, from their beginning to their delivery, as parts of 1;
+            ``tokens_per_second``; over the last batch ``turns_per_episode`` and ``tokens_per_turn``, both means, and ``staleness/mean`` and
             ``staleness/max``, the versions between an episode's oldest token and its delivery;
             ``policy_version``; with ``dump_dir`` ``dump_errors``; the counts of evaluations under
             ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
+        stats |= self._tally.waiting()
         stats["queue"] = self._scheduler.ready
         stats["policy_version"] = self.policy_version
         if self._dump is not None:
@@ -789,6 +810,9 @@ _ALL = 2**62
 
 _FAILURES = 32
 """How many episodes in a row may fail at least, if nobody says."""
+
+_ATTEMPTS = 10
+"""Batches' worth of groups that may be played for one, if nobody says."""
 
 _STALL_SECONDS, _BACKGROUND_STALL_SECONDS = 3.0, 60.0
 """How long waiting for new weights is nothing to speak of."""

@@ -5,7 +5,8 @@ Nothing that an episode raises gets past here: the others do not notice.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -14,6 +15,7 @@ from torchrl_mt.collectors.chat import ChatTokens, OnBreak
 from torchrl_mt.collectors.chat_template import checked_template_kwargs
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
+from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.rollout import play_episode
@@ -32,6 +34,7 @@ class EpisodePlayer:
         engine: samples the responses.
         limits: what an episode may use.
         accept: given an episode in TED; false rejects it.
+        accept_group: given the episodes of a group in TED; false refuses it.
         tokenizer: renders messages; the engine's own if ``None``.
         on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
         template_kwargs: likewise.
@@ -45,6 +48,7 @@ class EpisodePlayer:
         *,
         limits: Limits,
         accept: Callable[[TensorDictBase], Any] | None,
+        accept_group: AcceptGroup | None,
         tokenizer: Any,
         on_break: OnBreak,
         template_kwargs: Mapping[str, Any] | None,
@@ -53,6 +57,7 @@ class EpisodePlayer:
         self.engine = engine
         self.limits = limits
         self.accept = accept
+        self.accept_group = accept_group
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         self._make_player = resolve(env, workflow_kwargs)
         self._on_break = on_break
@@ -88,6 +93,25 @@ class EpisodePlayer:
         except BaseException as error:
             return error
         return None
+
+    async def refusal_of(self, episodes: Sequence[Episode]) -> BaseException | None:
+        """Why a group is refused, if it is.
+
+        Args:
+            episodes: its members, at least one, each come to its end.
+        """
+        if self.accept_group is None:
+            return None
+        try:
+            given = [episodes_to_tensordict([episode]) for episode in episodes]
+            accepted = await call_in_thread(self.accept_group, given)
+            if isinstance(accepted, Awaitable):
+                accepted = await accepted
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return error
+        return None if accepted else Rejected("group_not_accepted")
 
     def _get_chat(self) -> ChatTokens:
         """What turns messages into tokens, made when an environment first needs it."""

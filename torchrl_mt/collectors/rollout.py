@@ -98,7 +98,8 @@ async def _play(
     episode: Episode,
 ) -> None:
     """Play the episode by an environment or a workflow."""
-    player = await _made(make_player)
+    with episode.calls.call("environment", "the making of its environment"):
+        player = await _made(make_player)
     if not isinstance(player, TextEnv):
         await play_workflow(player, recorder, episode)
         return
@@ -118,7 +119,8 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
     """
     escaped = result = None
     try:
-        result = await workflow.arun_episode(recorder, episode.data)
+        with episode.calls.call("environment", f"{type(workflow).__name__}.arun_episode"):
+            result = await workflow.arun_episode(recorder, episode.data)
     except LimitReached as limit:
         escaped = limit
     # A workflow may swallow what ends it, but a limit of time is no reward.
@@ -144,9 +146,10 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
     limits = recorder.limits
     answered = True
     try:
-        opening = await within(
-            _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
-        )
+        with episode.calls.call("environment", f"{type(env).__name__}.reset"):
+            opening = await within(
+                _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
+            )
         new = _messages(opening, "TextEnv.reset must return", env, "reset")
         dialogue = list(new)
         prompt: Sequence[int] = chat.open(new)
@@ -173,7 +176,8 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                 episode.stop_reason = reached
                 return
             answered = False
-            step = await _answer(env, said["content"], limits, time.perf_counter() - begin)
+            with episode.calls.call("environment", f"{type(env).__name__}.step"):
+                step = await _answer(env, said["content"], limits, time.perf_counter() - begin)
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be", env, "step")

@@ -50,6 +50,8 @@ class GroupPolicy:
     incomplete: IncompleteGroups = "drop"
     """What becomes of a group short of members: it is dropped; kept; the member that is missing is
     played until it comes to its end; or the group is dropped and its item played again."""
+    total_attempts: int | None = None
+    """Groups that may come to their end for one batch, refused ones included."""
     max_consecutive_failures: int = 1
     """Members in a row that failed and are not tried again, without one that came to its end, that end
     the run; until one was judged, those that came to their end do not interrupt the row."""
@@ -71,6 +73,8 @@ class Group:
     """All that were started and have not failed."""
     settled: bool = False
     """Whether every member has come to its end or was given up."""
+    refusal: BaseException | None = None
+    """Why it was refused, if it was."""
     stale: bool = False
     """Whether it was given up because it could only be delivered too late."""
 
@@ -100,6 +104,7 @@ class Scheduler:
         traj_ids: ids for episodes.
         is_eval: whether the episodes are played for evaluation.
         freshness: what bounds how old episodes may be when they are given out, if anything does.
+        refusal_of: tells why a group is refused, if it is.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Scheduler:
         traj_ids: Iterator[int],
         is_eval: bool = False,
         freshness: Freshness | None = None,
+        refusal_of: Callable[[list[Episode]], Awaitable[BaseException | None]] | None = None,
     ) -> None:
         self.policy = policy
         self.concurrency = concurrency
@@ -126,6 +132,9 @@ class Scheduler:
         self._traj_ids = traj_ids
         self._is_eval = is_eval
         self._freshness = freshness
+        self._refusal_of = refusal_of
+        self._refused = 0
+        """Groups that were refused since a batch was last given out."""
         self._version = -1
         """The weight version that all ready and running groups were held against."""
         self._slots = asyncio.Semaphore(concurrency)
@@ -256,6 +265,7 @@ class Scheduler:
 
         Room may be made as fast as items come, so whatever ends the run has to end this.
         """
+        self._tally.watch()
         while (
             not self._failed.is_set()
             and self._items_left
@@ -331,7 +341,7 @@ class Scheduler:
     def _take(self, size: int) -> list[Group]:
         """Take ready groups, the first to come to their end first."""
         taken: list[Group] = []
-        number = 0
+        number = self._refused = 0
         while self._ready and number < size:
             taken.append(self._ready.popleft())
             number += len(taken[-1].episodes)
@@ -392,6 +402,8 @@ class Scheduler:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
             self._put_back(group)
             self._fail(error)
+        elif group.refusal is not None:
+            self._refuse(group, group.refusal)
         elif group.settled and group.episodes and kept and self._is_over(group):
             self._put_back(group, STALE)
         elif group.settled and group.episodes and kept:
@@ -407,6 +419,25 @@ class Scheduler:
             self._items.done(group.ticket)
         self._changed.set()
         self._freed.set()
+
+    def _refuse(self, group: Group, refusal: BaseException) -> None:
+        """Reject a group that is not to be learned from; the run ends if that happens too often."""
+        for episode in group.begun:
+            self._tally.fail(episode, refusal)
+        self._tally.add("groups/refused")
+        self._requeued.pop(group.ticket, None)
+        self._items.done(group.ticket)
+        self._refused += 1
+        attempts, most = self._refused + len(self._ready), self.policy.total_attempts
+        if most is not None and attempts >= most:
+            self._fail(
+                RuntimeError(
+                    f"accept_group refused {self._refused} of the {attempts} groups played for a batch, "
+                    f"the last for {type(refusal).__name__}: {refusal}. Give items that are "
+                    "neither too hard nor too easy, accept more, or raise total_attempts."
+                )
+            )
+            self._refused = 0
 
     def _may_requeue(self, group: Group) -> bool:
         """Whether to play the item of a group that lost a member again; if so, it is counted."""
@@ -427,6 +458,9 @@ class Scheduler:
             for member in asyncio.as_completed(members):
                 if not await member and self.policy.incomplete != "keep":
                     return
+            if self._refusal_of is not None and group.episodes:
+                group.episodes.sort(key=lambda episode: episode.rank)
+                group.refusal = await self._refusal_of(group.episodes)
             group.settled = True
         finally:
             await cancel_all(members)
