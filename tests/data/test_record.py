@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -63,6 +63,51 @@ def test_what_is_read_is_what_was_written(make, drawn, lengths, seed):
     assert storage.nbytes >= sum(column.nbytes for column in storage._store.columns.values()) + sum(
         r.data.nbytes for r in set(storage._store.records.values())
     )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    drawn=entries,
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    as_list=st.lists(st.booleans(), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_pieces_of_several_episodes_are_stored_as_they_came(make, drawn, lengths, as_list, seed):
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
+    whole = [episode(drawn, length, seed + i) for i, length in enumerate(lengths)]
+    for i, data in enumerate(whole):
+        data["episode"] = torch.full((len(data),), i)
+    pieces = [list(data.split(1 + (seed + i) % 4)) for i, data in enumerate(whole)]
+    order, turn = torch.Generator().manual_seed(seed), 0
+    while any(pieces):
+        several = [each.pop(0) for each in pieces if each and torch.rand((), generator=order) < 0.5]
+        if several:
+            batch = torch.cat(several)
+            rb.extend(lazy_stack(list(batch.unbind(0))) if as_list[turn % len(as_list)] else batch)
+            turn += 1
+    got = {int(data["episode"][0]): make.steps(data) for data in rb.storage.episodes()}
+    assert got == {i: make.steps(data) for i, data in enumerate(whole)}
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("places", [(0, 2, 3), (1, 3, 0), (0, 1, 3), (2, 0, 1), (1, 1, 1)])
+@pytest.mark.parametrize("length", [1, 5])
+def test_entries_that_share_memory_are_stored_as_they_are(make, places, stride, length):
+    """Side by side as in a record, or otherwise."""
+    values = torch.arange(4.0 * 2 * length).view(2 * length, 4)[: stride * length : stride]
+    x, y, z = places
+    data = TensorDict(
+        {
+            "x": values[:, x : x + 2],
+            "y": values[:, y],
+            "next": {"reward": values[:, z, None], "done": torch.arange(length) == length - 1},
+        },
+        [length],
+    )
+    storage = EpisodeStorage(40)
+    for _ in range(3):
+        storage.append(data)
+    assert [make.steps(got) for got in storage.episodes()] == 3 * [make.steps(data)]
 
 
 def sampled(make, sampler):

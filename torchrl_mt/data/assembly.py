@@ -33,21 +33,14 @@ class Assembly:
 
     slots: np.ndarray
     """int64 ``[S]``: the slot of each segment's episode."""
-    fresh: list[int] = field(default_factory=list)
-    """The slots that are of episodes that begin in the batch."""
+    fresh: dict[int, int] = field(default_factory=dict)
+    """The slots of the episodes that begin in the batch, and the first segment of each."""
     broken: list[int] = field(default_factory=list)
     """Slots of episodes that nothing goes on from any more."""
     beyond: list[int] = field(default_factory=list)
     """Slots of episodes that give way to a budget of steps."""
     breaks: list[tuple[int, str]] = field(default_factory=list)
     """Segments that do not go on from the open episode of their id, and why."""
-    repeated: bool = False
-    """Whether several segments may be of one slot."""
-
-    def segments_of(self, slot: int) -> np.ndarray:
-        """The segments of an episode, in time."""
-        found: np.ndarray = np.flatnonzero(self.slots == slot)
-        return found
 
 
 class Assembler:
@@ -80,8 +73,8 @@ class Assembler:
         self.paths = paths
         self.continuity = continuity
         self.max_length = max_length
+        self.first = first
         self.first_rows = batch.firsts() + first
-        self.last_rows = batch.lasts() + first
         self.sizes = batch.segments.sizes
 
     def assemble(self, max_steps: int) -> Assembly:
@@ -103,7 +96,7 @@ class Assembler:
         if odd:
             self._find_among_several(found, odd)
         odd |= self._not_going_on(found, odd)
-        result = Assembly(found, repeated=bool(odd))
+        result = Assembly(found)
         single = np.array([key not in odd for key in keys]) if odd else np.True_
         steps = self.open.num_steps + int(parts.stops[-1])
         if self.max_length is not None and steps > self.max_length and self.open.slots:
@@ -111,11 +104,11 @@ class Assembler:
             long = (found >= 0) & (lengths > self.max_length) & single
             result.beyond += found[long].tolist()
             found[long] = -1
-        new = (found < 0) & single
-        unused = iter(self.open.new_slots(number if odd else int(np.count_nonzero(new))))
-        result.fresh = list(islice(unused, int(np.count_nonzero(new))))
-        if result.fresh:
-            found[new] = result.fresh
+        new = np.flatnonzero((found < 0) & single)
+        unused = iter(self.open.new_slots(number if odd else len(new)))
+        if len(new):
+            result.fresh = dict(zip(islice(unused, len(new)), new.tolist(), strict=True))
+            found[new] = [*result.fresh]
         if odd:
             self._one_by_one(odd, result, unused)
         if steps > max_steps:
@@ -200,10 +193,10 @@ class Assembler:
                     self._give_up(mine, result)
             if slot is None:
                 slot = next(unused)
-                result.fresh.append(slot)
+                result.fresh[slot] = i
             result.slots[i] = slot
             if not self.batch.ended[i]:
-                mine[slot] = (int(self.last_rows[i]), length)
+                mine[slot] = (int(self.batch.lasts()[i]) + self.first, length)
 
     def _give_up(self, mine: _Live, result: Assembly) -> None:
         """Let go of episodes of an id, of which a segment goes on from none."""

@@ -98,6 +98,8 @@ def read_ids(steps: Steps, key: Path) -> np.ndarray:
         ValueError: if there is not one integer per step.
     """
     ids = stacked(steps.columns[key])
+    if ids is not None and ids.dtype == torch.int64 and ids.is_cpu and ids.numel() == steps.length:
+        return ids.numpy().reshape(-1)
     if ids is None or ids.is_floating_point() or ids.is_complex() or ids.numel() != steps.length:
         got = "objects" if ids is None else f"{tuple(ids.shape)} {ids.dtype}"
         raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}")

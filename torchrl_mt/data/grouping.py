@@ -84,6 +84,8 @@ def segments(ids: np.ndarray, linked: np.ndarray) -> Segments:
         ids: int64 ``[N]``, the id of each grouped step.
         linked: bool ``[N - 1]``: whether each step goes on with the following one.
     """
+    if linked.all():
+        return Segments(ids[:1], np.zeros(1, dtype=np.int64), np.array([len(ids)]))
     bounds = np.flatnonzero(~linked) + 1
     starts = np.concatenate(([0], bounds))
     return Segments(ids[starts], starts, np.concatenate((bounds, [len(ids)])))

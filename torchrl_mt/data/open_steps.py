@@ -7,8 +7,7 @@ laid out anew without them when it is full: it takes memory in proportion to the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from torchrl_mt.data.continuity import bits_at
 from torchrl_mt.data.grouping import Segments
-from torchrl_mt.data.schema import Schema, bits
+from torchrl_mt.data.memory import Memory
+from torchrl_mt.data.record import Record, records_for
+from torchrl_mt.data.schema import Schema, as_array, bits
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, step_tensors
 
 __all__ = ["Label", "OpenSteps"]
@@ -25,8 +26,12 @@ __all__ = ["Label", "OpenSteps"]
 Label = Hashable
 """What an open episode is called: its id; or ``(id, 2)``, ``(id, 3)``... if another has that id."""
 
+_FEW_SLOTS = 4
+"""Slots whose rows are found faster one by one."""
 _FEW = 1024
 """A log of so few rows is never made smaller."""
+
+_MEMORY = Memory(torch.device("cpu"))
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -40,6 +45,8 @@ class OpenSteps:
     def __init__(self) -> None:
         self.schema: Schema | None = None
         self.columns: dict[Path, _Tensors | _Items] = {}
+        self._records: list[tuple[Record, _Tensors]] = []
+        """Where the small ones are side by side, as the storage keeps them."""
         self.tail = 0
         """One past the last row that counts."""
         self.owner = np.zeros(0, dtype=np.int32)
@@ -48,8 +55,8 @@ class OpenSteps:
         """By slot: the id, the first and the last row, the number of steps, the batch of the last."""
         self.is_open = np.zeros(0, dtype=bool)
         """By slot: whether it is of an open episode."""
-        self._recent = _NO_ROWS
-        """The slots of the last batch."""
+        self._recent: tuple[np.ndarray, np.ndarray, list[int]] = (_NO_ROWS, _NO_ROWS, [])
+        """Of the last batch's segments: the ids, the slots, and which are open no more."""
         self.slots: dict[Label, int] = {}
         """The slot of every open episode."""
         self.newest: dict[int, int] = {}
@@ -66,12 +73,11 @@ class OpenSteps:
 
     def find(self, parts: Segments) -> np.ndarray:
         """int64 ``[S]``: the slots of the newest episodes with the ids of segments; -1 where none is."""
-        if len(self._recent) != len(parts.ids):
+        ids, slots, ended = self._recent
+        if len(ids) != len(parts.ids):
             return np.array([self.newest.get(key, -1) for key in parts.keys], dtype=np.int64)
-        # Most are those of the last batch.
-        same = self.is_open[self._recent] & (self.ids[self._recent] == parts.ids)
-        found = np.where(same, self._recent, -1)
-        for i in np.flatnonzero(~same).tolist():
+        found = slots.copy()
+        for i in [*np.flatnonzero(ids != parts.ids).tolist(), *ended]:
             found[i] = self.newest.get(parts.keys[i], -1)
         return found
 
@@ -93,22 +99,35 @@ class OpenSteps:
 
     def rows_of(self, slots: Sequence[int], stop: int) -> list[np.ndarray]:
         """int64 ``[T]`` each: the rows before ``stop`` that are of some slots."""
-        known = [int(self.first[slot]) for slot in slots if self.is_open[slot]]
-        first = min(known) if len(known) == len(slots) else min([*known, self.tail])
+        firsts = [int(self.first[slot]) if self.is_open[slot] else self.tail for slot in slots]
+        if len(slots) <= _FEW_SLOTS:
+            return [
+                np.flatnonzero(self.owner[first:stop] == slot) + first
+                for slot, first in zip(slots, firsts, strict=True)
+            ]
+        first = min(firsts)
         owner = self.owner[first:stop]
-        if len(slots) == 1:
-            return [np.flatnonzero(owner == slots[0]) + first]
         chosen = np.zeros(len(self.ids) + 1, dtype=bool)  # Free rows have the slot -1: the last.
         chosen[slots] = True
-        found = np.flatnonzero(chosen[owner])
+        found = np.flatnonzero(chosen.take(owner, mode="wrap"))
         owner = owner[found]
-        found += first
-        return [found[owner == slot] for slot in slots]
+        order = np.argsort(owner, kind="stable")
+        rows, owner = found[order] + first, owner[order]
+        starts, stops = (np.searchsorted(owner, slots, side).tolist() for side in ("left", "right"))
+        return [rows[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
     def take(self, rows: np.ndarray) -> Steps:
         """The steps in some rows; tensors are copies."""
         assert self.schema is not None
-        columns = {path: column.take(rows) for path, column in self.columns.items()}
+        packed: dict[Path, Tensor] = {}
+        for record, tensors in self._records:
+            packed.update(record.entries(tensors.take(rows)))
+        columns = {
+            path: packed[path]
+            if path in packed and isinstance(column, _Tensors)
+            else column.take(rows)
+            for path, column in self.columns.items()
+        }
         return Steps(len(rows), columns, self.schema.root_class)
 
     def episode(self, slot: int) -> Steps:
@@ -166,7 +185,7 @@ class OpenSteps:
         parts: Segments,
         order: np.ndarray | None,
         slots: np.ndarray,
-        fresh: Sequence[int],
+        fresh: Mapping[int, int],
         gone: Mapping[int, np.ndarray],
     ) -> None:
         """Have the batch that :meth:`put` wrote and :meth:`assign` shared out count.
@@ -175,22 +194,16 @@ class OpenSteps:
             parts: its segments.
             order: int64 ``[N]``, the order in which they take its steps; None for the one they have.
             slots: int64 ``[S]``, the slot of each.
-            fresh: the slots of episodes that begin.
+            fresh: the slots of episodes that begin, and the first segment of each.
             gone: the rows of the episodes that are no longer open, by their slots.
         """
         self.batches += 1
-        self._recent = slots
         first, last = parts.starts, parts.stops - 1
         if order is not None:
             first, last = order[first], order[last]
         number = int(parts.stops[-1])
-        if fresh:
-            is_new = np.zeros(len(self.ids), dtype=bool)
-            is_new[fresh] = True
-            new = is_new[slots]
-            # Of several segments the first, which is assigned last.
-            self.first[slots[new][::-1]] = first[new][::-1] + self.tail
-            self.length[fresh] = 0
+        for slot, i in fresh.items():
+            self.first[slot], self.length[slot] = first[i] + self.tail, 0
         if parts.differ:
             self.length[slots] += parts.sizes
         else:
@@ -203,8 +216,9 @@ class OpenSteps:
             if slot in self.labels:
                 self._end(slot)
         if fresh:
-            key_of = dict(zip(slots[new].tolist(), compress(parts.keys, new), strict=True))
-            self._begin([(slot, key_of[slot]) for slot in fresh if slot not in gone])
+            self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
+        ended = np.flatnonzero(~self.is_open[slots]).tolist() if gone else []
+        self._recent = (parts.ids, slots, ended)
         self._shrink()
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
@@ -217,7 +231,7 @@ class OpenSteps:
         (slot,) = self.new_slots(1)
         whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
         self.assign(whole, None, np.array([slot]))
-        self.commit(whole, None, np.array([slot]), [slot], {})
+        self.commit(whole, None, np.array([slot]), {slot: 0}, {})
         del self.slots[self.labels[slot]]
         self.labels[slot], self.slots[label] = label, slot
 
@@ -225,6 +239,7 @@ class OpenSteps:
         """Let go of an open episode."""
         self._release(self.rows(slot))
         self._end(slot)
+        self._recent = (_NO_ROWS, _NO_ROWS, [])
         self._shrink()
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -247,7 +262,8 @@ class OpenSteps:
         self.owner[rows] = -1
         self.num_steps -= len(rows)
         for column in self.columns.values():
-            column.release(rows)
+            if isinstance(column, _Items):
+                column.release(rows)
 
     def _end(self, slot: int) -> None:
         """Have a slot be of no episode."""
@@ -277,14 +293,28 @@ class OpenSteps:
 
     def _take_form(self, steps: Steps, schema: Schema) -> None:
         """Have columns for steps of a schema."""
-        if not self.slots:
-            self.columns = {}
         size = len(self.owner)
+        if not self.slots:
+            small = {
+                path: schema.entries[path]
+                for path, column in steps.columns.items()
+                if isinstance(column, Tensor) and column.is_cpu and not _is_twin(path, schema)
+            }
+            self.columns = self._packed(set(records_for(small, size, _MEMORY).values()))
         for path, column in steps.columns.items():
             if path not in self.columns:
                 fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
                 self.columns[path] = fresh or _Items(type(column), size)
         self.schema = schema
+
+    def _packed(self, records: Iterable[Record]) -> dict[Path, _Tensors | _Items]:
+        """Have these records; the columns in them."""
+        self._records = [(record, _Tensors(record.data)) for record in records]
+        return {
+            path: _Tensors(entry)
+            for record, _ in self._records
+            for path, entry in record.entries(record.data).items()
+        }
 
     def _lay_out(self, more: int) -> None:
         """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
@@ -292,7 +322,16 @@ class OpenSteps:
         size = max(64, 3 * (len(live) + more))
         if size <= len(self.owner) <= 2 * size:
             size = len(self.owner)  # Memory that is in use already is the fastest.
-        columns = {path: column.laid_out(live, size) for path, column in self.columns.items()}
+        taken = [(record, tensors.take(live)) for record, tensors in self._records]
+        packed = self._packed([record.like(size) for record, _ in taken])
+        for (_, tensors), (_, values) in zip(self._records, taken, strict=True):
+            tensors.put(0, values)
+        columns = {
+            path: packed[path]
+            if path in packed and isinstance(column, _Tensors)
+            else column.laid_out(live, size)
+            for path, column in self.columns.items()
+        }
         owner = np.full(size, -1, dtype=np.int32)
         owner[: len(live)] = self.owner[live]
         place = np.zeros(self.tail + 1, dtype=np.int64)
@@ -308,7 +347,7 @@ class _Tensors:
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
-        self._array = _numpy(held)
+        self._array = as_array(held)
         self._bits = None if self._array is None else bits(held).numpy().reshape(len(held), -1)
 
     @classmethod
@@ -320,7 +359,7 @@ class _Tensors:
 
     def put(self, first: int, column: Any) -> None:
         """Write the values of some steps."""
-        array = None if self._array is None else _numpy(column)
+        array = None if self._array is None else as_array(column)
         if array is None or self._array is None:
             self.held[first : first + len(column)].copy_(column)
         else:
@@ -330,23 +369,20 @@ class _Tensors:
         """The values in some rows."""
         if self._array is None:
             return self.held.index_select(0, torch.from_numpy(rows).to(self.held.device))
-        taken = torch.from_numpy(self._array.take(rows, 0))
+        taken = torch.from_numpy(_rows_at(self._array, rows))
         return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
 
     def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
         """The bits in some rows: integers ``[n, w]``."""
         if self._bits is None:
             return bits_at(self.held, rows)
-        return self._bits[rows] if isinstance(rows, slice) else self._bits.take(rows, 0)
+        return self._bits[rows] if isinstance(rows, slice) else _rows_at(self._bits, rows)
 
     def laid_out(self, rows: np.ndarray, size: int) -> _Tensors:
         """The values in some rows, with room for ``size``."""
         new = _Tensors.like(self.held, size)
         new.put(0, self.take(rows))
         return new
-
-    def release(self, rows: np.ndarray) -> None:
-        """Nothing to let go of: rows are overwritten."""
 
     def as_items(self) -> _Items:
         """The values one by one."""
@@ -391,15 +427,16 @@ class _Items:
             self.items[row] = None
 
 
-def _numpy(tensor: Tensor) -> np.ndarray | None:
-    """The memory of a tensor as an array; None if it is not on the CPU."""
-    if not tensor.is_cpu or tensor.layout != torch.strided:
-        return None
-    try:
-        array: np.ndarray = tensor.numpy()
-    except TypeError:  # numpy has no such dtype
-        array = bits(tensor).numpy()
-    return array
+def _rows_at(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Some rows of an array: a copy."""
+    # take() is the faster, but first copies the whole of an array that is part of another.
+    found: np.ndarray = array.take(rows, 0) if array.flags.c_contiguous else array[rows]
+    return found
+
+
+def _is_twin(path: Path, schema: Schema) -> bool:
+    """Whether an entry is the next of another one: the storage reads it from that one's rows."""
+    return path[0] == "next" and path[1:] in schema.entries
 
 
 def _unused(key: int, known: Mapping[Label, int]) -> Label:

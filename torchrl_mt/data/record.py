@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.ring import Blocks, Moves
-from torchrl_mt.data.rows import Windows, dense, plan_values
+from torchrl_mt.data.rows import Windows, dense, plan_values, run
 from torchrl_mt.data.schema import Entry
 from torchrl_mt.data.steps import Path
 
@@ -67,6 +68,12 @@ class Record:
         self.shapes = dict(shapes)
         """The entries, in the order in which they lie in a record."""
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
+        record = torch.empty(1, sum(self._sizes), dtype=dtype, device="meta")
+        self._places = [
+            (part.storage_offset() * dtype.itemsize, part.stride())
+            for part in self.entries(record).values()
+        ]
+        """Of each entry, the bytes before it in a record, and its strides."""
         self._memory = memory
         self._hold(memory.empty((capacity, sum(self._sizes)), dtype))
 
@@ -89,15 +96,34 @@ class Record:
 
     def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
         """What stores the entries of whole episodes: all of them, in one go."""
-        parts = []
-        for path, shape in self.shapes.items():
-            values = dense(columns[path])
-            parts.append(values if len(shape) == 1 else values.reshape(len(values), -1))
-        return plan_values(self.data, blocks, torch.cat(parts, 1))
+        parts = [dense(columns[path]) for path in self.shapes]
+        first, width = parts[0], self.data.shape[1]
+        if self._are_side_by_side(parts):
+            records = first.as_strided((len(first), width), (width, 1))
+            return plan_values(self.data, blocks, records)
+        entries = self.entries(self.data).values()
+        return partial(
+            run,
+            [plan_values(entry, blocks, part) for entry, part in zip(entries, parts, strict=True)],
+        )
+
+    def _are_side_by_side(self, parts: Iterable[Tensor]) -> bool:
+        """Whether entries of steps lie in memory as they do in a record."""
+        begin = None
+        for part, (offset, stride) in zip(parts, self._places, strict=True):
+            begin = part.data_ptr() if begin is None else begin
+            if part.stride() != stride or part.data_ptr() != begin + offset:
+                return False
+        return True
+
+    def like(self, capacity: int) -> Record:
+        """A record of the same entries for ``capacity`` rows, whose values are yet to be written."""
+        new = copy(self)
+        new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
+        return new
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
         """The records for a ring of ``capacity`` rows to which the rows have moved."""
-        new = copy(self)
-        new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
+        new = self.like(capacity)
         moves.rows(self.data, new.data)
         return new

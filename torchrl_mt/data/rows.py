@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_mt.data.memory import Memory, to_device
 from torchrl_mt.data.ring import Blocks
-from torchrl_mt.data.schema import bits
+from torchrl_mt.data.schema import as_array, bits
 from torchrl_mt.data.steps import Rows
 
 if TYPE_CHECKING:
@@ -122,18 +123,32 @@ def run(operations: Iterable[Callable[[], Any]]) -> None:
 
 def plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
     """What writes a column of whole episodes to their rows of ``data``."""
-    values, pieces = dense(column), blocks.pieces
-    if len(pieces) > _FEW_PIECES:
+    values = dense(column)
+    to, of = as_array(data), as_array(values)
+    if to is not None and of is not None:  # A copy of arrays is sooner begun than one of tensors.
+        return partial(
+            run,
+            [
+                partial(np.copyto, to[row : row + stop - first], of[first:stop])
+                for row, first, stop in blocks.pieces
+            ],
+        )
+    if len(blocks.pieces) > _FEW_PIECES:
         return plan_rows(data, blocks.rows, values)
-    copies = [
-        partial(data[row : row + stop - first].copy_, values[first:stop])
-        for row, first, stop in pieces
-    ]
-    return partial(run, copies)
+    return partial(
+        run,
+        [
+            partial(data[row : row + stop - first].copy_, values[first:stop])
+            for row, first, stop in blocks.pieces
+        ],
+    )
 
 
 def plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
     """What writes one value to each of the rows of ``data``."""
+    to, of = as_array(data), as_array(values)
+    if to is not None and of is not None:
+        return partial(to.__setitem__, rows.numpy(), of)
     places, values = rows.to(data.device), bits(values.to(data.device, data.dtype).contiguous())
     return partial(run, [partial(bits(data).index_copy_, 0, places, values)])
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, name_of
 
-__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "bits"]
+__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "as_array", "bits"]
 
 PROMPT: Path = ("tokens", "prompt")
 RESPONSE: Path = ("tokens", "response")
@@ -224,6 +226,19 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
+def as_array(tensor: Tensor) -> np.ndarray | None:
+    """The tensor's memory as an array, of its bits where NumPy has no such dtype; None if it is not in
+    the CPU's memory.
+    """
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        return None
+    try:
+        array: np.ndarray = tensor.numpy()
+    except TypeError:
+        array = bits(tensor).numpy()
+    return array
+
+
 def _source(path: Path) -> Path:
     """The entry that ``path`` is the next of; () if none."""
     return path[1:] if path[0] == "next" else ()
@@ -270,6 +285,10 @@ def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
     here, following = compared
     if lengths.shape[0] == 1:
         return torch.equal(here[1:], following[:-1])
+    if here.is_cpu:
+        differs = here.numpy()[1:] != following.numpy()[:-1]
+        differs[[stop - 1 for stop in accumulate(lengths.tolist()[:-1])]] = False
+        return not differs.any()
     goes_on = torch.ones(steps.length, dtype=torch.bool, device="cpu")
     goes_on[lengths.cumsum(0) - 1] = False
     step = goes_on.nonzero().squeeze(1).to(here.device)

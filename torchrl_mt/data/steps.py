@@ -98,6 +98,8 @@ class Steps:
         Raises:
             ValueError: if a tensor has no values in memory, or is sparse; names the key.
         """
+        if all(_is_on(column, device) for column in self.columns.values()):
+            return self
         columns = {path: _moved(path, column, device) for path, column in self.columns.items()}
         return replace(self, columns=columns)
 
@@ -427,11 +429,18 @@ def _part(column: Column, start: int, stop: int) -> Column:
     return type(column)(column.items[start:stop])
 
 
+def _is_on(column: Column, device: torch.device) -> bool:
+    """Whether a column is a dense tensor on ``device``."""
+    if not isinstance(column, Tensor) or column.layout is not torch.strided:
+        return False
+    return column.is_cpu if device.type == "cpu" else column.device == device
+
+
 def _moved(path: Path, column: Column, device: torch.device) -> Column:
     """A column on ``device``."""
     if isinstance(column, Objects):
         return Objects([own(item, device) for item in column.items])
-    if isinstance(column, Tensor) and column.layout is torch.strided and column.device == device:
+    if _is_on(column, device):
         return column
     for tensor in column.items if isinstance(column, Rows) else [column]:
         if tensor.layout != torch.strided or tensor.device.type == "meta":

@@ -348,7 +348,7 @@ class EpisodeStore:
             leaving = self._leaving(len(lengths), steps.length, tokens, recount)
         ring = rows.ring.copy()
         rows = _RingRows(ring, rows.pad, rows.slack)
-        first, moves, left = self._first_after(leaving), None, None
+        first, moves, left = self._first_after(leaving) if leaving else None, None, None
         if leaving:
             ring.pop(next_start=first)
             if schema.has_objects or any(map(_has_exceptions, columns.values())):
@@ -409,6 +409,8 @@ class EpisodeStore:
         """How many of the oldest of such episodes do not fit beside the later ones."""
 
         def beyond(sizes: Tensor, budget: int) -> int:
+            if sum(sizes.tolist()) <= budget:
+                return 0
             return int((sizes.flip(0).cumsum(0) > budget).sum())
 
         skipped = {"max_steps": beyond(lengths, self.max_steps)}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from signal import SIGINT
 from typing import Any
+
+try:
+    # Those of the signal module look every handler up in an enum, which takes as long as a small write.
+    from _signal import getsignal, signal
+except ImportError:
+    from signal import getsignal, signal
 
 __all__ = ["undisturbed"]
 
@@ -27,7 +33,7 @@ def undisturbed() -> Iterator[None]:
     It strikes in the main thread only; elsewhere there is nothing to do.
 
     Examples:
-        >>> import os
+        >>> import os, signal
         >>> try:
         ...     with undisturbed():
         ...         os.kill(os.getpid(), signal.SIGINT)
@@ -36,7 +42,7 @@ def undisturbed() -> Iterator[None]:
         ...     done
         True
     """
-    before = signal.getsignal(signal.SIGINT)
+    before = getsignal(SIGINT)
     if isinstance(before, _Later):  # The body of another waits already.
         yield
         return
@@ -44,10 +50,10 @@ def undisturbed() -> Iterator[None]:
         yield
         return
     later = _Later()
-    signal.signal(signal.SIGINT, later)
+    signal(SIGINT, later)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal(SIGINT, before)
         if later.args is not None:
             before(*later.args)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from numbers import Integral
 from pathlib import Path as FilePath
 from typing import Any, Literal
@@ -538,9 +539,10 @@ class EpisodeWriter(Writer):
 
     def _check_lengths(self, batch: Batch) -> None:
         """Refuse what can never be stored."""
-        sizes, budget = batch.segments.sizes, self._max_length
-        if budget is None or not len(sizes) or sizes.max() <= budget:
+        budget = self._max_length
+        if budget is None or batch.steps.length <= budget or batch.segments.sizes.max() <= budget:
             return
+        sizes = batch.segments.sizes
         i = int(sizes.argmax())
         raise ValueError(
             f"episode {batch.segments.keys[i]} is refused: an episode of {sizes[i]} steps does not fit "
@@ -579,7 +581,6 @@ class EpisodeWriter(Writer):
         opened.assign(batch.segments, batch.order, slots)
         ended = np.flatnonzero(batch.ended).tolist()
         whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
-        names: dict[int, Label] = {int(slots[i]): keys[i] for i in ended}
         for slot in found.broken:
             whys[slot] = "break"
         for slot in found.beyond:
@@ -589,9 +590,8 @@ class EpisodeWriter(Writer):
         gone = []
         rows_of = opened.rows_of([*whys], first + batch.steps.length)
         for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
-            name = opened.labels.get(slot, names.get(slot))
-            if name is None:
-                name = keys[int(np.flatnonzero(slots == slot)[0])]
+            known = slot in opened.labels
+            name = opened.labels[slot] if known else keys[found.fresh[slot]]
             gone.append(_Gone(slot, rows, name, why))
         gone.sort(key=lambda episode: int(episode.rows[-1]))
         return gone
@@ -624,18 +624,19 @@ class EpisodeWriter(Writer):
         elif gone:
             kept = self._worthwhile(gone)
             episodes = self._taken(kept) if kept else batch.steps
-        stored, lengths = _nothing(), _nothing()
         if kept:
             episodes, lengths = self._transformed(episodes, kept)
         with undisturbed():
             if kept:
                 stored, kept, lengths = self._stored(episodes, lengths, kept)
+                self._write_count += sum(lengths.tolist())
+            else:
+                stored = lengths = _nothing()
             if found is not None:
                 left = {episode.slot: episode.rows for episode in gone}
                 self._open.commit(batch.segments, batch.order, found.slots, found.fresh, left)
                 self._count(batch, found, gone, len(kept))
             self._continuity = continuity
-            self._write_count += sum(lengths.tolist())
         return (
             _aligned(batch, shape, kept, lengths, stored, first) if self._sets_indices() else stored
         )
@@ -656,9 +657,11 @@ class EpisodeWriter(Writer):
         """The steps of episodes, one after the other; those that have not ended are marked."""
         rows = [episode.rows for episode in gone]
         steps = self._open.take(np.concatenate(rows) if len(rows) > 1 else rows[0])
-        lasts = np.cumsum([len(each) for each in rows]) - 1
-        cut = [int(at) for at, e in zip(lasts, gone, strict=True) if e.why != "ended"]
-        return self._end_flags.truncate(steps, cut) if cut else steps
+        if all(episode.why == "ended" for episode in gone):
+            return steps
+        lasts = accumulate(map(len, rows))
+        cut = [at - 1 for at, e in zip(lasts, gone, strict=True) if e.why != "ended"]
+        return self._end_flags.truncate(steps, cut)
 
     def _stored(
         self, episodes: Steps, lengths: Tensor, gone: list[_Gone]
@@ -731,7 +734,7 @@ class EpisodeWriter(Writer):
         """Whether the buffer that this writer belongs to sets indices in the data."""
         return any(
             isinstance(buffer, TensorDictReplayBuffer) and getattr(buffer, "_writer", None) is self
-            for buffer in self._storage._attached_entities
+            for buffer in self._storage._attached_entities_iter()
         )
 
     def _transformed(self, episodes: Steps, gone: list[_Gone]) -> tuple[Steps, Tensor]:
@@ -827,6 +830,8 @@ def _aligned(
     is_one = batch.places is None and len(gone) == 1 and gone[0].rows[0] == first
     if is_one and len(gone[0].rows) == shape.numel() == len(stored):
         return stored.view(shape)  # The batch is one whole episode.
+    if not gone:
+        return torch.full(shape, -1, device="cpu")
     index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
     # Of all that was stored, the first may have left again.
     for episode, length in zip(reversed(gone), reversed(lengths.tolist()), strict=True):
