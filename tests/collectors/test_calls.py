@@ -106,9 +106,7 @@ class SlowEngine(ScriptedEngine):
     ],
 )
 @pytest.mark.parametrize("staleness", [None, 1])
-def test_who_waits_long_says_once_what_for(
-    tokenizer, where, what, staleness, caplog, monkeypatch
-):
+def test_who_waits_long_says_once_what_for(tokenizer, where, what, staleness, caplog, monkeypatch):
     monkeypatch.setattr(tally, "_LONG", 0.05)
     engine, gate = SlowEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id]), []
     engine.gate = gate if where == "engine" else None

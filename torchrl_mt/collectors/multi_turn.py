@@ -416,7 +416,9 @@ class MultiTurnCollector(BaseCollector):
                 reward=f"{_mean_reward(episodes):.3g}",
                 rejected=self._tally.stats()["rejected"],
                 version=self.policy_version,
-                **({"refused": self._tally.count("groups/refused")} if self._filters_groups else {}),
+                **(
+                    {"refused": self._tally.count("groups/refused")} if self._filters_groups else {}
+                ),
             )
         return batch if self.replay_buffer is None else None
 
@@ -592,10 +594,10 @@ class MultiTurnCollector(BaseCollector):
             ``waiting/longest``, seconds for which an episode has waited for one call of the engine or of
             its environment; ``time/engine``, ``time/environment`` and ``time/waiting``, whose the time
             of episodes was, from their beginning to their delivery, as parts of 1;
-            ``tokens_per_second``; over the last batch ``turns_per_episode`` and ``tokens_per_turn``, both means, and ``staleness/mean`` and
-            ``staleness/max``, the versions between an episode's oldest token and its delivery;
-            ``policy_version``; with ``dump_dir`` ``dump_errors``; the counts of evaluations under
-            ``eval/``.
+            ``tokens_per_second``; over the last batch ``turns_per_episode`` and ``tokens_per_turn``,
+            both means, and ``staleness/mean`` and ``staleness/max``, the versions between an episode's
+            oldest token and its delivery; ``policy_version``; with ``dump_dir`` ``dump_errors``; the
+            counts of evaluations under ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
         stats |= self._tally.waiting()

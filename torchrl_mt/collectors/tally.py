@@ -205,5 +205,5 @@ class Tally:
         settled = [episode for episode in found if episode is not None]
         for episode in settled:
             self._seconds["total"] += time.monotonic() - episode.begun  # type: ignore[assignment]
-            self._seconds.update(episode.calls.seconds)  # type: ignore[arg-type]
+            self._seconds.update(episode.calls.seconds)
         return settled
