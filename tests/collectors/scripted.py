@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torchrl_mt.engines import Completion
@@ -12,8 +12,14 @@ from torchrl_mt.engines import Completion
 class ScriptedEngine:
     """Answer with ``rule(prompt_ids)``; record every call as ``(prompt_ids, completion)``."""
 
-    def __init__(self, tokenizer: Any, rule: Callable[[list[int]], list[int]]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        rule: Callable[[list[int]], list[int]],
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self.tokenizer = tokenizer
+        self.stop_ids = {tokenizer.eos_token_id, *stop_ids}
         self.rule = rule
         self.calls: list[tuple[list[int], Completion]] = []
         self.running = self.most_running = 0
@@ -30,7 +36,7 @@ class ScriptedEngine:
             token_ids = self.rule(list(prompt_ids))[:max_new_tokens]
         finally:
             self.running -= 1
-        stopped = bool(token_ids) and token_ids[-1] == self.tokenizer.eos_token_id
+        stopped = bool(token_ids) and token_ids[-1] in self.stop_ids
         answer = Completion(
             token_ids,
             [-0.001 * len(self.calls) - 0.1 * i for i in range(len(token_ids))],

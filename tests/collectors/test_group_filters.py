@@ -133,3 +133,24 @@ def test_one_that_raises_refuses_by_its_cause(engine):
     ) as collector:
         next(iter(collector))
     assert collector.stats()["rejected/ZeroDivisionError"] >= 4
+
+
+def test_a_curriculum_is_told_of_groups_that_were_refused(engine):
+    """That an item teaches nothing is what it steers by."""
+
+    class Told:
+        def __init__(self):
+            self.left, self.reports = iter(items(12, every=2)), {}
+
+        def next(self):
+            return next(self.left)
+
+        def report(self, item, episodes):
+            self.reports[item["k"]] = len(episodes)
+
+    data = Told()
+    with MultiTurnCollector(
+        Graded, engine, data, episodes_per_batch=4, group_size=2, accept_group=has_spread
+    ) as collector:
+        assert sum(len(batch) for batch in collector) == 12
+        assert data.reports == dict.fromkeys(range(12), 2)

@@ -176,6 +176,30 @@ def test_all_of_a_batch_may_be_masked(engine, idle_clock):
     assert batch["valid"].tolist() == [False] * 2
 
 
+def test_a_curriculum_is_not_told_of_time_that_ran_out(engine, idle_clock):
+    told = []
+
+    class Told:
+        def next(self):
+            return {}
+
+        def report(self, item, episodes):
+            told.append(len(episodes))
+
+    Slow.number = itertools.count()
+    with MultiTurnCollector(
+        *(Slow, engine, Told()),
+        episodes_per_batch=GROUP,
+        group_size=GROUP,
+        max_concurrency=GROUP,
+        incomplete_groups="keep",
+        limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
+    ) as collector:
+        next(iter(collector))
+        assert told
+        assert set(told) == {2}
+
+
 def test_rows_say_what_turns_say():
     turns = [([1, 2], [3], False, True), ([1, 2, 3, 4], [5], True, True), ([6], [7], True, False)]
     batch = lazy_stack(

@@ -535,3 +535,19 @@ def test_states_of_earlier_versions_are_loaded():
     rb.extend(trajectory(1, 8, ids=7)[5:])
     assert [told(e)[0] for e in rb.storage.episodes()] == [0, 1, 2, 1]
     assert state["open"] == []
+
+
+def test_ids_that_are_changed_in_place_are_other_ids():
+    """An environment may fill one TensorDict again and again."""
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
+    data = TensorDict(
+        {
+            "collector": {"traj_ids": torch.zeros(2, 1, dtype=torch.int64)},
+            "next": {"done": torch.zeros(2, 1, 1, dtype=torch.bool)},
+        },
+        [2, 1],
+    )
+    for first in (0, 2, 0, 4):
+        data["collector", "traj_ids"][:, 0] = torch.tensor([first, first + 1])
+        rb.extend(data)
+    assert rb.writer.open_lengths == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1, 5: 1}

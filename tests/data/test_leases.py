@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, leases
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, leases, memory
 from torchrl_mt.data.leases import Leases
 
 
@@ -61,7 +61,7 @@ def test_threads_never_share_memory():
 @pytest.fixture
 def sampled(make, monkeypatch):
     """Makes buffers of three episodes whose samples take leased memory, however small they are."""
-    monkeypatch.setattr(leases, "_LEAST", 1)
+    monkeypatch.setattr(memory, "LEAST", 1)
 
     def make_buffer(prefetch=None):
         rb = TensorDictReplayBuffer(

@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -108,6 +109,28 @@ def test_entries_that_share_memory_are_stored_as_they_are(make, places, stride, 
     for _ in range(3):
         storage.append(data)
     assert [make.steps(got) for got in storage.episodes()] == 3 * [make.steps(data)]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)])
+def test_entries_that_overlap_in_memory_are_stored_as_they_are(make, shape):
+    values = torch.arange(100.0 * torch.Size(shape).numel()).view(100, *shape)
+    done = torch.arange(5) == 4
+    data = TensorDict({"o": values[:5], "p": values[1:6], "next": {"done": done}}, [5])
+    storage = EpisodeStorage(40, share_next=False)
+    for _ in range(2):
+        storage.append(data)
+    assert [make.steps(got) for got in storage.episodes()] == 2 * [make.steps(data)]
+
+
+def test_columns_of_one_array_are_stored_as_they_are(make):
+    """NumPy's memory, which is two tensors' that know nothing of each other."""
+    values = np.arange(20.0).reshape(5, 4)
+    x, y = torch.from_numpy(values[:, :3]), torch.from_numpy(values[:, 3:])
+    data = TensorDict({"x": x, "y": y, "next": {"done": torch.arange(5) == 4}}, [5])
+    storage = EpisodeStorage(40)
+    for _ in range(2):
+        storage.append(data)
+    assert [make.steps(got) for got in storage.episodes()] == 2 * [make.steps(data)]
 
 
 def sampled(make, sampler):

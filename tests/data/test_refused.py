@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -131,3 +132,14 @@ def test_episodes_that_leave_as_they_come_are_counted(make):
     assert storage.table.oldest == one_by_one.table.oldest == 2
     assert storage.table.first == one_by_one.table.first == 7
     assert storage.table.end == one_by_one.table.end == 13
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()])
+def test_steps_without_values_are_refused_as_they_come(odd):
+    """Not once their episode has ended."""
+    rb = ReplayBuffer(storage=EpisodeStorage(10), writer=EpisodeWriter())
+    data = TensorDict({"next": {"done": torch.zeros(2, 1, dtype=torch.bool)}}, [2])
+    data._tensordict["a"] = odd
+    with pytest.raises(ValueError, match="'a' must be a dense tensor with values, got layout"):
+        rb.extend(data)
+    assert rb.writer.open_lengths == {}

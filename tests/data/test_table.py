@@ -1,8 +1,9 @@
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data.table import EpisodeTable
+from torchrl_mt.data.table import Choice, EpisodeTable, search
 
 events = st.lists(
     st.one_of(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 9)), max_size=80
@@ -31,23 +32,23 @@ def test_table_equals_a_plain_list(events, span, late):
         assert table.first == steps - sum(lengths)
         assert table.next == stored
         assert table.oldest == stored - len(model)
-        assert table.total("clips", span) == sum(max(0, n - span + 1) for n in lengths)
+        assert table.total(Choice(span)) == sum(max(0, n - span + 1) for n in lengths)
     for asked in (span, late):
         clips = [(e, k) for e, (n, _) in enumerate(model) for k in range(n - asked + 1)]
-        found = table.locate(torch.arange(len(clips)), "clips", asked) if clips else ([], [])
+        found = search(table.before(Choice(asked)), np.arange(len(clips))) if clips else ([], [])
         assert list(zip(*(x.tolist() for x in found), strict=True)) == clips if clips else True
         holding = [e for e, (n, _) in enumerate(model) if n >= asked]
-        assert table.total("episodes", asked) == len(holding)
+        assert table.total(Choice(asked, "episodes")) == len(holding)
         if holding:
-            found, rest = table.locate(torch.arange(len(holding)), "episodes", asked)
+            found, rest = search(table.before(Choice(asked, "episodes")), np.arange(len(holding)))
             assert found.tolist() == holding
             assert not rest.any()
     steps = [(e, k) for e, (n, _) in enumerate(model) for k in range(n)]
     if steps:
-        found = table.find(torch.arange(len(steps)))
+        found = table.find(np.arange(len(steps)))
         assert list(zip(*(x.tolist() for x in found), strict=True)) == steps
         ends = torch.tensor([n for n, _ in model]).cumsum(0).tolist()
-        episodes, offsets = (torch.tensor(column) for column in zip(*steps, strict=True))
+        episodes, offsets = (np.array(column) for column in zip(*steps, strict=True))
         numbers, rows = table.places(episodes, offsets)
         assert numbers.tolist() == list(range(table.first, table.end))
         assert rows.tolist() == [model[e][1] + k for e, k in steps]

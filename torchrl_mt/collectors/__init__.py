@@ -1,8 +1,13 @@
 """Collectors: whole episodes of many conversations at once, as TED."""
 
 from torchrl_mt.collectors import context
-from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.context import EpisodeContext
+from torchrl_mt.collectors.curriculum import (
+    Curriculum,
+    SuccessRateCurriculum,
+    WeightedCurriculum,
+)
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.group_filters import has_spread
 from torchrl_mt.collectors.limits import Limits, StopReason
@@ -11,14 +16,18 @@ from torchrl_mt.collectors.recorder import LimitReached
 from torchrl_mt.collectors.workflow import Workflow
 
 __all__ = [
+    "Answer",
     "ChatTokens",
+    "Curriculum",
     "Episode",
     "EpisodeContext",
     "LimitReached",
     "Limits",
     "MultiTurnCollector",
     "StopReason",
+    "SuccessRateCurriculum",
     "Turn",
+    "WeightedCurriculum",
     "Workflow",
     "context",
     "episodes_to_tensordict",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,10 +24,15 @@ from torchrl_mt.collectors.chat_template import (
     common_length,
     special_tokens,
 )
+from torchrl_mt.collectors.replies.formats import TURN_ENDS
+from torchrl_mt.collectors.replies.parsing import decode
 
-__all__ = ["ChatTokens", "OnBreak"]
+__all__ = ["Answer", "ChatTokens", "OnBreak", "Template"]
 
 _logger = logging.getLogger("torchrl_mt")
+
+Template: TypeAlias = Literal["original", "training"]
+"""The tokenizer's chat template, or that with what makes it rewrite dialogues taken out."""
 
 OnBreak: TypeAlias = Literal["fork", "append"]
 """What to do where a template rewrites what the model was shown or has said."""
@@ -35,9 +41,25 @@ _CACHE_SIZE = 1024
 _LONGEST_CACHED = 1000
 """Characters; a tool's long answer is rarely seen twice and would fill memory."""
 
+_PROMPT_END = 32
+"""Tokens at the end of a prompt by which an answer is parsed: they may open its thoughts."""
+
 _Key: TypeAlias = tuple[tuple[tuple[str, Any], ...], ...]
 """Messages as something that can be hashed."""
 _Renderer: TypeAlias = Callable[[_Key], list[int]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response in the forms that it is needed in."""
+
+    text: str
+    """All that was sampled but the stop token, special tokens included."""
+    message: dict[str, Any]
+    """Its parts: ``content``, and where there are such ``reasoning_content`` and ``tool_calls``, each
+    with an ``id``."""
+    in_dialogue: dict[str, Any]
+    """The message that stands for it where the chat template renders the dialogue."""
 
 
 class ChatTokens:
@@ -52,6 +74,9 @@ class ChatTokens:
         on_break: what :meth:`follow` does with a template that is not prefix-stable. ``"fork"``
             renders a dialogue again, but only if the template would rewrite this one; ``"append"``
             never does, so that everything stays in view as the model saw and said it.
+        template: ``"training"`` renders by a template of the same family that shows the model the
+            same opening, and keeps the thoughts of earlier turns. It is made from the tokenizer's own;
+            :attr:`source` has it.
         template_kwargs: what else ``tokenizer.apply_chat_template`` is given whenever it renders
             anything: ``tools`` (JSON schemas or functions), ``documents``, and any variable of the
             template, such as ``enable_thinking``. One that the template does not read changes nothing.
@@ -60,8 +85,9 @@ class ChatTokens:
         TypeError: if ``template_kwargs`` is no mapping, or holds what is no plain data (text, numbers,
             booleans, ``None``, and mappings and lists of them) nor a function among ``tools``.
         ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
-            write the assistant's content, if ``on_break`` is unknown, or if ``template_kwargs`` has a
-            name that says how a template is rendered (``tokenize``, ``add_generation_prompt``...).
+            write the assistant's content, if ``on_break`` or ``template`` is unknown, if there is no
+            training template for it, or if ``template_kwargs`` has a name that says how a template is
+            rendered (``tokenize``, ``add_generation_prompt``...).
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
@@ -69,7 +95,7 @@ class ChatTokens:
         >>> chat = ChatTokens(tokenizer)
         >>> dialogue = [{"role": "user", "content": "guess"}]
         >>> prompt, answer = chat.open(dialogue), tokenizer("8<end>")["input_ids"]
-        >>> dialogue.append({"role": "assistant", "content": chat.text(answer)})
+        >>> dialogue.append(chat.read(answer, prompt_ids=prompt).in_dialogue)
         >>> hint = [{"role": "user", "content": "higher"}]
         >>> longer = chat.next_prompt(dialogue, hint, prompt, answer, last_token=answer[-1])
         >>> tokenizer.decode(longer)
@@ -83,6 +109,7 @@ class ChatTokens:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         on_break: OnBreak = "fork",
+        template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if tokenizer is None or tokenizer.chat_template is None:
@@ -97,13 +124,20 @@ class ChatTokens:
             )
         if on_break not in get_args(OnBreak):
             raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
+        if template not in get_args(Template):
+            raise ValueError(f"template must be one of {get_args(Template)}, got {template!r}.")
         self._tokenizer = tokenizer
         self.on_break = on_break
         self._has_warned = False
         self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special_tokens(tokenizer)}
+        ends = {*TURN_ENDS}.intersection(special_tokens(tokenizer))
+        self._stop_ids = {tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.eos_token, *ends)}
         self._anchors = self._find_anchors()
         self._template = ChatTemplate(tokenizer, template_kwargs)
+        if template == "training":
+            self._template = self._template.for_training()
         self._closing = self._end_of_turn(self._encode_behind(self._template.closing))
+        self._stop_ids |= self._special_ids.intersection(self._closing)
         # Conversations repeat themselves: the same rules, the same hints.
         self._open_cached = lru_cache(_CACHE_SIZE)(self._open)
         self._extend_cached = lru_cache(_CACHE_SIZE)(self._extend)
@@ -117,6 +151,27 @@ class ChatTokens:
     def breaks(self) -> str | None:
         """How the template rewrites a dialogue, by example; ``None`` if it is prefix-stable."""
         return self._template.breaks
+
+    @property
+    def source(self) -> str:
+        """The chat template in use. To have a trained model served with the same dialogues that it was
+        trained on, set ``tokenizer.chat_template`` to it and save the tokenizer.
+        """
+        return self._template.source
+
+    def announce(self) -> None:
+        """Log what the template does to episodes of many turns, and what that costs."""
+        if self.breaks is None:
+            _logger.info("the chat template is prefix-stable: an episode is one row.")
+        elif self.on_break == "append":
+            self._warn(
+                "an episode is one row, whose earlier turns stay as the model saw and said them"
+            )
+        else:
+            self._warn(
+                "every turn where it does so begins a row of its own: an episode of T turns is up to T "
+                'rows, which repeat its beginning. template="training" and on_break="append" keep one'
+            )
 
     def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render the beginning of a conversation, up to where the model is to answer.
@@ -165,7 +220,8 @@ class ChatTokens:
         """Tokens of the prompt that follows a response.
 
         Args:
-            messages: the whole dialogue, the response (its text) as the last message.
+            messages: the whole dialogue, the response as the last message: its text, or what
+                :meth:`read` gives.
             new_messages: what the environment answered; may be none.
             prompt_ids: the prompt that the response was sampled from.
             answer_ids: the response as it was sampled.
@@ -196,7 +252,8 @@ class ChatTokens:
         is ``"append"``.
 
         Args:
-            messages: the whole dialogue, the response (its text) as the last message.
+            messages: the whole dialogue, the response as the last message: its text, or what
+                :meth:`read` gives.
             new_messages: what the environment answered; may be none.
             answer_ids: the response as it was sampled.
             last_token: the stop token that the response ends with; ``None`` if it was cut.
@@ -214,16 +271,27 @@ class ChatTokens:
                 "messages must hold the dialogue up to the response, whose role is 'assistant', got "
                 f"the roles {[message.get('role') for message in messages]}."
             )
-        if self.stable or self.on_break == "append":
-            if not self.stable:
+        text = self.text(answer_ids, last_token=last_token)
+        stop = "" if last_token is None else decode(self._tokenizer, [last_token])
+        # A template that never rewrites may still lack a field for a part of this very answer.
+        stable = self.stable and not self._template.loses(messages[-1])
+        if stable or self.on_break == "append":
+            if not stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
+            if messages[-1].get("tool_calls") and any(
+                m.get("role") == "tool" for m in new_messages
+            ):
+                # What a tool's answer looks like may depend on the call.
+                behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
+                if behind is not None:
+                    return True, self._without_sampled(self._encode_behind(behind), last_token)
             try:
                 return True, self.extend(new_messages, last_token=last_token)
             except RefusedDialogueError:
                 # What the fixed context does not allow may have its place in this dialogue: a tool's
                 # answer, say, only behind its call.
                 pass
-        whole, behind = self._template.follow(messages, self.text(answer_ids), new_messages)
+        whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
         if behind is not None:
             return True, self._without_sampled(self._encode_behind(behind), last_token)
         if self.on_break == "append":
@@ -231,9 +299,43 @@ class ChatTokens:
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
         return False, self._encode(whole)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Decode a response for the environment, special tokens left out."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def read(
+        self,
+        answer_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]] = (),
+        last_token: int | None = None,
+    ) -> Answer:
+        """Parse a response.
+
+        Args:
+            answer_ids: the response as it was sampled.
+            prompt_ids: the prompt that it was sampled from, or its end: it may open the thoughts.
+            messages: the dialogue so far, whose tool calls are counted for the ids of new ones.
+            last_token: see :meth:`text`.
+
+        Returns:
+            The response as text and as messages. Its content is the whole text if a part of it cannot
+            be read; see :func:`~torchrl_mt.collectors.replies.parse_tool_calls`.
+        """
+        text = self.text(answer_ids, last_token=last_token)
+        before = decode(self._tokenizer, list(prompt_ids[-_PROMPT_END:]))
+        reply, in_dialogue = self._template.read(text, before, messages)
+        return Answer(text, reply.message(), in_dialogue)
+
+    def text(self, token_ids: Sequence[int], *, last_token: int | None = None) -> str:
+        """Decode a response, special tokens included, but for the stop token.
+
+        Args:
+            token_ids: the response as it was sampled.
+            last_token: the stop token that it ends with, if that is none by which the tokenizer's
+                family or its chat template ends a turn.
+        """
+        ids = list(token_ids)
+        if ids and (ids[-1] in self._stop_ids or ids[-1] == last_token):
+            ids.pop()
+        return decode(self._tokenizer, ids)
 
     def _look_up(
         self, cached: _Renderer, plain: _Renderer, messages: Sequence[Mapping[str, Any]]

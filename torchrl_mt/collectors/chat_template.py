@@ -2,7 +2,7 @@
 
 A template is prefix-stable if a prompt, the answer and what follows it add up to the template's own
 rendering of the longer dialogue. White space at the ends of an answer, which templates trim, is no
-difference.
+difference, nor is another notation of the same thoughts, content and tool calls.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
+
+from torchrl_mt.collectors.replies import ParsedReply, ReplyParser
+from torchrl_mt.collectors.replies.history import (
+    ARGUMENT,
+    THOUGHT,
+    AnswerForm,
+    make_ids,
+    name_answers,
+    trial_call,
+)
+from torchrl_mt.collectors.training_templates import candidates
 
 __all__ = [
     "ANSWER",
@@ -39,16 +50,17 @@ _SYSTEM = {"role": "system", "content": "RULES"}
 _USER = {"role": "user", "content": "question"}
 _TOOL = {"role": "tool", "name": "tool", "content": "RESULT"}
 _ASSISTANT = {"role": "assistant", "content": ANSWER}
-_CONTEXTS: tuple[list[dict[str, Any]], ...] = ([_USER], [_SYSTEM, _USER])
+_OPENINGS: tuple[list[dict[str, Any]], ...] = ([_USER], [_SYSTEM, _USER])
+"""What a dialogue may begin with."""
+_CONTEXTS: tuple[list[dict[str, Any]], ...] = _OPENINGS
 """New messages are rendered behind an answer to the first of these that the template takes."""
 
 _OPENED = "<think>\n"
 """What a generation prompt writes that opens the thinking itself."""
-_THOUGHT = "THOUGHT"
 _ANSWERS = {
     "an answer": ANSWER,
-    "an answer with its thinking": f"{_OPENED}{_THOUGHT}\n</think>\n\n{ANSWER}",
-    "an answer cut while thinking": f"{_OPENED}{_THOUGHT}",
+    "an answer with its thinking": f"{_OPENED}{THOUGHT}\n</think>\n\n{ANSWER}",
+    "an answer cut while thinking": f"{_OPENED}{THOUGHT}",
     "an empty answer": "",
 }
 _SHOWN_BEFORE, _SHOWN_AFTER = 20, 50
@@ -72,8 +84,10 @@ class ChatTemplate:
         tokenizer: a tokenizer with a chat template.
         template_kwargs: what else the template is given, whatever it renders; see
             :func:`checked_template_kwargs`.
+        source: the template, if that is not the tokenizer's own.
 
     Attributes:
+        source: the template.
         closing: what the template writes behind every answer: the end of the turn.
         breaks: how it rewrites an earlier part of a dialogue once others follow, shown by an example;
             ``None`` if it does so in none of the dialogues that were tried.
@@ -88,9 +102,12 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
+        source: str | None = None,
     ) -> None:
         given = checked_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
+        self.source = source or _own_source(tokenizer, given.get("tools"))
         # A token of one character has no inside to be split at.
         names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
         self._special = re.compile("|".join(sorted(names)) or "(?!)")
@@ -107,7 +124,67 @@ class ChatTemplate:
         self._marker = f"ANSWER-{token_hex(8)}"
         self._context = self._find_context()
         self.closing = self._find_closing()
+        self.parser = ReplyParser(tokenizer, given.get("tools"))
+        self._form = AnswerForm(self._tried, self._context[:-1], self._marker, self.parser.family)
+        self._calls_are_local = self._find_whether_calls_are_local()
         self.breaks = self._find_break()
+
+    def for_training(self) -> ChatTemplate:
+        """The training template: this one, without what makes it rewrite a dialogue of user and model.
+
+        Returns:
+            One that renders openings alike; this one if there is nothing to change.
+
+        Raises:
+            ValueError: if none is known for this template.
+        """
+        if self.breaks is None and not self._form.drops_thoughts:
+            return self
+        found = []
+        for source in candidates(self.source, reads_thoughts=self._form.takes_thoughts):
+            try:
+                other = ChatTemplate(self._tokenizer, self._template_kwargs, source)
+            except Exception:  # What comes of the change may be no template.
+                continue
+            if other._begins_like(self):
+                found.append(other)
+        # Dialogues with tools may be rewritten for reasons of their own.
+        found = [each for each in [self, *found] if each._find_break(with_tools=False) is None]
+        if found:
+            return min(found, key=lambda each: (each.breaks is not None, each._form.drops_thoughts))
+        raise ValueError(
+            f'template="training" must be given for a chat template that can be kept from rewriting '
+            f'dialogues, got one that cannot: {self.breaks}. Use on_break="append", which keeps '
+            "every turn in view as well, or set tokenizer.chat_template to one that does not."
+        )
+
+    def _begins_like(self, original: ChatTemplate) -> bool:
+        """Whether openings are rendered alike, and what follows a question if the original goes on."""
+        openings: list[list[Mapping[str, Any]]] = [list(asked) for asked in _OPENINGS]
+        question: list[Mapping[str, Any]] = [*self._context[:-1]]
+        call = trial_call(0, self.parser.family)
+        results = name_answers({"tool_calls": [call]}, [_TOOL])
+        # Thoughts in the text are what a training template shows where the original does not.
+        replies = [ParsedReply("", thought, [call]) for thought in (None, THOUGHT)]
+        said = [self._form.write(each, "") for each in replies[: 1 + self._form.takes_thoughts]]
+        told = [[*question, answer, *results * k] for answer in said for k in (1, 2)]
+        asked = original._asked(question)
+        return all(self._asked(each) == original._asked(each) for each in openings) and all(
+            self._asked(each) == theirs or not (theirs or "").startswith(asked or "")
+            for each in told
+            if (theirs := original._asked(each)) is not None
+        )
+
+    def _asked(self, messages: list[Mapping[str, Any]]) -> str | None:
+        """The text of a dialogue up to where the model is to answer; ``None`` if it is refused."""
+        try:
+            return self.render(messages)
+        except RefusedDialogueError:
+            return None
+
+    def loses(self, message: Mapping[str, Any]) -> bool:
+        """Whether an answer has a part that the template never writes."""
+        return self._form.loses(message)
 
     def render(
         self,
@@ -152,8 +229,29 @@ class ChatTemplate:
             )
         return tail
 
+    def read(
+        self, text: str, before: str, messages: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[ParsedReply, dict[str, Any]]:
+        """Parse an answer.
+
+        Args:
+            text: what was said.
+            before: the end of the prompt.
+            messages: the dialogue so far, whose calls are counted.
+
+        Returns:
+            The answer, its calls with ids, and the message that stands for it in a dialogue.
+        """
+        reply = make_ids(self.parser.parse(text, before), messages, self.parser.family)
+        return reply, self._form.write(reply, self.parser.opened_by(before) + text)
+
     def follow(
-        self, messages: Sequence[Mapping[str, Any]], said: str, new: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        said: str,
+        new: Sequence[Mapping[str, Any]],
+        *,
+        stop: str = "",
     ) -> tuple[str, str | None]:
         """Render a dialogue that goes on, and compare it with what the model was shown and said.
 
@@ -161,20 +259,65 @@ class ChatTemplate:
             messages: the dialogue up to the assistant's answer, which is the last.
             said: the text of that answer.
             new: the messages that follow it.
+            stop: the text of the token that ended it.
 
         Returns:
             The whole text, and its part behind the answer; ``None`` instead of that part if the text
-            before it is not the prompt and the answer.
+            before it is not the prompt and the answer, nor another notation of the answer.
         """
         whole = self.render([*messages, *new])
         asked = self.render(messages[:-1])
-        return whole, self._behind(whole, asked, self._split(said, "said"))
+        behind = self._behind(whole, asked, self._split(said, "said"))
+        if behind is None and whole.startswith(asked):
+            behind = self._behind_the_same(whole[len(asked) :], asked, said, stop)
+        return whole, behind
+
+    def behind_calls(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        said: str,
+        new: Sequence[Mapping[str, Any]],
+        *,
+        stop: str = "",
+    ) -> str | None:
+        """What the template writes behind an answer that calls tools, when their answers follow.
+
+        Args:
+            messages: the dialogue up to the assistant's answer, which is the last.
+            said: the text of that answer.
+            new: the messages that follow it.
+            stop: the text of the token that ended it.
+
+        Returns:
+            The text; ``None`` if the answer cannot be found in what the template writes.
+        """
+        if self._calls_are_local:
+            messages = [*self._context[:-1], messages[-1]]
+        try:
+            whole, asked = self.render([*messages, *new]), self.render(messages[:-1])
+        except RefusedDialogueError:
+            return None
+        if not whole.startswith(asked):
+            return None
+        return self._behind_the_same(whole[len(asked) :], asked, said, stop, thoughts=False)
+
+    def _behind_the_same(
+        self, rest: str, asked: str, said: str, stop: str, *, thoughts: bool = True
+    ) -> str | None:
+        """The text behind an answer that is written in another notation, or ``None`` if it is not."""
+        meant = self.parser.parse(said, asked)
+        ends = [re.escape(end) for end in (self.closing, stop) if end.strip()]
+        for end in re.finditer("|".join(ends) or self._special.pattern, rest):
+            written = self.parser.parse(rest[: end.start()].replace(BREAK, ""), asked)
+            if meant.is_kept_by(written, reasoning=thoughts):
+                return rest[end.start() :]
+        return None
 
     def _behind(self, whole: str, asked: str, said: str) -> str | None:
         """The text behind prompt and answer, or ``None`` if it does not begin with them."""
-        if not whole.startswith(asked):
-            return None
         rest, words = whole[len(asked) :], said.strip()
+        if not whole.startswith(asked) or not (words or self.closing):
+            return None
         if rest.startswith(said + self.closing):
             return rest[len(said) :]
         if words:
@@ -215,13 +358,45 @@ class ChatTemplate:
         ends_turn = self._special.search(closing) or not self._special.search(last)
         return closing if ends_turn else last
 
-    def _find_break(self) -> str | None:
+    def _tried(self, messages: list[Mapping[str, Any]]) -> str | None:
+        """The text of a dialogue that ends with an answer; ``None`` if it is refused."""
+        try:
+            return self.render(messages, add_generation_prompt=False)
+        except RefusedDialogueError:
+            return None
+
+    def _find_whether_calls_are_local(self) -> bool:
+        """Whether tools' answers are written alike, whatever came before the call."""
+        if not self._form.takes_calls:
+            return False
+        question = self._context[:-1]
+        dialogues = []
+        for k in (0, 1):
+            call = trial_call(k, self.parser.family)
+            said = self._form.write(ParsedReply("", None, [call]), "")
+            dialogues.append([said, *name_answers({"tool_calls": [call]}, [_TOOL])])
+        try:
+            texts = [self.render([*question, *dialogues[1]])]
+            texts.append(self.render([*question, *dialogues[0], *dialogues[1]]))
+        except RefusedDialogueError:
+            return False
+        tails = [text.rpartition(f"{ARGUMENT}1")[2] for text in texts]
+        return tails[0] == tails[1]
+
+    def _find_break(self, *, with_tools: bool = True) -> str | None:
         """Try short dialogues of all kinds, and describe the first that is rewritten."""
-        opened = self.render(self._context[:-1]).rstrip().endswith(_OPENED.rstrip())
         for name, asked, content, new in _trials():
-            said = content.removeprefix(_OPENED) if opened else content
-            messages = [*asked, {"role": "assistant", "content": said}]
+            if not with_tools and _TOOL in [*asked, *new]:
+                continue
             try:
+                asking = self.render(asked)
+                opened = self.parser.opened_by(asking)
+                if (opened and not content) or (
+                    THOUGHT in content and self.parser.is_closed_by(asking)
+                ):
+                    continue  # It is to think and does not, or the other way round.
+                said = content.removeprefix(_OPENED) if opened else content
+                messages = [*asked, self.read(said, asking)[1]]
                 whole, tail = self.follow(messages, said, new)
                 appended = self.after_context(new)
             except RefusedDialogueError:
@@ -229,20 +404,42 @@ class ChatTemplate:
             if tail is None or tail.lstrip() != appended.lstrip():
                 shown = self.render(asked) + said + appended
                 return _difference(name, [*messages, *new], shown, whole)
-        return self._find_break_of_fields()
+        return self._find_break_of_parts(with_tools)
 
-    def _find_break_of_fields(self) -> str | None:
-        """The same for thoughts in a field of their own, if the template writes them."""
-        answer = {**_ASSISTANT, "reasoning_content": _THOUGHT}
-        for new in ([_USER], [_TOOL]):
-            messages = [_USER, answer, *new]
-            try:
-                shown = self.render(messages[:2], add_generation_prompt=False)
-                whole = self.render(messages)
-            except RefusedDialogueError:
-                continue
-            if _THOUGHT in shown and not whole.startswith(shown):
-                return _difference("an answer with reasoning_content", messages, shown, whole)
+    def _find_break_of_parts(self, with_tools: bool) -> str | None:
+        """The same for thoughts and calls in fields of their own, if the template writes them."""
+        question = self._context[:-1]
+        call = trial_call(0, self.parser.family)
+        results = name_answers({"tool_calls": [call]}, [_TOOL])
+        plain = self._form.write(ParsedReply("ANSWERED"), "ANSWERED")
+        replies: dict[str, tuple[ParsedReply, list[str]]] = {}
+        if self._form.takes_thoughts:
+            replies["an answer with thoughts"] = ParsedReply(ANSWER, THOUGHT), [THOUGHT, ANSWER]
+        if self._form.takes_calls and with_tools:
+            calling = ParsedReply("", None, [call]), [ARGUMENT]
+            replies["an answer that calls a tool"] = calling
+        if self._form.takes_thoughts and self._form.takes_calls and with_tools:
+            calling = ParsedReply("", THOUGHT, [call]), [THOUGHT, ARGUMENT]
+            replies["an answer that calls a tool, with its thinking"] = calling
+        for name, (reply, parts) in replies.items():
+            answer = self._form.write(reply, "")
+            if self._form.loses(answer):
+                continue  # That is seen where such an answer is given.
+            follows: list[list[Mapping[str, Any]]] = [[_USER]]
+            if with_tools:
+                follows.append([_TOOL])
+            if reply.tool_calls:
+                follows = [results, [*results, plain, _USER]]
+            for new in follows:
+                messages = [*question, answer, *new]
+                try:
+                    shown = self.render([*question, answer], add_generation_prompt=False)
+                    whole = self.render(messages)
+                except RefusedDialogueError:
+                    continue
+                end = max(shown.rfind(part) + len(part) for part in parts)
+                if not whole.startswith(shown[:end]):
+                    return _difference(name, messages, shown, whole)
         return None
 
     def _refusal(
@@ -282,6 +479,7 @@ class ChatTemplate:
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
+                chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._kwargs,
@@ -378,6 +576,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Names of a tokenizer's special tokens, those included that only its vocabulary knows as such."""
     added = tokenizer.added_tokens_decoder.values()
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+
+def _own_source(tokenizer: PreTrainedTokenizerBase, tools: Any) -> str:
+    """The chat template that the tokenizer takes with these tools."""
+    return str(tokenizer.get_chat_template(None, tools))
 
 
 def _schemas(tools: Iterable[Any] | None) -> list[Any] | None:

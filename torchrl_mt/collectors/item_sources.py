@@ -5,6 +5,7 @@ Whatever is read at a position is the same whenever it is read, and in whichever
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,9 +17,10 @@ import torch
 from tensordict import is_tensor_collection
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchrl_mt.collectors.curriculum import Curriculum
 from torchrl_mt.collectors.unbatch import unbatch
 
-__all__ = ["Source", "make_source"]
+__all__ = ["Source", "Steered", "make_source"]
 
 _EMPTY = "data must hold at least one item, got none."
 _END = object()
@@ -76,6 +78,13 @@ def make_source(data: Any, *, shuffle: bool, cycle: bool | None, seed: int) -> S
                 f"cycle={cycle}: give data, or leave both out."
             )
         return _Seeds(seed)
+    if isinstance(data, Curriculum):
+        if shuffle or cycle is not None:
+            raise ValueError(
+                f"a {type(data).__name__} chooses its items itself, got shuffle={shuffle} and "
+                f"cycle={cycle}: leave both out."
+            )
+        return Steered(data)
     if isinstance(data, (str, bytes)) or (
         isinstance(data, Mapping) and not is_tensor_collection(data)
     ):
@@ -138,6 +147,78 @@ class _Seeds:
 
     def close(self) -> None:
         pass
+
+
+class Steered:
+    """Items that a :class:`~torchrl_mt.collectors.Curriculum` chooses."""
+
+    by_index = at_once = False
+
+    def __init__(self, curriculum: Curriculum) -> None:
+        self.curriculum = curriculum
+        self.fingerprint = {"kind": "a curriculum"}
+        self._reports: deque[tuple[Any, list[Any]]] = deque()
+        self._failure: RuntimeError | None = None
+
+    def read(self, position: int) -> Any:
+        """The item that the curriculum chooses, once it knows what became of others."""
+        self.hand_over()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self.curriculum.next()
+        except StopIteration:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"next() of the data raised {type(error).__name__}: {error}"
+            ) from error
+
+    def at(self, position: int) -> Any:
+        """Not there: every item is chosen anew."""
+        raise NotImplementedError("a curriculum has no items by index")
+
+    def report(self, item: Any, episodes: list[Any]) -> None:
+        """Keep what became of an item for :meth:`hand_over`; nobody waits for the curriculum."""
+        self._reports.append((item, episodes))
+
+    def hand_over(self) -> None:
+        """Report what became of items; what the curriculum raises is raised by the next read."""
+        while self._reports and self._failure is None:
+            item, episodes = self._reports.popleft()
+            try:
+                self.curriculum.report(item, episodes)
+            except Exception as error:
+                self._failure = RuntimeError(
+                    f"report() of the data raised {type(error).__name__}: {error}"
+                )
+                self._failure.__cause__ = error
+
+    def state(self, position: int) -> dict[str, Any]:
+        """How the curriculum goes on."""
+        state_dict = getattr(self.curriculum, "state_dict", None)
+        return {"curriculum": state_dict() if state_dict is not None else None}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Have the curriculum go on there."""
+        if state["curriculum"] is not None:
+            self.curriculum.load_state_dict(state["curriculum"])  # type: ignore[attr-defined]
+        self._reports.clear()
+        self._failure = None
+
+    def saved(self, items: list[Any]) -> list[Any]:
+        """What to save of items that are being played: themselves, or what they are known by."""
+        key_of = getattr(self.curriculum, "key_of", None)
+        return items if key_of is None else [*map(key_of, items)]
+
+    def restored(self, saved: list[Any]) -> list[Any]:
+        """The items that :meth:`saved` gave; they are being played again."""
+        item_of = getattr(self.curriculum, "item_of", None)
+        return saved if item_of is None else [*map(item_of, saved)]
+
+    def close(self) -> None:
+        """Tell the curriculum what it was not told yet."""
+        self.hand_over()
 
 
 class _Indexed:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from torchrl_mt.collectors.item_sources import Source, make_source
+from torchrl_mt.collectors.item_sources import Source, Steered, make_source
 
 __all__ = ["Item", "Items"]
 
@@ -43,6 +44,7 @@ class Items(Iterator[Item]):
     function that returns                               read again up to the position
     an iterator
     iterators                  as they come, once       the new iterator is read up to the position
+    ``Curriculum``             its own                  exact, if it has ``state_dict``
     =========================  =======================  ===============================================
 
     A ``DataLoader`` that shuffles with a ``generator`` of its own goes on with that generator, whose
@@ -127,7 +129,8 @@ class Items(Iterator[Item]):
             ticket = self._following
             self._following += 1
             self._open[ticket] = None if self._source.by_index else value
-            self._position = self._source.state(self._following)
+            if not isinstance(self._source, Steered):
+                self._position = self._source.state(self._following)
         return Item(ticket, value)
 
     @property
@@ -147,18 +150,32 @@ class Items(Iterator[Item]):
             finally:
                 self._reading.release()
 
-    def done(self, ticket: int) -> None:
+    @property
+    def wants_reports(self) -> bool:
+        """Whether the data is to be told what became of its items."""
+        return isinstance(self._source, Steered)
+
+    def done(self, ticket: int, episodes: Sequence[Any] = ()) -> None:
         """Be done with an item: it is not given out again, after a restart neither.
 
         Args:
             ticket: the item's ticket.
+            episodes: what became of it, for data that asks (:attr:`wants_reports`).
 
         Raises:
             ValueError: if no such item is given out.
         """
         with self._lock:
             self._require_given(ticket)
-            del self._open[ticket]
+            value = self._open.pop(ticket)
+            if isinstance(self._source, Steered):
+                self._source.report(value, list(episodes))
+
+    def hand_over(self) -> None:
+        """Tell the data what became of its items, if it asks; waits while an item is read."""
+        if isinstance(self._source, Steered):
+            with self._reading:
+                self._source.hand_over()
 
     def put_back(self, ticket: int) -> None:
         """Have an item given out again, with the same ticket and before any new one.
@@ -181,15 +198,22 @@ class Items(Iterator[Item]):
             (``"open"``) and, where they cannot be read again, their ``"values"``, the source's
             position (``"source"``), and what the data looks like (``"data"``).
         """
-        with self._lock:
+        source = self._source
+        steered = source if isinstance(source, Steered) else None
+        # What a curriculum does next changes with every report, too.
+        with self._reading if steered else nullcontext(), self._lock:
             tickets = sorted(self._open)
-            by_index = self._source.by_index
+            values = None if source.by_index else [self._open[ticket] for ticket in tickets]
+            position = self._position
+            if steered:
+                steered.hand_over()
+                values, position = steered.saved(values or []), steered.state(self._following)
             return {
-                "data": dict(self._source.fingerprint),
+                "data": dict(source.fingerprint),
                 "following": self._following,
                 "open": tickets,
-                "values": None if by_index else [self._open[ticket] for ticket in tickets],
-                "source": self._position,
+                "values": values,
+                "source": position,
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,6 +235,8 @@ class Items(Iterator[Item]):
             self._source.load(state_dict["source"])
             tickets = list(state_dict["open"])
             values = state_dict["values"] or [None] * len(tickets)
+            if isinstance(self._source, Steered):
+                values = self._source.restored(values)
             self._following = state_dict["following"]
             self._open = dict(zip(tickets, values, strict=True))
             self._again = sorted(tickets)

@@ -25,7 +25,8 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors.background import Background
 from torchrl_mt.collectors.behind import cancel_all
-from torchrl_mt.collectors.chat import OnBreak
+from torchrl_mt.collectors.chat import OnBreak, Template
+from torchrl_mt.collectors.curriculum import Curriculum
 from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
@@ -79,7 +80,8 @@ class MultiTurnCollector(BaseCollector):
             ``"package.module.Class"``.
         policy: the engine that samples the responses, or a TorchRL LLM wrapper. It is not closed by the
             collector unless it is a wrapper.
-        data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set.
+        data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set;
+            or a :class:`~torchrl_mt.collectors.Curriculum`, which chooses by how the episodes went.
             Without data, every group is given ``{"seed": k}`` with a new ``k``.
         episodes_per_batch: how many episodes a batch has: so many, or more if the last group needs it.
         group_size: how many episodes share one item.
@@ -124,8 +126,14 @@ class MultiTurnCollector(BaseCollector):
         seed: of the order of items, and of those made without data.
         sampling: arguments for every call of the engine's ``generate``, evaluations' included.
         workflow_kwargs: arguments for the class that ``env`` is or names.
+        env_workers: run the environments in so many processes of their own, for those that compute:
+            threads share one core. ``env`` is pickled then, as are items and messages, and a script
+            needs ``if __name__ == "__main__":``. A process that dies rejects its own episodes
+            (``rejected/EnvWorkerError``), and another takes its place.
         on_break: what is done where the chat template does not go on from what was sampled; see
             :class:`~torchrl_mt.collectors.ChatTokens`.
+        template: the chat template that dialogues are rendered by: ``"training"`` keeps an episode in
+            one row; likewise.
         template_kwargs: what else the chat template is given with every rendering, such as ``tools``
             or ``enable_thinking=False``; see :class:`~torchrl_mt.collectors.ChatTokens`. A workflow
             makes its own.
@@ -153,7 +161,7 @@ class MultiTurnCollector(BaseCollector):
         self,
         env: TextEnv | Workflow | type | str | Callable[[], Any],
         policy: Engine | Any,
-        data: Iterable[Any] | None = None,
+        data: Iterable[Any] | Curriculum | None = None,
         *,
         episodes_per_batch: int,
         group_size: int = 1,
@@ -176,7 +184,9 @@ class MultiTurnCollector(BaseCollector):
         seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
+        env_workers: int | None = None,
         on_break: OnBreak = "fork",
+        template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -235,8 +245,10 @@ class MultiTurnCollector(BaseCollector):
             accept_group=accept_group,
             tokenizer=tokenizer,
             on_break=on_break,
+            template=template,
             template_kwargs=template_kwargs,
             workflow_kwargs=workflow_kwargs,
+            env_workers=env_workers,
         )
         self._new_items = partial(Items, data, shuffle=shuffle, cycle=cycle)
         self._seeded = data is None or shuffle
@@ -297,6 +309,7 @@ class MultiTurnCollector(BaseCollector):
             while (size := self._next_batch_size()) > 0:
                 groups = self._in_loop(self._next_groups(size))
                 if not groups:
+                    self._items.hand_over()
                     return
                 try:
                     batch = self._deliver(groups)
@@ -403,9 +416,10 @@ class MultiTurnCollector(BaseCollector):
             self._scheduler.settle()
             self._tally.accept(episodes, version=self.policy_version)
             for group in groups:
-                self._items.done(group.ticket)
+                self._scheduler.done(group)
             if self._lead is not None:
                 self._lead.deliver(self._scheduler.given_out, version)
+        self._items.hand_over()
         limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
         self._warn_of_cuts(episodes, limits)
         self._record(episodes)
@@ -771,6 +785,7 @@ class MultiTurnCollector(BaseCollector):
             background.join(left)
             ended = ended and not background.is_alive()
         self._items.close()
+        self._player.close()
         if self._owns_engine:
             self.engine.close()
         self._tally.reject_running(CANCELLED)

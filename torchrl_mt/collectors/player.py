@@ -11,15 +11,16 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_mt.collectors.chat import ChatTokens, OnBreak
+from torchrl_mt.collectors.chat import ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.chat_template import checked_template_kwargs
+from torchrl_mt.collectors.env_workers import EnvWorkers
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.rollout import play_episode
-from torchrl_mt.collectors.workflow import Rejected, Workflow, resolve
+from torchrl_mt.collectors.workflow import AtOnce, MakePlayer, Rejected, Workflow, resolve
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 
@@ -37,8 +38,10 @@ class EpisodePlayer:
         accept_group: given the episodes of a group in TED; false refuses it.
         tokenizer: renders messages; the engine's own if ``None``.
         on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
+        template: likewise.
         template_kwargs: likewise.
         workflow_kwargs: arguments for the class that ``env`` is or names.
+        env_workers: how many processes run the environments; none if ``None``.
     """
 
     def __init__(
@@ -51,16 +54,25 @@ class EpisodePlayer:
         accept_group: AcceptGroup | None,
         tokenizer: Any,
         on_break: OnBreak,
+        template: Template,
         template_kwargs: Mapping[str, Any] | None,
         workflow_kwargs: Mapping[str, Any] | None,
+        env_workers: int | None = None,
     ) -> None:
         self.engine = engine
         self.limits = limits
         self.accept = accept
         self.accept_group = accept_group
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
-        self._make_player = resolve(env, workflow_kwargs)
+        self._workers: EnvWorkers | None = None
+        self._make_player: MakePlayer
+        if env_workers is None:
+            self._make_player = resolve(env, workflow_kwargs)
+        else:
+            self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
+            self._make_player = AtOnce(self._workers.make)
         self._on_break = on_break
+        self._template = template
         self._template_kwargs = checked_template_kwargs(template_kwargs)
         self._chat: ChatTokens | None = None
         if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
@@ -113,10 +125,19 @@ class EpisodePlayer:
             return error
         return None if accepted else Rejected("group_not_accepted")
 
+    def close(self) -> None:
+        """End the processes that run environments."""
+        if self._workers is not None:
+            self._workers.close()
+
     def _get_chat(self) -> ChatTokens:
         """What turns messages into tokens, made when an environment first needs it."""
         if self._chat is None:
             self._chat = ChatTokens(
-                self.tokenizer, on_break=self._on_break, template_kwargs=self._template_kwargs
+                self.tokenizer,
+                on_break=self._on_break,
+                template=self._template,
+                template_kwargs=self._template_kwargs,
             )
+            self._chat.announce()
         return self._chat

@@ -11,15 +11,17 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.behind import Behind
-from torchrl_mt.collectors.chat import ChatTokens
+from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
+from torchrl_mt.collectors.replies.history import name_answers
 from torchrl_mt.collectors.workflow import (
     MakePlayer,
     Player,
@@ -29,6 +31,7 @@ from torchrl_mt.collectors.workflow import (
 )
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
+from torchrl_mt.envs.text_env import takes_message
 
 __all__ = ["play_chat", "play_episode", "play_workflow"]
 
@@ -169,18 +172,23 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                     episode.turns[-1].messages.extend(new)
                 raise
             turn = episode.turns[-1]
-            said = {"role": "assistant", "content": chat.text(answer.token_ids)}
-            turn.messages = [*new, said]
-            dialogue.append(said)
+            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
+            last = answer.token_ids[-1] if stopped else None
+            said = chat.read(
+                answer.token_ids, prompt_ids=prompt, messages=dialogue, last_token=last
+            )
+            turn.messages = [*new, said.message]
+            dialogue.append(said.in_dialogue)
             if answer.finish_reason == "length":
                 episode.stop_reason = reached
                 return
             answered = False
             with episode.calls.call("environment", f"{type(env).__name__}.step"):
-                step = await _answer(env, said["content"], limits, time.perf_counter() - begin)
+                step = await _answer(env, said, limits, time.perf_counter() - begin)
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be", env, "step")
+            new = name_answers(said.message, new)
             episode.judged = True
             if recorder.closed:  # The environment went on when its time was up.
                 raise LimitReached(StopReason.EPISODE_TIMEOUT)
@@ -192,8 +200,6 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             if episode.stop_reason is not None:
                 turn.messages.extend(new)
                 return
-            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
-            last = answer.token_ids[-1] if stopped else None
             goes_on, ids = chat.follow(dialogue, new, answer.token_ids, last_token=last)
             prompt = recorder.continued(ids) if goes_on else ids
             dialogue.extend(new)
@@ -232,14 +238,17 @@ def _close(env: TextEnv) -> None:
         behind.begin(_ask(env, env.close), f"closing {type(env).__name__}")
 
 
-async def _answer(env: TextEnv, response: str, limits: Limits, used: float) -> TextStep:
+async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> TextStep:
     """The environment's answer, in the time that the turn has left."""
     seconds, reason = limits.tool_timeout, StopReason.TOOL_TIMEOUT
     if limits.turn_timeout is not None:
         left = max(limits.turn_timeout - used, 0.0)
         if seconds is None or left < seconds:
             seconds, reason = left, StopReason.TURN_TIMEOUT
-    step = await within(_ask(env, env.step, response), seconds, reason)
+    response = said.text if env.whole_text else said.message["content"]
+    # A copy: what the environment does with it must not change the dialogue.
+    args = (response, deepcopy(said.message)) if takes_message(env.step) else (response,)
+    step = await within(_ask(env, env.step, *args), seconds, reason)
     if not isinstance(step, TextStep):
         raise TypeError(
             f"TextEnv.step must return a TextStep, got {_shown(step)} from {type(env).__name__}.step: "

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torchrl_mt.collectors.behind import cancel_all
-from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.items import Item, Items
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.staleness import Freshness
@@ -181,6 +181,13 @@ class Scheduler:
     def starves(self) -> bool:
         """Whether somebody waits for episodes, and none runs."""
         return self.ready < self._wanted and not self._groups
+
+    def done(self, group: Group) -> None:
+        """Be done with a group's item; its data is told how the episodes went, if it asks."""
+        episodes = group.episodes if self._items.wants_reports else []
+        # Time that ran out is no failure to solve the item.
+        counted = [episodes_to_tensordict([each]) for each in episodes if each.valid is not False]
+        self._items.done(group.ticket, counted)
 
     def settle(self) -> None:
         """The groups that were given out last were delivered."""
@@ -416,7 +423,7 @@ class Scheduler:
         else:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
             self._requeued.pop(group.ticket, None)
-            self._items.done(group.ticket)
+            self.done(group)
         self._changed.set()
         self._freed.set()
 
@@ -426,7 +433,7 @@ class Scheduler:
             self._tally.fail(episode, refusal)
         self._tally.add("groups/refused")
         self._requeued.pop(group.ticket, None)
-        self._items.done(group.ticket)
+        self.done(group)
         self._refused += 1
         attempts, most = self._refused + len(self._ready), self.policy.total_attempts
         if most is not None and attempts >= most:

@@ -24,7 +24,7 @@ from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
-__all__ = ["Rejected", "Workflow", "enter_result", "resolve"]
+__all__ = ["AtOnce", "MakePlayer", "Player", "Rejected", "Workflow", "enter_result", "resolve"]
 
 Player: TypeAlias = "TextEnv | Workflow"
 
@@ -262,6 +262,23 @@ class _Make:
 
     def __call__(self) -> Player:
         return self.make()
+
+
+class AtOnce:
+    """Players made by a function that takes no time.
+
+    Args:
+        make: the function.
+    """
+
+    at_once = True
+
+    def __init__(self, make: Callable[[], Player]) -> None:
+        self._make = make
+
+    def __call__(self) -> Player:
+        """A player for one episode."""
+        return self._make()
 
 
 class _MadeBy:

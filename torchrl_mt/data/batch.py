@@ -229,7 +229,7 @@ def _plain_columns(
     for name, value in data.items():
         where = (*path, name)
         if isinstance(value, Tensor):
-            if value.is_nested:
+            if value.is_nested or value.layout is not torch.strided or value.is_meta:
                 return False
             if value.requires_grad:
                 value = value.detach()

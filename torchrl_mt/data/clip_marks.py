@@ -9,23 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl._utils import _replace_last
 
 from torchrl_mt.data.memory import to_device
-from torchrl_mt.data.ring import runs
-from torchrl_mt.data.schema import Entry
-from torchrl_mt.data.selection import Selection
-from torchrl_mt.data.steps import Path, path_of
-from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.data.steps import Path, Steps, path_of
 
 __all__ = ["ClipMarks", "Cut"]
 
 MASK = ("collector", "mask")
 BURN_IN = ("burn_in",)
-_FLAG = Entry("dense", (1,), torch.bool)
+_FLAG = torch.zeros(0, 1, dtype=torch.bool, device="cpu")
 """What flags look like if none is stored."""
 
 
@@ -33,9 +30,9 @@ _FLAG = Entry("dense", (1,), torch.bool)
 class Cut:
     """How the steps of a sample are cut into clips."""
 
-    offsets: Tensor
+    offsets: np.ndarray
     """int64 ``[n]``: steps of its episode before each clip."""
-    spans: int | Tensor
+    spans: int | np.ndarray
     """Steps of each clip: one number for all, or int64 ``[n]``."""
     width: int | None = None
     """Steps that each takes in the sample, with its padding; None if nothing is padded."""
@@ -45,34 +42,28 @@ class Cut:
         if isinstance(self.spans, int):
             return slice(0, None, self.spans), slice(self.spans - 1, None, self.spans)
         if self.width is None:
-            after = self.spans.cumsum(0)
-            begins = after - self.spans
+            begins = self.spans.cumsum() - self.spans
         else:
-            begins = torch.arange(len(self.spans), device="cpu") * self.width
-            after = begins + self.spans
-        return to_device(begins, device), to_device(after - 1, device)
+            begins = np.arange(len(self.spans)) * self.width
+        first, last = torch.from_numpy(begins), torch.from_numpy(begins + self.spans - 1)
+        return to_device(first, device), to_device(last, device)
 
     def mask(self) -> Tensor:
         """Which steps are no padding: bool ``[N]``, of a sample that may be padded."""
         assert self.width is not None
-        if isinstance(self.spans, int):
-            return torch.ones(len(self.offsets) * self.width, dtype=torch.bool, device="cpu")
-        within = torch.arange(self.width, device="cpu")
-        return (within < self.spans[:, None]).flatten()
+        steps = np.broadcast_to(self.spans, len(self.offsets))
+        return torch.from_numpy((np.arange(self.width) < steps[:, None]).reshape(-1))
 
     def first(self, steps: int) -> Tensor:
         """The first ``steps`` of each clip that does not begin with its episode: bool ``[N]``."""
-        inside = self.offsets > 0
-        width = self.spans if self.width is None else self.width
-        if isinstance(width, int):
-            within = torch.arange(width, device="cpu")
-            return (inside[:, None] & (within < steps)).flatten()
-        within = runs(torch.zeros_like(width), width)
-        return inside.repeat_interleave(width) & (within < steps)
+        widths = np.broadcast_to(self.width or self.spans, len(self.offsets))
+        most = np.where(self.offsets > 0, steps, 0)
+        within = np.arange(widths.sum()) - (widths.cumsum() - widths).repeat(widths)
+        return torch.from_numpy(within < most.repeat(widths))
 
 
 class ClipMarks:
-    """Marks the clips of a selection in what is about to be read.
+    """Marks the clips of a sample.
 
     ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags, set at
     the ends and starts of clips, too; ``terminated`` is as stored. A flag that is not stored is like
@@ -95,44 +86,44 @@ class ClipMarks:
         self._inits = [path_of(key) for key in init_keys]
         self._burn_in = burn_in
         self._known_ends: tuple[Any, Any] = (None, None)
-        """The flags of :meth:`_ends_of` that were last asked for, and for what."""
+        """What :meth:`_ends_of` last gave, and for what."""
 
-    def mark(self, storage: EpisodeStorage, selection: Selection, cut: Cut) -> None:
-        """Put the marks in what is about to be read."""
-        read, schema = selection.read, storage.schema
-        assert schema is not None
+    def mark(self, cut: Cut, device: torch.device, steps: Steps) -> None:
+        """Put the marks in steps that were read on ``device``."""
+        columns = steps.columns
         if self._flags:
             truncated, terminated, done = self._flags
-            entries = [schema.entries.get(path, _FLAG) for path in self._flags]
-            like = next((e for e in entries if e is not _FLAG and e.kind == "dense"), _FLAG)
-            ends = self._ends_of(len(selection.plan), cut, like, storage.device)
-            read[truncated] = ends.clone()
-            if entries[1] is _FLAG:
-                read[terminated] = torch.zeros_like(ends)
-            flag = storage.read_selected(selection, done)
+            ends = self._ends_of(cut, device, steps)
+            columns[truncated] = ends.clone()
+            if terminated not in columns:
+                columns[terminated] = torch.zeros_like(ends)
+            flag = columns.get(done)
             if not isinstance(flag, Tensor):
-                read[done] = ends.clone()
+                columns[done] = ends.clone()
             elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
-                read[done] = flag | ends
+                columns[done] = flag | ends
             else:
-                flag[cut.edges(flag.device)[1]] = True
+                flag[cut.edges(device)[1]] = True
         for path in self._inits:
-            begins = storage.read_selected(selection, path) if path in schema.entries else None
+            begins = columns.get(path)
             if isinstance(begins, Tensor):
-                begins[cut.edges(begins.device)[0]] = True
+                begins[cut.edges(device)[0]] = True
         if cut.width is not None:
-            read[MASK] = to_device(cut.mask(), storage.device)
+            columns[MASK] = to_device(cut.mask(), device)
         if self._burn_in:
-            read[BURN_IN] = to_device(cut.first(self._burn_in), storage.device)
+            columns[BURN_IN] = to_device(cut.first(self._burn_in), device)
 
-    def _ends_of(self, steps: int, cut: Cut, like: Entry, device: torch.device) -> Tensor:
-        """Flags ``[steps, *shape]`` of the ends of clips; kept for clips of one length."""
-        spans = cut.spans
-        known = (steps, spans, like.shape, like.dtype, device)
-        if isinstance(spans, int) and self._known_ends[0] == known:
-            return self._known_ends[1]
-        ends = torch.zeros((steps, *like.shape), dtype=like.dtype, device=device)
+    def _ends_of(self, cut: Cut, device: torch.device, steps: Steps) -> Tensor:
+        """Flags ``[N, *shape]`` of the ends of clips; kept for clips of one length."""
+        stored = (steps.columns.get(path) for path in self._flags)
+        like = next((column for column in stored if isinstance(column, Tensor)), _FLAG)
+        shape, one_length = (steps.length, *like.shape[1:]), isinstance(cut.spans, int)
+        wanted = (shape, like.dtype, device, cut.spans)
+        known, ends = self._known_ends
+        if one_length and known == wanted:
+            return ends
+        ends = torch.zeros(shape, dtype=like.dtype, device=device)
         ends[cut.edges(device)[1]] = True
-        if isinstance(spans, int):
-            self._known_ends = (known, ends)
+        if one_length:
+            self._known_ends = wanted, ends
         return ends

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_mt.data.priority_ring import PriorityRing
 from torchrl_mt.data.ring import runs
 from torchrl_mt.data.storage import EpisodeStorage
-from torchrl_mt.data.table import EpisodeTable, Weight, weigh
+from torchrl_mt.data.table import Choice, EpisodeTable, Unit
 
 __all__ = ["ClipPriorities"]
 
@@ -31,7 +31,7 @@ class ClipPriorities:
         eps: added to every priority.
         dtype: of priorities and weights.
         span: stored steps of a clip; None as long as that is not known.
-        unit: what a clip is, see :func:`~torchrl_mt.data.table.weigh`.
+        unit: what a clip is, see :class:`~torchrl_mt.data.table.Choice`.
         least: see there.
         within: whether new clips get the largest priority of a stored clip instead of the largest
             ever.
@@ -45,7 +45,7 @@ class ClipPriorities:
         dtype: torch.dtype,
         *,
         span: int | None,
-        unit: Weight,
+        unit: Unit,
         least: int,
         within: bool,
     ) -> None:
@@ -134,7 +134,7 @@ class ClipPriorities:
         if numbers.shape[0]:
             is_clip = None if are_clips else self._is_clip(storage, numbers)
             self.ring.set(numbers, priority, self._weigh(priority), is_clip)
-            self._largest = max(self._largest, float(priority.max()))
+            self._largest = max(self._largest, float(priority.numpy().max()))
 
     def importance(self, numbers: Tensor, beta: float) -> Tensor:
         """Importance weights ``(w / w_min) ** -beta`` of drawn clips: ``[n]``."""
@@ -225,16 +225,16 @@ class ClipPriorities:
         if begin >= end or self.span is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         table = storage.table
-        (oldest, newest), _ = table.find(torch.tensor([begin, end - 1], device="cpu") - table.first)
-        episodes = torch.arange(int(oldest), int(newest) + 1, device="cpu")
-        clips = weigh(table.lengths[episodes], self.span, self.unit, self.least)
-        starts, _ = table.places(episodes, torch.zeros_like(episodes))
-        return runs(starts, clips)
+        (oldest, newest), _ = table.find(np.array([begin, end - 1]) - table.first)
+        episodes = np.arange(oldest, newest + 1)
+        clips = Choice(self.span, self.unit, self.least).units(table.lengths.numpy()[episodes])
+        starts, _ = table.places(episodes, 0)
+        return runs(torch.from_numpy(starts), torch.from_numpy(clips))
 
     def _is_clip(self, storage: EpisodeStorage, numbers: Tensor) -> Tensor:
         """Whether a clip begins at stored steps: bool ``[n]``."""
         if self.span is None:
             return torch.zeros_like(numbers, dtype=torch.bool)
-        episodes, offsets = storage.table.find(numbers - storage.table.first)
-        lengths = storage.table.lengths[episodes]
-        return offsets < weigh(lengths, self.span, self.unit, self.least)
+        episodes, offsets = storage.table.find(numbers.numpy() - storage.table.first)
+        lengths = storage.table.lengths.numpy()[episodes]
+        return torch.from_numpy(offsets < Choice(self.span, self.unit, self.least).units(lengths))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import path_of
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.strides import check_strides
-from torchrl_mt.data.table import Weight, weigh
+from torchrl_mt.data.table import Choice, EpisodeTable, Unit, search
 
 __all__ = ["ClipSampler", "Selector"]
 
@@ -190,40 +191,40 @@ class ClipSampler(Sampler):
                 or ``stride`` meets an action, reward or done flag whose shape varies.
         """
         storage = episode_storage(storage, self)
-        num_slices, slice_len = self._clips(batch_size)
+        num_slices, slice_len, clips = self._clips(batch_size)
         with storage.lock:
-            require_episodes(storage, "clips")
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema)
-            episodes, offsets = self._draw(storage, num_slices, slice_len * self.stride)
-            cut = self._cut(storage.table.lengths, episodes, offsets, slice_len)
-            index, selection = storage.select(
+            episodes, offsets = self._draw(storage, num_slices, clips)
+            if self.strict_length and not any(self.span):
+                cut = Cut(offsets, slice_len)
+            else:
+                cut = self._cut(storage.table, episodes, offsets, slice_len)
+            index, _ = storage.select(
                 episodes,
                 cut.offsets,
                 cut.spans,
                 stride=self.stride,
                 rectangular=self.layout == "clips",
                 padded_to=cut.width,
+                mark=partial(self._marks.mark, cut, storage.device),
             )
-            self._marks.mark(storage, selection, cut)
             self._step += 1
             return index, self._facts(storage, episodes, cut, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
         storage = episode_storage(storage, self)
-        _, slice_len = self._clips(batch_size)
+        _, slice_len, _ = self._clips(batch_size)
         return storage.num_clips((slice_len if self.strict_length else 1) * self.stride) > 0
 
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
         storage = episode_storage(storage, self)
-        _, slice_len = self._clips(batch_size)
-        weight: Weight = "clips" if self.strict_length else "clips_or_whole"
-        beyond = self._beyond(slice_len)
-        return storage.table.total(weight, slice_len * self.stride, self._least, beyond)
+        _, _, clips = self._clips(batch_size)
+        return storage.table.total(clips)
 
-    def _clips(self, batch_size: int) -> tuple[int, int]:
-        """Number of clips and steps per clip."""
+    def _clips(self, batch_size: int) -> tuple[int, int, Choice]:
+        """Number of clips, steps per clip, and what to draw them from."""
         name = "slice_len" if self.slice_len is not None else "num_slices"
         divisor = self.slice_len if self.slice_len is not None else self.num_slices
         assert divisor is not None
@@ -234,69 +235,71 @@ class ClipSampler(Sampler):
             )
         other = batch_size // divisor
         num, steps = (other, divisor) if self.slice_len is not None else (divisor, other)
-        _check_burn_in(self.burn_in, steps)
-        return num, steps
+        if self.burn_in:
+            _check_burn_in(self.burn_in, steps)
+        left, right = self.span
+        beyond = (steps - 1 if left is True else left, steps - 1 if right is True else right)
+        unit: Unit = "clips" if self.strict_length else "clips_or_whole"
+        return num, steps, Choice(steps * self.stride, unit, self._least, beyond)
 
-    def _beyond(self, slice_len: int) -> tuple[int, int]:
-        """How many steps of a clip may lie before its episode, and after it."""
-        left, right = (slice_len - 1 if side is True else int(side) for side in self.span)
-        return left, right
-
-    def _cut(self, lengths: Tensor, episodes: Tensor, offsets: Tensor, slice_len: int) -> Cut:
+    def _cut(
+        self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
+    ) -> Cut:
         """The clips that were drawn, without what lies before and after their episodes."""
-        width = slice_len if self.pad_output else None
-        if self.strict_length and not any(self.span):
-            return Cut(offsets, slice_len)
-        held = lengths[episodes]
-        spans = (held // self.stride).clamp_max(slice_len)
+        held = table.lengths.numpy()[episodes]
+        spans = np.minimum(held // self.stride, slice_len)
         if any(self.span):
-            stops = torch.minimum(offsets + spans, held)
-            offsets = offsets.clamp_min(0)
+            stops = np.minimum(offsets + spans, held)
+            offsets = np.maximum(offsets, 0)
             spans = stops - offsets
-        if bool((spans == slice_len).all()):
-            return Cut(offsets, slice_len, width)
-        return Cut(offsets, spans, width)
+        same = (spans == slice_len).all()
+        return Cut(offsets, slice_len if same else spans, slice_len if self.pad_output else None)
 
-    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, storage: EpisodeStorage, num: int, clips: Choice
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
-        table, least, beyond = storage.table, self._least, self._beyond(span)
+        table = storage.table
         if self.weighting == "clip":
-            weight: Weight = "clips" if self.strict_length else "clips_or_whole"
-            total = self._total(storage, weight, span)
+            before, total = self._units(storage, clips)
             if self.selector is None:
                 units = draw_integers(total, num, self._rng)
             else:
-                chosen = self.selector(self._step, storage, num, span)
-                units = _checked(chosen, num, span, total)
-            episodes, offsets = table.locate(units, weight, span, least, beyond)
+                chosen = self.selector(self._step, storage, num, clips.span)
+                units = _checked(chosen, num, clips.span, total)
+            episodes, offsets = search(before, units.numpy())
         else:
-            reach = span if self.strict_length else least
-            units = draw_integers(self._total(storage, "episodes", reach), num, self._rng)
-            episodes, _ = table.locate(units, "episodes", reach)
-            clips = weigh(table.lengths[episodes], span, "clips_or_whole", 1, beyond)
-            offsets = (draw_uniform(num, self._rng) * clips).long().clamp_max(clips - 1)
-        if beyond[0]:
-            offsets = offsets - (table.lengths[episodes].clamp_max(span) - 1).clamp_max(beyond[0])
+            holding = Choice(clips.span if self.strict_length else self._least, "episodes")
+            before, total = self._units(storage, holding)
+            episodes, _ = search(before, draw_integers(total, num, self._rng).numpy())
+            own = clips._replace(unit="clips_or_whole", least=1)
+            number = own.units(table.lengths.numpy()[episodes])
+            drawn = draw_uniform(num, self._rng).numpy() * number
+            offsets = np.minimum(drawn.astype(np.int64), number - 1)
+        if clips.beyond[0]:
+            outside = np.minimum(table.lengths.numpy()[episodes], clips.span) - 1
+            offsets = offsets - np.minimum(outside, clips.beyond[0])
         return episodes, offsets
 
     def _facts(
-        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
+        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """What else the sample's ``info`` says about the clips that were drawn."""
         return {}
 
-    def _total(self, storage: EpisodeStorage, weight: Weight, span: int) -> int:
-        """Units to draw from, at least one."""
-        beyond = (0, 0) if weight == "episodes" else self._beyond(span)
-        total = storage.table.total(weight, span, self._least, beyond)
+    def _units(self, storage: EpisodeStorage, choice: Choice) -> tuple[np.ndarray, int]:
+        """Units to draw from before each episode and in all, at least one."""
+        before = storage.table.before(choice)
+        total = int(before[-1] - before[0])
         if not total:
-            needed = span if self.strict_length else self._least
+            require_episodes(storage, "clips")
+            needed = choice.span if self.strict_length else self._least
             raise RuntimeError(
                 f"no stored episode holds a clip of {needed} steps: the longest has "
                 f"{int(storage.table.lengths.max())}; use shorter clips, a smaller stride or "
                 f"strict_length=False"
             )
-        return total
+        return before, total
 
     def state_dict(self) -> dict[str, Any]:
         """How many samples were drawn."""

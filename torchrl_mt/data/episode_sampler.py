@@ -152,11 +152,10 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
                 episodes = self._any(storage, batch_size)
             else:
                 episodes = self._next(storage, batch_size)
-            lengths = storage.table.lengths[episodes]
-            spans: int | Tensor = lengths
-            if bool((lengths == lengths[0]).all()):
-                spans = int(lengths[0])
-            index, _ = storage.select(episodes, torch.zeros_like(episodes), spans)
+            lengths = storage.table.lengths[episodes].numpy()
+            same = (lengths == lengths[0]).all()
+            spans = int(lengths[0]) if same else lengths
+            index, _ = storage.select(episodes.numpy(), 0, spans)
             return index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Leases"]
+__all__ = ["LEAST", "Leases"]
 
-_LEAST = 1 << 20
+LEAST = 1 << 20
 """Bytes from which on memory is worth keeping."""
 _PARTS = 8
 """A block is at most one of so many parts larger than what was asked for: all of it travels where a
@@ -49,11 +49,6 @@ class Leases:
     def __init__(self) -> None:
         self._spare: dict[int, np.ndarray] = {}
         """Blocks by their id, the one given back last at the end."""
-
-    @staticmethod
-    def worthwhile(nbytes: int) -> bool:
-        """Whether so many bytes are worth keeping."""
-        return nbytes >= _LEAST
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """A vector of ``size`` values that are yet to be written."""

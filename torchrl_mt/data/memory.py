@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.leases import Leases
+from torchrl_mt.data.leases import LEAST, Leases
 
 __all__ = ["Memory", "to_device"]
 
@@ -32,11 +32,14 @@ class Memory:
 
     def __init__(self, device: torch.device, scratch_dir: str | Path | None = None) -> None:
         self.device = device
+        self.is_cpu = device.type == "cpu"
+        self.large = LEAST if self.is_cpu else math.inf
+        """Bytes of a sample from which on fresh memory takes longer than :meth:`for_sample`."""
         self._leases = Leases()
         self.scratch_dir = scratch_dir
         if scratch_dir is None:
             return
-        if device.type != "cpu":
+        if not self.is_cpu:
             raise ValueError(
                 f"scratch_dir holds files that are mapped into the CPU's memory: use device='cpu', "
                 f"got {str(device)!r}"
@@ -53,7 +56,7 @@ class Memory:
         """
         size = math.prod(shape)
         dtype = dtype or torch.get_default_dtype()
-        if not size or self.device.type != "cpu":
+        if not size or not self.is_cpu:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if self.scratch_dir is None:
             # NumPy asks the system for huge pages, which makes reading at random places faster.
@@ -62,11 +65,9 @@ class Memory:
         data = torch.frombuffer(_mapped(self.scratch_dir, size * dtype.itemsize), dtype=torch.uint8)
         return data.view(dtype).view(shape)
 
-    def for_sample(self, size: int, dtype: torch.dtype) -> Tensor | None:
-        """A vector to read a sample into; None where fresh memory does as well."""
-        if self.device.type == "cpu" and Leases.worthwhile(size * dtype.itemsize):
-            return self._leases.empty(size, dtype)
-        return None
+    def for_sample(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A vector to read a sample of at least ``large`` bytes into."""
+        return self._leases.empty(size, dtype)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,8 +1,9 @@
 """The steps of unfinished episodes, in one log.
 
-Batches are written one after the other, each entry in one tensor, so that the rows of an episode
-increase with time; every row knows its episode. Rows whose episode has ended are free, and the log is
-laid out anew without them when it is full: it takes memory in proportion to the open steps.
+Batches are written one after the other, so that the rows of an episode increase with time; every row
+knows its episode. Small entries of one dtype lie side by side in one record per row, every other one in
+a tensor (or list) of its own. Rows whose episode has ended are free, and the log is laid out anew
+without them when it is full: it takes memory in proportion to the open steps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.record import Record, records_for
 from torchrl_mt.data.schema import Schema, as_array, bits
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, Steps, step_tensors
+from torchrl_mt.data.undisturbed import undisturbed
 
 __all__ = ["Label", "OpenSteps"]
 
@@ -72,7 +74,9 @@ class OpenSteps:
         self._free: list[int] = []
 
     def find(self, parts: Segments) -> np.ndarray:
-        """int64 ``[S]``: the slots of the newest episodes with the ids of segments; -1 where none is."""
+        """int64 ``[S]``: the slot that an id had in the last batch, if that episode is open still, else
+        that of its newest one; -1 where none is. Of an id with several the caller chooses.
+        """
         ids, slots, ended = self._recent
         if len(ids) != len(parts.ids):
             return np.array([self.newest.get(key, -1) for key in parts.keys], dtype=np.int64)
@@ -117,7 +121,7 @@ class OpenSteps:
         return [rows[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
     def take(self, rows: np.ndarray) -> Steps:
-        """The steps in some rows; tensors are copies."""
+        """The steps in some rows; dense tensors are copies, all else is what is kept."""
         assert self.schema is not None
         packed: dict[Path, Tensor] = {}
         for record, tensors in self._records:
@@ -172,12 +176,15 @@ class OpenSteps:
         if lacking > 0:
             known = len(self.ids)
             size = max(known + lacking, 2 * known, 16)
+            longer = {}
             for name in ("ids", "first", "last", "length", "batch", "is_open"):
                 held = getattr(self, name)
-                longer = np.zeros(size, dtype=held.dtype)
-                longer[:known] = held
-                setattr(self, name, longer)
-            self._free[:0] = range(size - 1, known - 1, -1)
+                longer[name] = np.zeros(size, dtype=held.dtype)
+                longer[name][:known] = held
+            free = [*range(size - 1, known - 1, -1), *self._free]
+            with undisturbed():
+                self.__dict__.update(longer)
+                self._free = free
         return self._free[len(self._free) - number :][::-1]
 
     def commit(
@@ -218,7 +225,7 @@ class OpenSteps:
         if fresh:
             self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
         ended = np.flatnonzero(~self.is_open[slots]).tolist() if gone else []
-        self._recent = (parts.ids, slots, ended)
+        self._recent = (parts.ids.copy(), slots, ended)  # They may be the user's own memory.
         self._shrink()
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
@@ -237,10 +244,12 @@ class OpenSteps:
 
     def discard(self, slot: int) -> None:
         """Let go of an open episode."""
-        self._release(self.rows(slot))
-        self._end(slot)
-        self._recent = (_NO_ROWS, _NO_ROWS, [])
-        self._shrink()
+        rows = self.rows(slot)
+        with undisturbed():
+            self._release(rows)
+            self._end(slot)
+            self._recent = (_NO_ROWS, _NO_ROWS, [])
+            self._shrink()
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -294,27 +303,21 @@ class OpenSteps:
     def _take_form(self, steps: Steps, schema: Schema) -> None:
         """Have columns for steps of a schema."""
         size = len(self.owner)
+        records, columns = self._records, dict(self.columns)
         if not self.slots:
             small = {
                 path: schema.entries[path]
                 for path, column in steps.columns.items()
                 if isinstance(column, Tensor) and column.is_cpu and not _is_twin(path, schema)
             }
-            self.columns = self._packed(set(records_for(small, size, _MEMORY).values()))
+            records = _tensors_of(set(records_for(small, size, _MEMORY).values()))
+            columns = _columns_in(records)
         for path, column in steps.columns.items():
-            if path not in self.columns:
+            if path not in columns:
                 fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
-                self.columns[path] = fresh or _Items(type(column), size)
-        self.schema = schema
-
-    def _packed(self, records: Iterable[Record]) -> dict[Path, _Tensors | _Items]:
-        """Have these records; the columns in them."""
-        self._records = [(record, _Tensors(record.data)) for record in records]
-        return {
-            path: _Tensors(entry)
-            for record, _ in self._records
-            for path, entry in record.entries(record.data).items()
-        }
+                columns[path] = fresh or _Items(type(column), size)
+        with undisturbed():
+            self._records, self.columns, self.schema = records, columns, schema
 
     def _lay_out(self, more: int) -> None:
         """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
@@ -322,10 +325,10 @@ class OpenSteps:
         size = max(64, 3 * (len(live) + more))
         if size <= len(self.owner) <= 2 * size:
             size = len(self.owner)  # Memory that is in use already is the fastest.
-        taken = [(record, tensors.take(live)) for record, tensors in self._records]
-        packed = self._packed([record.like(size) for record, _ in taken])
-        for (_, tensors), (_, values) in zip(self._records, taken, strict=True):
-            tensors.put(0, values)
+        records = _tensors_of(record.like(size) for record, _ in self._records)
+        for (_, tensors), (_, before) in zip(records, self._records, strict=True):
+            tensors.put(0, before.take(live))
+        packed = _columns_in(records)
         columns = {
             path: packed[path]
             if path in packed and isinstance(column, _Tensors)
@@ -336,10 +339,11 @@ class OpenSteps:
         owner[: len(live)] = self.owner[live]
         place = np.zeros(self.tail + 1, dtype=np.int64)
         place[live] = np.arange(len(live))
-        slots = self._all()
-        self.first[slots] = place[self.first[slots]]
-        self.last[slots] = place[self.last[slots]]
-        self.columns, self.owner, self.tail = columns, owner, len(live)
+        slots, first, last = self._all(), self.first.copy(), self.last.copy()
+        first[slots], last[slots] = place[first[slots]], place[last[slots]]
+        with undisturbed():
+            self._records, self.columns = records, columns
+            self.first, self.last, self.owner, self.tail = first, last, owner, len(live)
 
 
 class _Tensors:
@@ -425,6 +429,20 @@ class _Items:
         """Let go of the values."""
         for row in rows.tolist():
             self.items[row] = None
+
+
+def _tensors_of(records: Iterable[Record]) -> list[tuple[Record, _Tensors]]:
+    """Records with their memory."""
+    return [(record, _Tensors(record.data)) for record in records]
+
+
+def _columns_in(records: Iterable[tuple[Record, _Tensors]]) -> dict[Path, _Tensors | _Items]:
+    """The entries in records."""
+    return {
+        path: _Tensors(entry)
+        for record, _ in records
+        for path, entry in record.entries(record.data).items()
+    }
 
 
 def _rows_at(array: np.ndarray, rows: np.ndarray) -> np.ndarray:

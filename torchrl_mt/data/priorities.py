@@ -77,7 +77,8 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
     if given.is_complex() or given.dtype == torch.bool:
         raise ValueError(f"priority must hold real numbers, got {given.dtype}")
     values = given.detach().to("cpu", dtype)
-    if values.numel() and not (values.min() >= 0 and values.max() < math.inf):
+    numbers = values.numpy()
+    if numbers.size and not (numbers.min() >= 0 and numbers.max() < math.inf):
         worst = values[~((values >= 0) & values.isfinite())][0]
         raise ValueError(
             f"priority must be finite and not negative, in {dtype}; got {float(worst)}: use "
@@ -112,12 +113,16 @@ def reduce_by_clip(clips: Tensor, values: Tensor, reduction: str) -> tuple[Tenso
         >>> reduce_by_clip(torch.tensor([7, 3, 7]), torch.tensor([1.0, 2.0, 5.0]), "max")
         (tensor([3, 7]), tensor([2., 5.]))
     """
+    of, given = clips.numpy(), values.numpy()
+    order = of.argsort()
+    ordered = of[order]
+    if (ordered[1:] != ordered[:-1]).all():
+        return torch.from_numpy(ordered), torch.from_numpy(given[order])
     if reduction == "mean":
         unique, group, count = clips.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(unique.shape, dtype=torch.float64, device="cpu")
         return unique, (sums.index_add_(0, group, values.double()) / count).to(values.dtype)
     # In order of clip, and of value within each: every other reduction is one of the values.
-    of, given = clips.numpy(), values.numpy()
     order = np.lexsort((given, of))
     of = of[order]
     ends = np.flatnonzero(np.append(of[1:] != of[:-1], True)) if len(of) else order

@@ -27,6 +27,7 @@ from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.priorities import check_index, check_priority, clips_of, reduce_by_clip
 from torchrl_mt.data.sampling import episode_storage
 from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.data.table import Choice
 
 __all__ = ["PrioritizedClipSampler"]
 
@@ -215,22 +216,22 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     # ---- sampling -------------------------------------------------------------------------------
 
-    def _draw(self, storage: EpisodeStorage, num: int, span: int) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, storage: EpisodeStorage, num: int, clips: Choice
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Positions of ``num`` episodes and the first step of a clip in each."""
-        self._total(storage, self._priorities.unit, span)
-        self._follow(storage, span)
+        self._units(storage, clips)
+        self._follow(storage, clips.span)
         numbers = self._priorities.ring.draw(num, self._rng)
-        return storage.table.find(numbers - storage.table.first)
+        return storage.table.find(numbers.numpy() - storage.table.first)
 
     def _facts(
-        self, storage: EpisodeStorage, episodes: Tensor, cut: Cut, index: Tensor
+        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
         """The importance weights."""
         numbers, _ = storage.table.places(episodes, cut.offsets)
-        weight = self._priorities.importance(numbers, self._beta)
-        steps = weight.repeat_interleave(
-            torch.as_tensor(cut.width or cut.spans, device="cpu"), output_size=index.numel()
-        )
+        weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
+        steps = torch.from_numpy(weight.numpy().repeat(cut.width or cut.spans))
         return {"priority_weight": steps.view(index.shape).to(index.device)}
 
     # ---- priorities -----------------------------------------------------------------------------
@@ -271,8 +272,9 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             index, priority = self._without_padding(index, priority)
         with held.lock:
             self._follow(held)
-            self._check_known(index, held)
             whole = self._of_whole_clips(index, priority, held)
+            if whole is None:
+                self._check_known(index, held)
             clips, values = whole or self._by_clip(index, priority, held)
             clips, values = reduce_by_clip(clips, values, self.reduction)
             self._priorities.update(held, clips, values, are_clips=whole is not None)
@@ -310,19 +312,25 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         slice_len = span // self.stride
         if slice_len < 2 or not index.numel() or index.numel() % slice_len or _is_column(index):
             return None
-        rows = index.reshape(-1, slice_len).cpu().numpy()
-        numbers = rows[:, 0] - HANDLES
-        if (rows[:, 1:] - rows[:, :-1] != self.stride).any() or numbers.min() < 0:
+        steps = index.reshape(-1).cpu().numpy() - HANDLES
+        goes_on = steps[1:] - steps[:-1] == self.stride
+        goes_on[slice_len - 1 :: slice_len] = True
+        numbers, last = steps[::slice_len], steps[slice_len - 1 :: slice_len]
+        table, here = storage.table, numbers >= first
+        if not goes_on.all() or numbers.min() < 0 or last.max() >= table.end:
             return None
-        here = numbers >= first
-        if (here != (rows[:, -1] >= HANDLES + first)).any():
+        if (here != (last >= first)).any():
             return None
-        clips = torch.from_numpy(numbers[here])
-        if not bool(self._entries(clips, storage).eq(slice_len).all()):
+        clips = numbers[here]
+        episodes, offsets = table.find(clips - first)
+        if (offsets + span > table.lengths.numpy()[episodes]).any():
             return None
-        self.dropped += slice_len * int((~here).sum())
-        values = _OF_REDUCED[self.reduction](priority.reshape(rows.shape).numpy(), 1)
-        return clips, torch.from_numpy(values[here])
+        self.dropped += slice_len * (len(here) - len(clips))
+        # NumPy reduces long rows much faster than many short ones.
+        values = np.ascontiguousarray(priority.numpy().reshape(-1, slice_len).T)
+        return torch.from_numpy(clips), torch.from_numpy(
+            _OF_REDUCED[self.reduction](values, 0)[here]
+        )
 
     def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
         """An index and priorities without what pads clips: their last step, again."""
@@ -357,7 +365,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
         span = self._priorities.span
         assert span is not None
-        episodes, offsets = storage.table.find(numbers - storage.table.first)
+        found = storage.table.find(numbers.numpy() - storage.table.first)
+        episodes, offsets = map(torch.from_numpy, found)
         lengths = storage.table.lengths[episodes]
         entries = torch.where(offsets + span <= lengths, span // self.stride, 1)
         if self.strict_length:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,8 +87,8 @@ class PriorityRing:
 
     def release(self, first: int) -> None:
         """Forget the steps whose number is below ``first``."""
-        left = torch.arange(self.first, min(first, self.end), device="cpu")
-        if left.shape[0]:
+        if min(first, self.end) > self.first:
+            left = torch.arange(self.first, min(first, self.end), device="cpu")
             self._enter(self.slots(left), 0.0, math.inf, math.inf)
         self.first, self.end = max(self.first, first), max(self.end, first)
 
@@ -155,19 +156,21 @@ class PriorityRing:
             )
         slots = self._scan(num, total, generator)
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
-        while bool((missed := self._sum[slots] <= 0).any()):
-            slots[missed] = self._scan(int(missed.sum()), total, generator)
-        return self.first + (slots + self._origin - self.first) % self.capacity
+        while (missed := self._sum[slots].numpy() <= 0).any():
+            slots[torch.from_numpy(missed)] = self._scan(int(missed.sum()), total, generator)
+        since = (slots.numpy() + (self._origin - self.first)) % self.capacity
+        return torch.from_numpy(self.first + since)
 
     def _scan(self, num: int, total: float, generator: torch.Generator | None) -> Tensor:
         """Slots at random places of the cumulative weights."""
-        mass = ((1.0 - draw_uniform(num, generator)) * total).to(self.dtype)
-        return self._sum.find(mass)
+        mass = (1.0 - draw_uniform(num, generator).numpy()) * total
+        return self._sum.find(torch.from_numpy(mass).to(self.dtype))
 
-    def _leaves(self, weight: Tensor, priority: Tensor) -> list[Tensor]:
+    def _leaves(self, weight: Tensor, priority: Tensor) -> list[np.ndarray]:
         """What the trees hold for open steps of such weights and priorities."""
-        leaves = [weight, torch.where(weight > 0, weight, math.inf)]
-        return [*leaves, -priority] if self._knows_largest else leaves
+        values = weight.numpy()
+        leaves = [values, np.where(values > 0, values, math.inf)]
+        return [*leaves, -priority.numpy()] if self._knows_largest else leaves
 
     def _enter(self, slots: Tensor, *leaves: Any) -> None:
         """Set leaves of the trees."""
@@ -178,9 +181,9 @@ class PriorityRing:
     def _build(self, slots: Tensor) -> None:
         """Make trees in which these slots are open."""
 
-        def full(empty: float, values: Tensor) -> Tensor:
+        def full(empty: float, values: np.ndarray) -> Tensor:
             leaves = torch.full((self.capacity,), empty, dtype=self.dtype, device="cpu")
-            leaves[slots] = values
+            leaves[slots] = torch.from_numpy(values)
             return leaves
 
         weight, least, *negated = self._leaves(self.weight[slots], self.priority[slots])

@@ -1,7 +1,7 @@
 """Records: small entries of one dtype side by side in one row of memory.
 
-Reading a window of steps then touches one place instead of one for each entry. What is read are
-views of one tensor; no two of them share an element.
+Reading a window of steps then touches one place instead of one for each entry. What a read gives are
+views of one new tensor; no two of them share an element.
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ class Record:
         self.shapes = dict(shapes)
         """The entries, in the order in which they lie in a record."""
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
-        record = torch.empty(1, sum(self._sizes), dtype=dtype, device="meta")
+        self._others = {path: shape for path, shape in self.shapes.items() if len(shape) != 1}
+        """Those that are no vectors."""
+        # Two, as the stride between rows of which there is one means nothing.
+        records = torch.empty(2, sum(self._sizes), dtype=dtype, device="meta")
         self._places = [
             (part.storage_offset() * dtype.itemsize, part.stride())
-            for part in self.entries(record).values()
+            for part in self.entries(records).values()
         ]
-        """Of each entry, the bytes before it in a record, and its strides."""
+        """Of each entry, the bytes before it in a record, and its strides in several."""
         self._memory = memory
         self._hold(memory.empty((capacity, sum(self._sizes)), dtype))
 
@@ -88,14 +91,14 @@ class Record:
 
     def entries(self, records: Tensor) -> dict[Path, Tensor]:
         """The entries of some records ``[N, width]``: ``[N, *shape]`` each, as views."""
-        parts = zip(self.shapes.items(), records.split_with_sizes(self._sizes, 1), strict=True)
-        return {
-            path: part if len(shape) == 1 else part.view(len(part), *shape)
-            for (path, shape), part in parts
-        }
+        parts = records.split_with_sizes(self._sizes, 1)
+        entries = dict(zip(self.shapes, parts, strict=True))
+        for path, shape in self._others.items():
+            entries[path] = entries[path].view(len(records), *shape)
+        return entries
 
     def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
-        """What stores the entries of whole episodes: all of them, in one go."""
+        """What stores the entries of episodes: one copy, if they lie in memory as in a record."""
         parts = [dense(columns[path]) for path in self.shapes]
         first, width = parts[0], self.data.shape[1]
         if self._are_side_by_side(parts):
@@ -109,10 +112,12 @@ class Record:
 
     def _are_side_by_side(self, parts: Iterable[Tensor]) -> bool:
         """Whether entries of steps lie in memory as they do in a record."""
-        begin = None
+        begin = memory = None
         for part, (offset, stride) in zip(parts, self._places, strict=True):
-            begin = part.data_ptr() if begin is None else begin
-            if part.stride() != stride or part.data_ptr() != begin + offset:
+            its_memory = part.untyped_storage().data_ptr()
+            if begin is None:
+                begin, memory = part.data_ptr(), its_memory
+            if part.stride() != stride or (part.data_ptr(), its_memory) != (begin + offset, memory):
                 return False
         return True
 

@@ -44,16 +44,15 @@ class RowPlan:
     def __init__(self, starts: Tensor, span: int = 1) -> None:
         self.starts = starts
         self.span = span
+        self.steps = starts.shape[0] * span
         self._moved: Tensor | None = None
         self._entries: dict[tuple[Record, int], dict[Path, Tensor]] = {}
 
     def __len__(self) -> int:
-        return self.starts.shape[0] * self.span
+        return self.steps
 
     def starts_on(self, device: torch.device) -> Tensor:
-        """``starts`` on ``device``; copied there once."""
-        if device.type == "cpu":
-            return self.starts
+        """``starts`` on a device other than the CPU; copied there once."""
         if self._moved is None or self._moved.device != device:
             self._moved = to_device(self.starts, device)
         return self._moved
@@ -88,22 +87,26 @@ class Windows:
     def __init__(self, data: Tensor, memory: Memory) -> None:
         self._data = data
         self._memory = memory
-        self._width = math.prod(data.shape[1:])
+        self._shape = data.shape[1:]
+        self._width = math.prod(self._shape)
+        self._itemsize = data.element_size()
         self._views: dict[tuple[int, int], Tensor] = {}
         """By span and shift: row ``r`` is the window that begins there."""
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
         """The rows of ``plan``, each ``shift`` rows further on: ``[n * span, *shape]``."""
-        data, steps = self._data, len(plan)
+        memory, starts, size = self._memory, plan.starts, plan.steps * self._width
         views = self._views.get((plan.span, shift))
         if views is None:
             views = self._view(plan.span, shift)
-        starts = plan.starts_on(data.device)
-        out = self._memory.for_sample(steps * self._width, data.dtype)
-        if out is None:
-            return views.index_select(0, starts).view(steps, *data.shape[1:])
-        torch.index_select(views, 0, starts, out=out.view(len(starts), -1))
-        return out.view(steps, *data.shape[1:])
+        if not memory.is_cpu:
+            starts = plan.starts_on(memory.device)
+        if size * self._itemsize < memory.large:
+            out = views.index_select(0, starts)
+        else:
+            out = memory.for_sample(size, views.dtype)
+            torch.index_select(views, 0, starts, out=out.view(len(starts), -1))
+        return out.view(plan.steps, *self._shape)
 
     def _view(self, span: int, shift: int) -> Tensor:
         if len(self._views) >= _MAX_VIEWS:

@@ -55,7 +55,8 @@ def require_episodes(storage: EpisodeStorage, what: str) -> None:
 
 def draw_integers(high: int, num: int, generator: torch.Generator | None) -> Tensor:
     """``num`` integers, uniform in ``[0, high)``: int64 ``[num]``."""
-    return torch.randint(high, (num,), generator=generator, device=_place(generator)).cpu()
+    place = "cpu" if generator is None else generator.device
+    return torch.randint(high, (num,), generator=generator, device=place).cpu()
 
 
 def draw_uniform(num: int, generator: torch.Generator | None) -> Tensor:

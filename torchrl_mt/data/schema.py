@@ -235,6 +235,8 @@ def as_array(tensor: Tensor) -> np.ndarray | None:
     try:
         array: np.ndarray = tensor.numpy()
     except TypeError:
+        if tensor.dtype.is_complex:
+            return None
         array = bits(tensor).numpy()
     return array
 

@@ -5,7 +5,9 @@ Reading it costs no search, and gives the steps that were chosen also when they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,9 +15,8 @@ from torch import Tensor
 
 from torchrl_mt.data.columns import ReadPlan
 from torchrl_mt.data.indexing import HANDLES
-from torchrl_mt.data.ring import runs
 from torchrl_mt.data.rows import RowPlan
-from torchrl_mt.data.steps import Column, Path
+from torchrl_mt.data.steps import Column, Path, Steps
 from torchrl_mt.data.strides import StridePlan
 
 __all__ = ["Selection", "plan_runs", "state_of"]
@@ -29,14 +30,16 @@ class Selection:
     """Where the steps are read: ring rows."""
     given: int
     """How often torch had seen the index change in place: one changed since is read anew."""
+    mark: Callable[[Steps], None] | None = None
+    """Puts marks in what was read."""
     read: dict[Path, Column] = field(default_factory=dict)
-    """Columns read so far, and those that are given out in place of what is stored."""
+    """Columns read so far."""
 
 
 def plan_runs(
-    steps: Tensor,
-    rows: Tensor,
-    spans: int | Tensor,
+    steps: np.ndarray,
+    rows: np.ndarray,
+    spans: int | np.ndarray,
     *,
     stride: int,
     rectangular: bool,
@@ -55,26 +58,26 @@ def plan_runs(
     Returns:
         the handles of the steps (the first of each ``stride``), and what reads them.
     """
-    if not isinstance(spans, int) and padded_to is not None:
-        within = np.minimum(np.arange(padded_to), spans.numpy()[:, None] - 1) * stride
-        numbers, places = (first.numpy()[:, None] + within for first in (steps, rows))
-        handles = numbers + HANDLES
-        index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
-        firsts = torch.from_numpy(places.reshape(-1))
-        return index, RowPlan(firsts) if stride == 1 else StridePlan(firsts, stride)
-    if not isinstance(spans, int):
-        if stride == 1:
-            return runs(steps + HANDLES, spans), RowPlan(runs(rows, spans))
-        offsets = runs(torch.zeros_like(spans), spans) * stride
-        index = torch.repeat_interleave(steps + HANDLES, spans) + offsets
-        return index, StridePlan(torch.repeat_interleave(rows, spans) + offsets, stride)
-    within = np.arange(0, spans * stride, stride)
-    handles = steps.numpy()[:, None] + (within + HANDLES)
-    index = torch.from_numpy(handles if rectangular else handles.reshape(-1))
-    if stride == 1:
-        return index, RowPlan(rows, spans)
-    places = rows.numpy()[:, None] + within
-    return index, StridePlan(torch.from_numpy(places.reshape(-1)), stride)
+    widths = spans if padded_to is None else padded_to
+    if isinstance(spans, int):
+        within = _within(len(steps), spans, stride)
+    elif padded_to is not None:
+        within = (np.minimum(np.arange(padded_to), spans[:, None] - 1) * stride).reshape(-1)
+    else:
+        within = (np.arange(spans.sum()) - (spans.cumsum() - spans).repeat(spans)) * stride
+    index = torch.from_numpy((steps + HANDLES).repeat(widths) + within)
+    if rectangular:
+        index = index.view(len(steps), -1)
+    if isinstance(spans, int) and stride == 1:
+        return index, RowPlan(torch.from_numpy(rows), spans)
+    places = torch.from_numpy(rows.repeat(widths) + within)
+    return index, RowPlan(places) if stride == 1 else StridePlan(places, stride)
+
+
+@lru_cache(4)
+def _within(runs: int, span: int, stride: int) -> np.ndarray:
+    """Stored steps from the beginning of its run to each step of as many runs: ``[runs * span]``."""
+    return np.tile(np.arange(0, span * stride, stride), runs)
 
 
 def state_of(index: Tensor) -> int:

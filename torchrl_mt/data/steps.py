@@ -41,6 +41,9 @@ __all__ = [
     "unpack",
 ]
 
+_FOR_NUMPY = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch does not index."""
+
 Path = tuple[str, ...]
 """An entry of a nested TensorDict."""
 
@@ -85,6 +88,8 @@ class Steps:
         places = order.tolist()
 
         def taken(column: Column) -> Column:
+            if isinstance(column, Tensor) and column.is_cpu and column.dtype in _FOR_NUMPY:
+                return torch.from_numpy(column.numpy()[places])
             if isinstance(column, Tensor):
                 return column.index_select(0, order.to(column.device))
             return type(column)([column.items[i] for i in places])
@@ -102,6 +107,16 @@ class Steps:
             return self
         columns = {path: _moved(path, column, device) for path, column in self.columns.items()}
         return replace(self, columns=columns)
+
+    def check_values(self) -> None:
+        """Refuse what cannot be stored.
+
+        Raises:
+            ValueError: if a tensor has no values in memory, or is sparse; names the key.
+        """
+        for path, column in self.columns.items():
+            if not isinstance(column, Objects):
+                _check_values(path, column)
 
     def clone(self) -> Steps:
         """A copy that shares no tensor's memory with this one; see :func:`own`."""
@@ -175,7 +190,13 @@ def unpack(data: Any) -> Steps:
     return Steps(length=data.batch_size[0], columns=columns, root_class=root_class)
 
 
-def pack(steps: Steps, device: torch.device | None = None, *, unread: bool = False) -> Any:
+def pack(
+    steps: Steps,
+    device: torch.device | None = None,
+    *,
+    batch_size: torch.Size | None = None,
+    unread: bool = False,
+) -> Any:
     """Put columns together again: the inverse of :func:`unpack`.
 
     A node that holds a column of :class:`Rows` becomes a ``LazyStackedTensorDict`` of its steps,
@@ -185,11 +206,12 @@ def pack(steps: Steps, device: torch.device | None = None, *, unread: bool = Fal
     Args:
         steps: what to put together.
         device: the device that the TensorDicts declare.
+        batch_size: how the ``T`` steps are arranged; None for ``[T]``.
         unread: put the parts that take long together when somebody first looks into them. Where
             nobody does, :func:`unpack` finds the very columns there.
 
     Returns:
-        a TensorDict of batch size ``[T]``, or the tensorclass that the steps came in.
+        a TensorDict of that batch size, or the tensorclass that the steps came in.
     """
     tree: dict[str, Any] = {}
     for path, column in steps.columns.items():
@@ -197,7 +219,12 @@ def pack(steps: Steps, device: torch.device | None = None, *, unread: bool = Fal
         for name in path[:-1]:
             node = node.setdefault(name, {})
         node[path[-1]] = column
-    data = _pack_node(tree, steps.length, device, unread)
+    if batch_size is None or len(batch_size) == 1:
+        data = _pack_node(tree, torch.Size([steps.length]), device, unread)
+    elif all(isinstance(column, Tensor) for column in steps.columns.values()):
+        data = _pack_node(tree, batch_size, device, unread)
+    else:
+        data = _pack_node(tree, torch.Size([steps.length]), device, unread).reshape(batch_size)
     if steps.root_class is not None:
         return steps.root_class.from_tensordict(data)  # type: ignore[attr-defined]
     return data
@@ -326,10 +353,10 @@ class _Unread:
     make: Callable[[], list[Any]]
 
     @classmethod
-    def of(cls, tree: Any, length: int, make: Callable[[], list[Any]]) -> Any:
-        """A stack of ``length`` elements that ``make`` gives."""
+    def of(cls, tree: Any, size: torch.Size, make: Callable[[], list[Any]]) -> Any:
+        """A stack of ``size`` elements that ``make`` gives."""
         new: Any = cls._new_lazy_unsafe(batch_size=[])  # type: ignore[attr-defined]
-        new.__dict__.update(tree=tree, make=make, _batch_size=torch.Size([length]))
+        new.__dict__.update(tree=tree, make=make, _batch_size=size)
         del new.__dict__["tensordicts"]
         return new
 
@@ -369,16 +396,17 @@ class _UnreadObjects(NonTensorStack, _Unread):
 
 
 def _pack_node(
-    tree: dict[str, Any], length: int, device: torch.device | None, unread: bool = False
+    tree: dict[str, Any], size: torch.Size, device: torch.device | None, unread: bool = False
 ) -> TensorDictBase:
-    """A TensorDict, or the lazy stack of its steps if one of its own columns has :class:`Rows`."""
-    if any(isinstance(value, Rows) for value in tree.values()):
-        if unread and length:
-            return _UnreadNode.of(
-                tree, length, lambda: _pack_node(tree, length, device).tensordicts
-            )
+    """A TensorDict, or the lazy stack of its steps if one of its own columns has :class:`Rows`.
+
+    Its batch size is ``[T]``, unless all columns are tensors.
+    """
+    if Rows in map(type, tree.values()):
+        if unread and size[0]:
+            return _UnreadNode.of(tree, size, lambda: _pack_node(tree, size, device).tensordicts)
         names = tuple(tree)
-        items = [_items(value, length, device) for value in tree.values()]
+        items = [_items(value, size, device) for value in tree.values()]
         scalar = torch.Size([])
         new = TensorDict._new_unsafe
         nodes = [
@@ -386,34 +414,37 @@ def _pack_node(
             for step in zip(*items, strict=True)
         ]
         return LazyStackedTensorDict._new_lazy_unsafe(*nodes, batch_size=scalar, device=device)
-    values = {name: _whole(value, length, device, unread) for name, value in tree.items()}
-    return TensorDict._new_unsafe(
-        values, batch_size=torch.Size([length]), device=device, nested=False
-    )
+    flat, values = len(size) == 1, dict[str, Any]()
+    for name, value in tree.items():
+        if isinstance(value, Tensor):
+            values[name] = value if flat else value.unflatten(0, size)
+        elif isinstance(value, dict):
+            values[name] = _pack_node(value, size, device, unread)
+        else:
+            values[name] = _whole(value, size, device, unread)
+    return TensorDict._new_unsafe(values, batch_size=size, device=device, nested=False)
 
 
-def _whole(value: Any, length: int, device: torch.device | None, unread: bool = False) -> Any:
-    """A node's entry as one value with the batch dimension."""
-    if isinstance(value, dict):
-        return _pack_node(value, length, device, unread)
-    if isinstance(value, Objects):
-        items = value.items
-        if not items:
-            return NonTensorData(None, batch_size=[0], device=device)
-        if all(is_tensorclass(item) for item in items) and not is_non_tensor(items[0]):
-            return lazy_stack(items)
-        if unread:
-            return _UnreadObjects.of(
-                value, length, lambda: [NonTensorData(item, device=device) for item in items]
-            )
-        return NonTensorStack(*[NonTensorData(item, device=device) for item in items])
-    return value
+def _whole(
+    column: Objects, size: torch.Size, device: torch.device | None, unread: bool = False
+) -> Any:
+    """A column of objects as one value with the batch dimension."""
+    items = column.items
+    if not items:
+        return NonTensorData(None, batch_size=[0], device=device)
+    if all(is_tensorclass(item) for item in items) and not is_non_tensor(items[0]):
+        return lazy_stack(items)
+    if unread:
+        return _UnreadObjects.of(
+            column, size, lambda: [NonTensorData(item, device=device) for item in items]
+        )
+    return NonTensorStack(*[NonTensorData(item, device=device) for item in items])
 
 
-def _items(value: Any, length: int, device: torch.device | None) -> Sequence[Any]:
+def _items(value: Any, size: torch.Size, device: torch.device | None) -> Sequence[Any]:
     """A node's entry as one value per step."""
     if isinstance(value, dict):
-        return _pack_node(value, length, device).unbind(0)
+        return _pack_node(value, size, device).unbind(0)
     if isinstance(value, Objects):
         return [
             item if is_tensorclass(item) else NonTensorData(item, device=device)
@@ -442,15 +473,20 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
         return Objects([own(item, device) for item in column.items])
     if _is_on(column, device):
         return column
+    _check_values(path, column)
+    if isinstance(column, Rows):
+        return Rows([item.to(device) for item in column.items])
+    return column.to(device)
+
+
+def _check_values(path: Path, column: Tensor | Rows) -> None:
+    """Refuse tensors without values in memory, and sparse ones."""
     for tensor in column.items if isinstance(column, Rows) else [column]:
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(
                 f"{name_of(path)} must be a dense tensor with values, got layout {tensor.layout} "
                 f"on device {tensor.device}: convert it before it is stored"
             )
-    if isinstance(column, Rows):
-        return Rows([item.to(device) for item in column.items])
-    return column.to(device)
 
 
 def kinds(items: Sequence[Tensor]) -> set[tuple[Any, ...]]:

@@ -37,7 +37,7 @@ from torchrl_mt.data.signature import ConstructorSignature
 from torchrl_mt.data.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data.store import Admission, EpisodeStore
 from torchrl_mt.data.store_files import StoreFiles
-from torchrl_mt.data.table import EpisodeTable
+from torchrl_mt.data.table import Choice, EpisodeTable
 
 __all__ = ["EpisodeStorage"]
 
@@ -58,10 +58,10 @@ class EpisodeStorage(LazyStackStorage):
     The first episode fixes the keys, per-step shapes and dtypes.
 
     A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
-    episode instead of ``2 T``. Episodes in which it does not have rows of their own for it; once
-    those are more than eight and more than a quarter, all have. Tensors whose shape varies from step
-    to step come in lazy stacks and are read as such. Every entry is read as it was written;
-    sub-TensorDicts come back with the batch size of the steps, those without entries do not.
+    episode instead of ``2 T``. An episode in which the two differ has rows of its own for that entry;
+    once more than eight episodes do, and more than a quarter of all, every episode has. Tensors whose
+    shape varies from step to step come in lazy stacks and are read as such. Every entry is read as it
+    was written; sub-TensorDicts come back with the batch size of the steps, empty ones do not come back.
     Tensorclasses below the root and tensors among Python objects are copied; other objects, such as
     a dict with tensors in it, are kept by reference: whoever changes one changes what is stored.
 
@@ -236,7 +236,7 @@ class EpisodeStorage(LazyStackStorage):
         if span < 1:
             raise ValueError(f"span must be a positive number of steps, got {span}")
         with self.lock:
-            return self.table.total("clips", span)
+            return self.table.total(Choice(span))
 
     def entry(self, key: NestedKey) -> Entry | None:
         """What the entry ``key`` looks like in every stored step; None if it is not stored."""
@@ -309,8 +309,8 @@ class EpisodeStorage(LazyStackStorage):
     def rows_of(self, index: Any) -> Tensor:
         """The ring rows of stored steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
         steps, _ = resolve_index(index, self.table.first, self.table.num_steps)
-        _, rows = self.table.places(*self.table.find(steps))
-        return rows
+        _, rows = self.table.places(*self.table.find(steps.numpy()))
+        return torch.from_numpy(rows)
 
     def get(self, index: Any) -> Any:
         """The steps at ``index``: an int, a slice, a mask or integers.
@@ -328,14 +328,14 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             selection = self._selected(index)
             if selection is not None:
-                data = self._pack(selection.plan, selection.read)
-                return data if index.ndim == 1 else data.reshape(index.shape)
+                read = self._store.read(selection.plan, selection.read)
+                if selection.mark is not None:
+                    selection.mark(read)
+                return pack(read, self.device, batch_size=index.shape)
             steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
-            _, rows = self.table.places(*self.table.find(steps))
-            data = self._pack(RowPlan(rows))
-        if shape is None:
-            return data[0]
-        return data if len(shape) == 1 else data.reshape(shape)
+            _, rows = self.table.places(*self.table.find(steps.numpy()))
+            data = self._pack(RowPlan(torch.from_numpy(rows)), batch_size=shape)
+        return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
         """What a sampler selected with this very index, once."""
@@ -361,24 +361,26 @@ class EpisodeStorage(LazyStackStorage):
 
     def select(
         self,
-        episodes: Tensor,
-        offsets: Tensor,
-        spans: int | Tensor,
+        episodes: np.ndarray,
+        offsets: np.ndarray | int,
+        spans: int | np.ndarray,
         *,
         stride: int = 1,
         rectangular: bool = False,
         padded_to: int | None = None,
+        mark: Callable[[Steps], None] | None = None,
     ) -> tuple[Tensor, Selection]:
         """Select runs of consecutive steps; ``get(index)`` then reads them at once.
 
         Args:
-            episodes: int64 ``[n]`` on the CPU, positions of the episodes (0 is the oldest).
-            offsets: int64 ``[n]`` on the CPU, first step of each run within its episode.
+            episodes: int64 ``[n]``, positions of the episodes (0 is the oldest).
+            offsets: int64 ``[n]``, first step of each run within its episode; or one number for all.
             spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
             stride: how many stored steps are read as one; see
                 :class:`~torchrl_mt.data.strides.StridePlan`.
             rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
             padded_to: steps that shorter runs are padded to, by their last one again.
+            mark: what to do to the steps once they are read.
 
         Returns:
             the handles (of the first of each ``stride`` steps), int64 ``[N]`` on the storage's
@@ -396,8 +398,9 @@ class EpisodeStorage(LazyStackStorage):
                 rectangular=rectangular,
                 padded_to=padded_to,
             )
-            index = to_device(index, self.device)
-            selection = Selection(plan, state_of(index))
+            if index.device != self.device:
+                index = to_device(index, self.device)
+            selection = Selection(plan, state_of(index), mark)
             key, selections = id(index), self._selections
             # Whoever looks for the key has the index, so that it cannot be another's.
             selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
@@ -598,9 +601,9 @@ class EpisodeStorage(LazyStackStorage):
 
     # ---- reading, inside ------------------------------------------------------------------------
 
-    def _pack(self, plan: ReadPlan, known: dict[Path, Column] | None = None) -> Any:
-        """The steps of ``plan``; columns that are ``known`` are not read again."""
-        return pack(self._store.read(plan, known), self.device)
+    def _pack(self, plan: ReadPlan, batch_size: torch.Size | None = None) -> Any:
+        """The steps of ``plan``."""
+        return pack(self._store.read(plan), self.device, batch_size=batch_size)
 
     def _settle(self) -> None:
         """Read what is selected but not read yet, before the rows change."""

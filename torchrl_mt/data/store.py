@@ -169,7 +169,7 @@ class EpisodeStore:
                 column.release(blocks, first)
 
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
-        """The steps of ``plan``; columns that are ``known`` are not read again, and others added.
+        """The steps of ``plan``; columns that are ``known`` are not read again.
 
         Raises:
             IndexError: if nothing was ever stored.
@@ -181,7 +181,6 @@ class EpisodeStore:
             path: known[path] if path in known else plan.read(path, column)
             for path, column in self.columns.items()
         }
-        columns.update(known)
         return Steps(len(plan), columns, self.schema.root_class)
 
     def parts(self) -> dict[str, Any]:

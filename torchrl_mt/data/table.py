@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,58 +16,67 @@ from torch import Tensor
 
 from torchrl_mt.data.ring import Moves
 
-__all__ = ["EpisodeTable", "Weight", "weigh"]
+__all__ = ["Choice", "EpisodeTable", "Unit", "search"]
 
-Weight = Literal["clips", "clips_or_whole", "episodes"]
-"""What is counted per episode; see :func:`weigh`."""
-
-_Choice = tuple[int, Weight, int, tuple[int, int]]
-"""The arguments of :func:`weigh` but for the lengths."""
+Unit = Literal["clips", "clips_or_whole", "episodes"]
+"""What is counted; see :class:`Choice`."""
 
 _MAX_TALLIES = 8
 
 
-def weigh(
-    lengths: Tensor, span: int, weight: Weight, least: int = 1, beyond: tuple[int, int] = (0, 0)
-) -> Tensor:
-    """How many units of choice an episode of each length offers.
+class Choice(NamedTuple):
+    """What is chosen from: how many units of choice an episode of each length offers."""
+
+    span: int
+    """Steps per clip."""
+    unit: Unit = "clips"
+    """``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an episode shorter
+    than that as one clip, ``"episodes"`` counts 1 for each episode that holds a clip.
+    """
+    least: int = 1
+    """With ``"clips_or_whole"``, episodes of fewer steps count nothing."""
+    beyond: tuple[int, int] = (0, 0)
+    """How many steps of a clip may lie before its episode, and after it; one at least lies within."""
+
+    def units(self, lengths: np.ndarray) -> np.ndarray:
+        """The units of choice that episodes of these lengths offer: int64 ``[E]``.
+
+        Examples:
+            >>> Choice(3).units(np.array([2, 3, 5]))
+            array([0, 1, 3])
+        """
+        clips = lengths - (self.span - 1)
+        if any(self.beyond):
+            outside = np.minimum(lengths, self.span) - 1
+            more = np.minimum(outside, self.beyond[0]) + np.minimum(outside, self.beyond[1])
+            if self.unit == "clips":
+                return np.where(clips > 0, clips + more, 0)
+            return np.where(lengths >= self.least, np.maximum(clips, 1) + more, 0)
+        if self.unit == "clips":
+            return np.maximum(clips, 0)
+        if self.unit == "clips_or_whole":
+            return np.where(lengths >= self.least, np.maximum(clips, 1), 0)
+        return (clips > 0).astype(np.int64)
+
+
+def search(before: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The episode of each unit of choice.
 
     Args:
-        lengths: int64 ``[E]``, in steps.
-        span: steps per clip.
-        weight: ``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an
-            episode shorter than ``span`` as one clip, ``"episodes"`` counts 1 for each episode
-            that holds a clip.
-        least: with ``"clips_or_whole"``, episodes of fewer steps count nothing.
-        beyond: how many steps of a clip may lie before its episode, and after it; one at least lies
-            within.
+        before: what :meth:`EpisodeTable.before` gives.
+        units: int64 ``[n]``, units by age: 0 is the first of the oldest episode.
 
     Returns:
-        int64 ``[E]``.
+        int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` units within the
+        episodes.
 
     Examples:
-        >>> weigh(torch.tensor([2, 3, 5]), 3, "clips")
-        tensor([0, 1, 3])
+        >>> search(np.array([7, 9, 9, 12]), np.array([0, 1, 2]))
+        (array([0, 0, 2]), array([0, 1, 0]))
     """
-    return torch.from_numpy(_weigh(lengths.numpy(), span, weight, least, beyond))
-
-
-def _weigh(
-    lengths: np.ndarray, span: int, weight: Weight, least: int, beyond: tuple[int, int]
-) -> np.ndarray:
-    """:func:`weigh` of an array: what is counted is small, and torch takes longer to begin."""
-    clips = lengths - (span - 1)
-    if any(beyond):
-        outside = np.minimum(lengths, span) - 1
-        more = np.minimum(outside, beyond[0]) + np.minimum(outside, beyond[1])
-        if weight == "clips":
-            return np.where(clips > 0, clips + more, 0)
-        return np.where(lengths >= least, np.maximum(clips, 1) + more, 0)
-    if weight == "clips":
-        return np.maximum(clips, 0)
-    if weight == "clips_or_whole":
-        return np.where(lengths >= least, np.maximum(clips, 1), 0)
-    return (clips > 0).astype(np.int64)
+    units = units + before[0]
+    episodes = before.searchsorted(units, "right") - 1
+    return episodes, units - before[episodes]
 
 
 class EpisodeTable:
@@ -75,6 +84,7 @@ class EpisodeTable:
 
     Episodes have *ordinals*, and steps have *numbers*: 0 for the first ever stored, and never used
     again. Other cumulative counts only matter by their differences, so that evicting changes none.
+    Episodes and steps are chosen by arrays, not tensors: they are few, and torch takes longer to begin.
     """
 
     def __init__(self) -> None:
@@ -84,15 +94,14 @@ class EpisodeTable:
         """How much larger the numbers of steps are than in the state that was loaded."""
         self._head = 0
         self._tail = 0
-        # Arrays, not tensors: what is asked for here is small, and torch takes longer to begin.
         self._length = np.zeros(64, dtype=np.int64)
         self._start = np.zeros(64, dtype=np.int64)
         self._steps = np.zeros(65, dtype=np.int64)
         """Number of the first step of each episode; after the last, of the step that comes next."""
         self._tokens = np.zeros(65, dtype=np.int64)
         """Tokens before each episode and after the last, counted from anywhere."""
-        self._tallies: OrderedDict[_Choice, np.ndarray] = OrderedDict()
-        """Units of choice likewise, for the spans last asked for."""
+        self._tallies: OrderedDict[Choice, np.ndarray] = OrderedDict()
+        """Units of choice likewise, for the choices last asked for."""
 
     @property
     def num_episodes(self) -> int:
@@ -139,21 +148,20 @@ class EpisodeTable:
         """int64 ``[E]``: tokens of each episode, oldest first."""
         return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
 
-    def places(self, episodes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    def places(
+        self, episodes: np.ndarray, offsets: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Number and ring row of steps.
 
         Args:
             episodes: int64 ``[n]``, positions of their episodes (0 is the oldest).
-            offsets: int64 ``[n]``, steps before them in their episodes.
+            offsets: int64 ``[n]``, steps before them in their episodes; or one number for all.
 
         Returns:
             two times int64 ``[n]``.
         """
-        of, offset = episodes.numpy(), offsets.numpy()
-        numbers, rows = self._steps[self._head :][of], self._start[self._head :][of]
-        numbers += offset
-        rows += offset
-        return torch.from_numpy(numbers), torch.from_numpy(rows)
+        of = episodes + self._head
+        return self._steps[of] + offsets, self._start[of] + offsets
 
     def extend(self, lengths: Tensor, starts: Sequence[int], tokens: Tensor) -> None:
         """Add the newest episodes.
@@ -174,7 +182,7 @@ class EpisodeTable:
         self._accumulate(self._steps, new, steps)
         self._accumulate(self._tokens, new, tokens.numpy())
         for choice, tally in self._tallies.items():
-            self._accumulate(tally, new, _weigh(steps, *choice))
+            self._accumulate(tally, new, choice.units(steps))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -209,7 +217,7 @@ class EpisodeTable:
         """The least number of oldest episodes that together hold so many steps and tokens."""
         return max(self._holding(self._steps, steps), self._holding(self._tokens, tokens))
 
-    def find(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+    def find(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each stored step.
 
         Args:
@@ -219,36 +227,27 @@ class EpisodeTable:
             int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
             the episodes.
         """
-        return self._search(self._steps, steps.numpy())
+        return search(self._steps[self._head : self._tail + 1], steps)
 
-    def total(
-        self, weight: Weight, span: int, least: int = 1, beyond: tuple[int, int] = (0, 0)
-    ) -> int:
-        """Units of choice that the stored episodes offer together (see :func:`weigh`)."""
-        tally = self._tally((span, weight, least, beyond))
-        return int(tally[self._tail] - tally[self._head])
-
-    def locate(
-        self,
-        units: Tensor,
-        weight: Weight,
-        span: int,
-        least: int = 1,
-        beyond: tuple[int, int] = (0, 0),
-    ) -> tuple[Tensor, Tensor]:
-        """The episode of each unit of choice.
-
-        Args:
-            units: int64 ``[n]`` in ``[0, total(weight, span, least, beyond))``.
-            weight: what a unit is (see :func:`weigh`).
-            span: steps per clip.
-            least: see :func:`weigh`.
-            beyond: see :func:`weigh`.
-
-        Returns:
-            int64 ``[n]`` positions of the episodes and int64 ``[n]`` units within the episodes.
+    def before(self, choice: Choice) -> np.ndarray:
+        """int64 ``[E + 1]``: units of choice before each episode and after the last, counted from
+        anywhere (a view).
         """
-        return self._search(self._tally((span, weight, least, beyond)), units.numpy())
+        tally = self._tallies.get(choice)
+        if tally is None:
+            tally = np.zeros_like(self._steps)
+            stored = slice(self._head, self._tail)
+            self._accumulate(tally, stored, choice.units(self._length[stored]))
+            self._tallies[choice] = tally
+            if len(self._tallies) > _MAX_TALLIES:
+                self._tallies.popitem(last=False)
+        self._tallies.move_to_end(choice)
+        return tally[self._head : self._tail + 1]
+
+    def total(self, choice: Choice) -> int:
+        """Units of choice that the stored episodes offer together."""
+        before = self.before(choice)
+        return int(before[-1] - before[0])
 
     def move(self, moves: Moves) -> None:
         """Follow the rows to where the ring has moved them."""
@@ -260,28 +259,6 @@ class EpisodeTable:
             return 0
         before = counts[self._head : self._tail + 1]
         return int(before.searchsorted(before[0] + wanted))
-
-    def _search(self, counts: np.ndarray, units: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The episode that holds each unit, given the units before each episode."""
-        before = counts[self._head : self._tail + 1]
-        units = units + before[0]
-        episodes = before.searchsorted(units, "right")
-        episodes -= 1
-        units -= before[episodes]
-        return torch.from_numpy(episodes), torch.from_numpy(units)
-
-    def _tally(self, choice: _Choice) -> np.ndarray:
-        """Units before each episode, kept for the spans last asked for."""
-        tally = self._tallies.get(choice)
-        if tally is None:
-            tally = np.zeros_like(self._steps)
-            stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, _weigh(self._length[stored], *choice))
-            self._tallies[choice] = tally
-            if len(self._tallies) > _MAX_TALLIES:
-                self._tallies.popitem(last=False)
-        self._tallies.move_to_end(choice)
-        return tally
 
     @staticmethod
     def _accumulate(counts: np.ndarray, new: slice, units: np.ndarray) -> None:

@@ -30,7 +30,7 @@ class _Later:
 def undisturbed() -> Iterator[None]:
     """Have Ctrl-C wait until the body is done.
 
-    It strikes in the main thread only; elsewhere there is nothing to do.
+    Ctrl-C is raised in the main thread only, so in other threads this does nothing.
 
     Examples:
         >>> import os, signal

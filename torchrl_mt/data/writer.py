@@ -108,16 +108,17 @@ class EpisodeWriter(Writer):
     ``[N]`` batch a single one. An episode ends with the first step of which a flag under ``end_key``
     is true. The padding of split trajectories (where ``("collector", "mask")`` is false) is left out.
 
-    No stored episode is of two: steps join an open episode only if they go on from it. Their first one
-    has no true ``"is_init"``, and its entries equal the ``"next"`` entries of the episode's last step,
-    bit for bit. Which entries hold to that is learned (see :mod:`torchrl_mt.data.continuity`); Python
-    objects, tensors of varying shape and done flags are not compared. Where nothing can be compared,
-    ids and rows alone tell. Steps of one id that follow each other in a row of a batch are taken at
-    their word, ``"is_init"`` apart. Steps that go on from no open episode of their id begin another:
+    Two episodes are never stored as one: steps join an open episode only if they go on from it. Their
+    first one has no true ``"is_init"``, and its entries equal the ``"next"`` entries of the episode's
+    last step, bit for bit. Which entries hold to that is learned (see
+    :mod:`torchrl_mt.data.continuity`); Python objects, tensors of varying shape and done flags are not
+    compared. Where nothing can be compared, ids and rows alone tell. Steps of one id that follow each
+    other in a row of a batch are taken at their word, ``"is_init"`` apart. Steps that go on from no open
+    episode of their id begin another:
 
     - Episodes told apart by ids are kept apart, each open until its own steps come again, as two
-      collectors may both count from 0. Of more than 32 with one id the one that has waited longest
-      for a step is given up.
+      collectors may both count from 0. At most 32 of one id are open: beyond that, the one that has
+      waited longest for a step is given up.
     - Of those told apart by done flags, a row has one: it is given up when another is to be open, as
       the environment was reset.
 
@@ -144,9 +145,9 @@ class EpisodeWriter(Writer):
             not go on from the open episode of their id or row.
         max_open_steps: the budget of all open episodes together, in steps; by default the storage's
             ``max_steps``. Beyond it, those that have waited longest for a step are stored as truncated,
-            or dropped if they cannot be stored; a single one may be longer. An open episode never
-            has more than the storage's ``max_steps``, unless a ``transform`` may yet make it shorter:
-            what came before is stored as truncated, and it goes on as another.
+            or dropped if they cannot be stored, until the rest fits or one is left. An open episode
+            never has more than the storage's ``max_steps``, unless a ``transform`` may yet make it
+            shorter: what came before is stored as truncated, and it goes on as another.
         track_generations: whether samples get an ``"index_generation"``, for TorchRL's
             ``ReplayBuffer.update_if_present``, which replaces values of the steps that are stored
             still. Handles tell those by themselves: it is 0 for a stored step and -1 for any other.
@@ -439,6 +440,8 @@ class EpisodeWriter(Writer):
         """What :meth:`extend` does, under the lock."""
         shape = data.batch_size
         steps, form = flatten(data)
+        if form is None and self.transform is None:
+            steps.check_values()
         added, paths = self._known(steps, form)
         told_by = self._told(steps, shape)
         ids = None if told_by.key is None else read_ids(steps, told_by.key)
@@ -472,9 +475,8 @@ class EpisodeWriter(Writer):
                 f"the steps of episode {keys[i]} do not go on from the open one: {reason}. "
                 f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'"
             )
-        index = self._settle(batch, shape, self._gone(batch, found, first), continuity, found)
-        self._told_by = told_by
-        return index
+        gone = self._gone(batch, found, first)
+        return self._settle(batch, shape, gone, continuity, found, told_by)
 
     def _segmented(
         self, steps: Steps, ids: np.ndarray | None, shape: torch.Size, learn: bool
@@ -603,6 +605,7 @@ class EpisodeWriter(Writer):
         gone: list[_Gone],
         continuity: Continuity,
         found: Assembly | None = None,
+        told_by: _ToldBy | None = None,
     ) -> Tensor:
         """Store the episodes that are to be stored, and have the batch count.
 
@@ -612,6 +615,7 @@ class EpisodeWriter(Writer):
             gone: the episodes that are no longer open.
             continuity: what was learned.
             found: where its segments go; None if they are whole and not among the open steps.
+            told_by: how its episodes are told apart, if they are.
 
         Returns:
             the index to give out.
@@ -636,6 +640,7 @@ class EpisodeWriter(Writer):
                 left = {episode.slot: episode.rows for episode in gone}
                 self._open.commit(batch.segments, batch.order, found.slots, found.fresh, left)
                 self._count(batch, found, gone, len(kept))
+                self._told_by = told_by
             self._continuity = continuity
         return (
             _aligned(batch, shape, kept, lengths, stored, first) if self._sets_indices() else stored

@@ -1,4 +1,4 @@
-"""The interface of a text environment: chat messages out, the model's text in.
+"""The interface of a text environment: chat messages out, the model's answer in.
 
 One instance plays one episode at a time. It never sees a token: what the model was given and what
 it sampled is kept by the engine, so no environment can spoil the record.
@@ -6,8 +6,9 @@ it sampled is kept by the engine, so no environment can spoil the record.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -68,6 +69,8 @@ class TextEnv(ABC):
     """An environment that talks: base class for tasks whose steps are chat turns.
 
     Subclasses define :meth:`reset` and :meth:`step`, each as a plain or as an ``async def`` method.
+    A ``step(self, response, message)`` of two arguments is also given the whole answer, as a message:
+    its ``content``, and where there are such its ``reasoning_content`` and ``tool_calls``.
     An instance plays one episode at a time and may be reset for another once that one is over or
     given up; a collector makes one instance for every episode that runs concurrently.
 
@@ -86,6 +89,10 @@ class TextEnv(ABC):
     """Whether plain methods return at once, so that a collector may call them on its event loop. By
     default they run in worker threads, where a slow one holds up no other episode."""
 
+    whole_text: ClassVar[bool] = False
+    """Whether ``response`` is all that the model said but the stop token, thoughts and tool calls in its
+    family's notation included, instead of the message's content: for a reward of the format, say."""
+
     @abstractmethod
     def reset(self, data: Any = None) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Begin an episode.
@@ -103,7 +110,13 @@ class TextEnv(ABC):
         """Answer one response of the model.
 
         Args:
-            response: the model's text of this turn.
+            response: what the model said in this turn: the message's ``content``, without thoughts and
+                tool calls. It is the whole text, special tokens included, if a part of the answer
+                cannot be read, or the model's family has no such parts. A second argument, if a
+                subclass has one, is the message ``{"role": "assistant", "content": response,
+                "reasoning_content": ..., "tool_calls": [{"type": "function", "id": ..., "function":
+                {"name": ..., "arguments": {...}}}]}``, whose last two are there only if the model
+                thought or called.
 
         Returns:
             What the model is shown next, the turn's reward and whether the episode is over.
@@ -116,3 +129,23 @@ class TextEnv(ABC):
         meanwhile; an error here is logged. A plain method may run while a call that was given up, since
         it took too long, is still under way in another thread.
         """
+
+
+def takes_message(step: Callable[..., Any]) -> bool:
+    """Whether an environment's ``step`` is to be given the whole message: it needs a second argument.
+
+    Examples:
+        >>> takes_message(lambda response, message: None)
+        True
+        >>> takes_message(lambda response, verbose=False: None)
+        False
+    """
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2:
+        return False
+    second = positional[1]
+    return second.default is second.empty or second.name == "message"

@@ -84,6 +84,9 @@ class ChatEnvAdapter(TextEnv):
         >>> env.close()
     """
 
+    whole_text = True
+    """TorchRL's transforms look for thoughts and tool calls in the text."""
+
     def __init__(self, factory: Callable[[], EnvBase], *, reward_key: NestedKey = "reward") -> None:
         if isinstance(factory, EnvBase) or not callable(factory):
             raise TypeError(

@@ -131,7 +131,7 @@ class ReturnBalance:
         if not len(new):
             return [], []
         lengths = table.lengths[new]
-        index, selection = storage.select(new, torch.zeros_like(new), lengths)
+        index, selection = storage.select(new.numpy(), 0, lengths.numpy())
         returns = self._column(storage, selection, self.in_key, index)
         rewards = self._column(storage, selection, self.reward_key, index)
         episode = torch.arange(len(new), device="cpu").repeat_interleave(lengths)

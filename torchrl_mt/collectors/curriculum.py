@@ -1,0 +1,296 @@
+"""Data that steers itself: what is played next follows from how the episodes went.
+
+A run that goes on from ``state_dict`` chooses as the run would have that was cut.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from tensordict import TensorDictBase
+
+__all__ = ["Curriculum", "SuccessRateCurriculum", "WeightedCurriculum"]
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """Data for a collector that chooses its items by what became of others.
+
+    Any object with these two methods is one. Neither is called while the other runs, and both may take
+    their time: no episode waits for them but those that are yet to begin. One that also has
+    ``state_dict()`` and ``load_state_dict(state)`` goes on exactly where a run was cut.
+    """
+
+    def next(self) -> Any:
+        """The item to play next; ``StopIteration`` ends the run."""
+
+    def report(self, item: Any, episodes: list[TensorDictBase]) -> None:
+        """What became of an item.
+
+        Args:
+            item: as :meth:`next` gave it; each is reported once.
+            episodes: those that came to their end, in TED, ``[T]`` each: the whole group, or fewer if
+                some were rejected.
+        """
+
+
+class _Choosing:
+    """Items by index, and which of them are being played."""
+
+    def __init__(self, items: Sequence[Any], seed: int) -> None:
+        if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
+            raise TypeError(
+                f"items must have a length and items by index, got a {type(items).__name__}: pass "
+                "list(items)."
+            )
+        if not len(items):
+            raise ValueError("items must hold at least one item, got none.")
+        self.items = items
+        self._random = np.random.default_rng(seed)
+        # Reported items are told by identity: they may be equal, and need not be hashable.
+        self._played: dict[int, tuple[Any, deque[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def next(self) -> Any:
+        """The item to play next."""
+        return self.item_of(self._choose())
+
+    def report(self, item: Any, episodes: list[TensorDictBase]) -> None:
+        """Learn from the episodes of an item.
+
+        Raises:
+            ValueError: if the item is not being played.
+        """
+        index = self.key_of(item)
+        _, indices = self._played[id(item)]
+        indices.popleft()
+        if not indices:
+            del self._played[id(item)]
+        if episodes:
+            self._learn(index, episodes)
+
+    def key_of(self, item: Any) -> int:
+        """The index of an item that is being played."""
+        if id(item) not in self._played:
+            raise ValueError(
+                f"item must be one that next() gave and that was not reported yet, got {item!r}"
+            )
+        return self._played[id(item)][1][0]
+
+    def item_of(self, key: int) -> Any:
+        """The item with an index, which is being played from now on."""
+        item = self.items[key]
+        self._played.setdefault(id(item), (item, deque()))[1].append(key)
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the choices to come follow from; the items that are being played are not part of it."""
+        return {"size": len(self), "random": self._random.bit_generator.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
+
+        Raises:
+            ValueError: if there were more or fewer items.
+        """
+        if state_dict["size"] != len(self):
+            raise ValueError(
+                f"state_dict must be of as many items, got one of {state_dict['size']} for {len(self)}: "
+                "give the items of the saved run."
+            )
+        self._random.bit_generator.state = state_dict["random"]
+        self._played = {}
+
+    def _choose(self) -> int:
+        raise NotImplementedError
+
+    def _learn(self, index: int, episodes: list[TensorDictBase]) -> None:
+        raise NotImplementedError
+
+
+class SuccessRateCurriculum(_Choosing):
+    """Plays the items that the policy solves sometimes: a group without spread teaches nothing.
+
+    Each item is played once, in random order. From then on an item is drawn, uniformly, from those
+    whose success rate lies in ``[low, high]``; and now and then from the others, as the policy changes.
+
+    Args:
+        items: what to play, with a length and items by index.
+        low: the least success rate.
+        high: the greatest success rate.
+        success: tells of an episode in TED (``[T]``) how far it succeeded, from 0 to 1 or as a bool; by
+            default, whether the sum of its rewards is positive.
+        window: of how many of an item's last episodes the rate is the mean.
+        revisit: the probability of drawing an item whose rate lies outside.
+        seed: what all draws follow from.
+
+    Raises:
+        ValueError: if there are no items, or a number is out of range.
+        TypeError: if ``items`` has no length.
+
+    Examples:
+        >>> curriculum = SuccessRateCurriculum(["easy", "hard"], seed=0)
+        >>> first, second = curriculum.next(), curriculum.next()
+        >>> {first, second} == {"easy", "hard"}
+        True
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Any],
+        low: float = 0.1,
+        high: float = 0.9,
+        *,
+        success: Callable[[TensorDictBase], float] | None = None,
+        window: int = 16,
+        revisit: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(items, seed)
+        if not 0 <= low <= high <= 1:
+            raise ValueError(f"low and high must be rates with low <= high, got {low} and {high}.")
+        if not 0 <= revisit <= 1:
+            raise ValueError(f"revisit must be a probability, got {revisit}.")
+        if window < 1:
+            raise ValueError(f"window must be at least 1 episode, got {window}.")
+        self.low, self.high = low, high
+        self.success = _is_rewarded if success is None else success
+        self.window = window
+        self.revisit = revisit
+        self._first = self._random.permutation(len(items))
+        self._begun = 0
+        """Items of the first round that were given out."""
+        self._seen: dict[int, list[float]] = {}
+        """How the last episodes of each item went."""
+        self._outside = np.zeros(len(items), dtype=bool)
+
+    def rate(self, index: int) -> float | None:
+        """The success rate of an item; None until an episode of it has come to its end."""
+        seen = self._seen.get(index)
+        return sum(seen) / len(seen) if seen else None
+
+    @property
+    def num_inside(self) -> int:
+        """Number of items whose rate lies inside, or is not known yet."""
+        return len(self) - int(self._outside.sum())
+
+    def _choose(self) -> int:
+        if self._begun < len(self):
+            self._begun += 1
+            return int(self._first[self._begun - 1])
+        outside = bool(self._random.random() < self.revisit)
+        chosen = np.flatnonzero(self._outside == outside)
+        if not len(chosen):
+            chosen = np.arange(len(self))
+        return int(chosen[self._random.integers(len(chosen))])
+
+    def _learn(self, index: int, episodes: list[TensorDictBase]) -> None:
+        seen = self._seen.get(index, []) + [float(self.success(episode)) for episode in episodes]
+        self._seen[index] = seen[-self.window :]
+        rate = self.rate(index)
+        assert rate is not None
+        self._outside[index] = not self.low <= rate <= self.high
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the choices to come follow from; the items that are being played are not part of it."""
+        seen = {index: list(rates) for index, rates in self._seen.items()}
+        return {
+            **super().state_dict(),
+            "first": self._first.copy(),
+            "begun": self._begun,
+            "seen": seen,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
+
+        Raises:
+            ValueError: if there were more or fewer items.
+        """
+        super().load_state_dict(state_dict)
+        self._first, self._begun = state_dict["first"].copy(), state_dict["begun"]
+        self._seen = {index: list(rates) for index, rates in state_dict["seen"].items()}
+        self._outside[:] = False
+        for index in self._seen:
+            rate = self.rate(index)
+            self._outside[index] = rate is not None and not self.low <= rate <= self.high
+
+
+class WeightedCurriculum(_Choosing):
+    """Draws items in proportion to weights, which may follow from the episodes.
+
+    Args:
+        items: what to play, with a length and items by index.
+        weights: ``[N]``, not negative and not all zero; all alike if None.
+        update: gives an item's new weight: ``update(weight, episodes)``, with the episodes in TED,
+            ``[T]`` each. Without it, weights stay.
+        seed: what all draws follow from.
+
+    Raises:
+        ValueError: if there are no items, or the weights do not fit.
+        TypeError: if ``items`` has no length.
+
+    Examples:
+        >>> curriculum = WeightedCurriculum(["a", "b", "c"], [0.0, 1.0, 0.0])
+        >>> curriculum.next()
+        'b'
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Any],
+        weights: Sequence[float] | None = None,
+        *,
+        update: Callable[[float, list[TensorDictBase]], float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(items, seed)
+        given = np.ones(len(items)) if weights is None else np.array(weights, dtype=np.float64)
+        if given.shape != (len(items),):
+            raise ValueError(
+                f"weights must be one for each of the {len(items)} items, got shape {given.shape}."
+            )
+        if not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
+            raise ValueError("weights must be finite, not negative and not all zero.")
+        self.weights = given
+        """float64 ``[N]``."""
+        self.update = update
+
+    def _choose(self) -> int:
+        total = self.weights.cumsum()
+        if not total[-1]:
+            return int(self._random.integers(len(self)))  # All have been given weight 0 since.
+        return int(total.searchsorted(self._random.random() * total[-1], "right"))
+
+    def _learn(self, index: int, episodes: list[TensorDictBase]) -> None:
+        if self.update is None:
+            return
+        weight = float(self.update(float(self.weights[index]), episodes))
+        if not (np.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"update must give a finite weight that is not negative, got {weight}."
+            )
+        self.weights[index] = weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the choices to come follow from; the items that are being played are not part of it."""
+        return {**super().state_dict(), "weights": self.weights.copy()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
+
+        Raises:
+            ValueError: if there were more or fewer items.
+        """
+        super().load_state_dict(state_dict)
+        self.weights = state_dict["weights"].copy()
+
+
+def _is_rewarded(episode: TensorDictBase) -> float:
+    """Whether the rewards of an episode sum to more than nothing."""
+    return float(episode["next", "reward"].sum() > 0)
