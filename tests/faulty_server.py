@@ -35,6 +35,10 @@ class FaultyServer(ThreadingHTTPServer):
         """The status and the body of an answer without a fault."""
         raise NotImplementedError
 
+    def look_up(self, path: str) -> tuple[int, Any]:
+        """The status and the body of an answer to ``GET``."""
+        return 404, {"error": {"message": f"no {path}"}}
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
@@ -59,6 +63,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.connections.discard(self.connection)
             self.server.open -= 1
         super().finish()
+
+    def do_GET(self) -> None:
+        self.send(*self.server.look_up(self.path))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

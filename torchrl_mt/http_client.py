@@ -25,6 +25,8 @@ _A = TypeVar("_A")
 
 _RETRIED = frozenset({408, 425, 429})
 """Refusals that may pass; so may every 5xx."""
+_AWAY = frozenset({502, 503, 504})
+_AWAY_PAUSE = 1.0
 _LONGEST_BACKOFF = 60.0
 _CLOSING = 5.0
 """Seconds that closing waits for other threads' loops to let go."""
@@ -85,6 +87,9 @@ class HttpClient:
         max_retries: how often a failed request is tried again.
         backoff: seconds before the first retry, about; twice as long before each further one.
         max_connections: most connections at once, per event loop; requests wait for one.
+        wait_ready: seconds for which a request waits for a server that is not there, since it starts or
+            restarts: that refuses or breaks connections, or has status 502, 503 or 504. Such attempts do
+            not count.
         name: what is closed, in the error of a request that comes too late.
         error: makes the error of a request that failed for good, from what :class:`HttpError` takes.
 
@@ -108,13 +113,14 @@ class HttpClient:
         max_retries: int = 3,
         backoff: float = 0.5,
         max_connections: int = 256,
+        wait_ready: float = 0.0,
         name: str = "client",
         error: Callable[[str, int, str], Exception] = HttpError,
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {url!r}.")
         above_zero = {"timeout": timeout, "max_connections": max_connections}
-        not_below = {"max_retries": max_retries, "backoff": backoff}
+        not_below = {"max_retries": max_retries, "backoff": backoff, "wait_ready": wait_ready}
         for what, number in {**above_zero, **not_below}.items():
             if isinstance(number, bool) or not isinstance(number, Real):
                 raise TypeError(f"{what} must be a number, got {number!r}.")
@@ -135,6 +141,7 @@ class HttpClient:
         self._backoff = backoff
         self._timeout = timeout
         self._max_connections = max_connections
+        self._wait_ready = wait_ready
         self._name = name
         self._error = error
         self._options: dict[str, Any] = {
@@ -213,7 +220,9 @@ class HttpClient:
             self._closed = True
             sessions = dict(self._sessions)
         with suppress(RuntimeError):
-            sessions.pop(asyncio.get_running_loop()).cancel()
+            own = sessions.pop(asyncio.get_running_loop(), None)
+            if own is not None:
+                own.cancel()
         for loop, session in list(sessions.items()):
             try:
                 loop.call_soon_threadsafe(session.cancel)
@@ -258,8 +267,9 @@ class HttpClient:
     ) -> _A:
         """Try until an attempt succeeds."""
         cause: Exception | None
-        for attempt in range(1, self._max_retries + 2):
-            wait = 0.0
+        loop, attempt, away_since = asyncio.get_running_loop(), 0, None
+        while True:
+            attempt, wait, is_away = attempt + 1, 0.0, False
             try:
                 async with session.free:
                     on_attempt()
@@ -270,6 +280,7 @@ class HttpClient:
                 cause, reason = error, f"no answer within {self._timeout} seconds"
             except (self._httpx.TransportError, self._httpx.DecodingError) as error:
                 cause, reason = error, f"{type(error).__name__}: {str(error) or 'no message'}"
+                is_away = isinstance(error, self._httpx.TransportError)
             else:
                 if response.is_success:
                     try:
@@ -283,18 +294,24 @@ class HttpClient:
                         raise self._error(self.url, attempt, unfit) from error
                 else:
                     cause, reason = None, f"status {response.status_code}: {_message(response)}"
+                    is_away = response.status_code in _AWAY
                     if response.status_code not in _RETRIED and response.status_code < 500:
                         raise self._error(self.url, attempt, reason)
                     wait = _retry_after(response.headers.get("retry-after"))
-                    if wait > self._timeout:
+                    if wait > self._timeout and not (is_away and self._wait_ready):
                         reason += f" (the server asks to wait {wait:.0f} seconds)"
                         raise self._error(self.url, attempt, reason)
+            now = loop.time()
+            away_since = (now if away_since is None else away_since) if is_away else None
+            if away_since is not None and now < (until := away_since + self._wait_ready):
+                attempt -= 1
+                await asyncio.sleep(min(_AWAY_PAUSE * self._random.uniform(0.5, 1.5), until - now))
+                continue
             if attempt > self._max_retries:
                 raise self._error(self.url, attempt, reason) from cause
             pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
             # Spread out, so that requests that failed together do not come back together.
             await asyncio.sleep(max(wait, pause * self._random.uniform(0.5, 1.5)))
-        raise AssertionError("unreachable")
 
     def _too_late(self) -> RuntimeError:
         """What requests to a closed client fail with."""

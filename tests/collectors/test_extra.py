@@ -93,7 +93,9 @@ def test_what_the_collector_writes_is_refused_by_name(key):
 
 
 def test_the_list_of_what_the_collector_writes_is_whole():
-    batch = episodes_to_tensordict([episode()])
+    played = episode()
+    played.valid = True
+    batch = episodes_to_tensordict([played])
     written = {(key,) for key in batch.keys() if key != "next"}  # noqa: SIM118
     written |= {("next", key) for key in batch["next"].keys()}  # noqa: SIM118
     assert written == set(LEDGER_KEYS)

@@ -554,3 +554,24 @@ def test_batches_without_rows_are_refused(collate, match):
     items = Items(DataLoader(MapStyle(), batch_size=2, collate_fn=collate))
     with pytest.raises(RuntimeError, match=match):
         next(items)
+
+
+def test_data_with_a_length_and_items_by_index_are_indexable_whatever_else_they_are():
+    class Cursor:
+        """Also an iterator over itself."""
+
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, k):
+            return 10 * k
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise AssertionError("not to be read in order")
+
+    items = Items(Cursor(), shuffle=True, cycle=False)
+    assert sorted(item.value for item in items) == [0, 10, 20, 30, 40]
+    assert items.state_dict()["data"]["kind"] == "by index"

@@ -28,3 +28,8 @@ def test_the_tighter_limit_sets_the_budget(limits, budget, reached):
 
 def test_only_the_environments_end_is_no_truncation():
     assert [reason for reason in StopReason if not reason.truncated] == [StopReason.DONE]
+
+
+def test_what_becomes_of_a_timeout_is_one_of_two_things():
+    with pytest.raises(ValueError, match=r"on_timeout must be one of .*, got 'keep'"):
+        Limits(on_timeout="keep")

@@ -125,11 +125,12 @@ def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(eng
         engine,
         episodes_per_batch=1,
         max_consecutive_failures=1,
-        limits=Limits(episode_timeout=LIMIT),
+        limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
     ) as collector:
         batch = next(iter(collector))
     assert batch["stop_reason"] == ["episode_timeout"]
     assert batch["next", "truncated"].all()
+    assert not batch["valid"].any()
 
 
 @pytest.mark.parametrize(

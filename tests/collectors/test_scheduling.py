@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -18,7 +20,7 @@ from torchrl.data import ReplayBuffer
 
 from tests.idle_clock import LIMIT, hang
 from tests.waiting import wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 from .chats import Chat
@@ -103,6 +105,77 @@ def test_groups_short_of_members(engine, policy, sizes, rejected):
     assert causes - {"ConnectionError"} == rejected
 
 
+@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_no_item_is_lost_with_a_member_of_its_group(engine, group_size, staleness):
+    """Thirty in a hundred episodes fail, one item always, and the data is gone through once."""
+    rng = random.Random(group_size)
+
+    class Fails(Chat):
+        async def step(self, response):
+            if rng.random() < 0.3 or self.data["k"] == 7:
+                raise OSError("gone")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        *(Fails, engine, [{"k": k, "turns": 1} for k in range(60)]),
+        episodes_per_batch=2 * group_size,
+        group_size=group_size,
+        incomplete_groups="requeue",
+        max_staleness=staleness,
+        cycle=False,
+    ) as collector:
+        seen = Counter()
+        for batch in collector:
+            seen.update(item["k"] for item in batch["data"])
+            engine.update_weights(None)
+    stats = collector.stats()
+    assert seen == Counter({k: group_size for k in range(60) if k != 7})
+    assert rule(stats)
+    assert stats["running"] == 0
+    assert collector.state_dict()["items"]["open"] == []
+
+
+@pytest.mark.parametrize(("cause", "times"), [("all", 1 + 16), ("one", 1 + 64)])
+def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
+    class Fails(Chat):
+        async def step(self, response):
+            me = context.get().sample_idx
+            if self.data["k"] == 0 and (cause == "all" or me == 1):
+                while cause == "one" and sum(self.ended[context.get().group]) < 1:
+                    await asyncio.sleep(0)
+                raise OSError("gone")
+            self.ended[context.get().group] += [1]
+            return await super().step(response)
+
+    Fails.ended = defaultdict(list)
+    with MultiTurnCollector(
+        *(Fails, engine, [{"k": k, "turns": 1} for k in range(3)]),
+        episodes_per_batch=2,
+        group_size=2,
+        incomplete_groups="requeue",
+        max_consecutive_failures=2,
+        cycle=False,
+    ) as collector:
+        seen = [item["k"] for batch in collector for item in batch["data"]]
+    assert sorted(seen) == [1, 1, 2, 2]
+    assert collector.stats()["rejected/OSError"] in range(times, 2 * times + 1)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, group_size):
+    with (
+        MultiTurnCollector(
+            *(Chat, engine, [{"fail_at": 1, "error": OSError()}] * 3),
+            episodes_per_batch=4,
+            group_size=group_size,
+            incomplete_groups="requeue",
+        ) as collector,
+        pytest.raises(RuntimeError, match=r"3[2-4] episodes in a row"),
+    ):
+        next(iter(collector))
+
+
 def test_complete_groups_only(engine):
     Flaky.played = Counter()
     data = [{"key": k, "failures": int(k == 0)} for k in range(3)]
@@ -152,8 +225,10 @@ def test_a_run_that_accepts_nothing_stops(engine):
 )
 def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reason, idle_clock):
     data = [{"turns": 5, "hang_at": 3}, {"turns": 2}]
+    limits = replace(limits, on_timeout="mask")
     with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2, limits=limits) as collector:
         batch = next(iter(collector))
+    assert batch["valid"].tolist() == [False, False, True, True]
     assert (batch["group"] % 1_000_000).tolist() == [0, 0, 1, 1]
     assert batch["stop_reason"] == ["", reason, "", "done"]
     assert batch["next", "truncated"].flatten().tolist() == [False, True, False, False]
@@ -187,7 +262,9 @@ def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
 
     engine = Hung(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     with MultiTurnCollector(
-        Chat, engine, [{"turns": 9}], episodes_per_batch=1, limits=Limits(turn_timeout=LIMIT)
+        *(Chat, engine, [{"turns": 9}]),
+        episodes_per_batch=1,
+        limits=Limits(turn_timeout=LIMIT, on_timeout="mask"),
     ) as collector:
         batch = next(iter(collector))
     assert len(batch) == 2
@@ -245,7 +322,11 @@ def test_no_episode_is_begun_that_could_become_too_stale(
 def test_episodes_go_on_while_the_policy_is_trained(engine):
     data = [{"turns": 2, "sleep": 0.02}] * 100
     with MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=4, max_staleness=1, max_concurrency=8
+        *(Chat, engine, data),
+        episodes_per_batch=4,
+        max_staleness=1,
+        staleness="admission",
+        max_concurrency=8,
     ) as collector:
         stream = iter(collector)
         next(stream)
@@ -427,9 +508,10 @@ def test_items_of_a_cut_batch_are_played_again(engine):
     policy=st.sampled_from(["drop", "keep"]),
     staleness=st.sampled_from([None, 1]),
     retries=st.integers(0, 1),
+    on_timeout=st.sampled_from(["reject", "mask"]),
 )
 def test_no_episode_is_lost_or_counted_twice(
-    tokenizer, idle_clock, items, group_size, policy, staleness, retries
+    tokenizer, idle_clock, items, group_size, policy, staleness, retries, on_timeout
 ):
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     data = [
@@ -448,7 +530,7 @@ def test_no_episode_is_lost_or_counted_twice(
         max_staleness=staleness,
         max_retries=retries,
         max_consecutive_failures=10_000,
-        limits=Limits(turn_timeout=LIMIT),
+        limits=Limits(turn_timeout=LIMIT, on_timeout=on_timeout),
         cycle=False,
     ) as collector:
         groups = Counter()
@@ -465,8 +547,9 @@ def test_no_episode_is_lost_or_counted_twice(
     assert stats["accepted"] == sum(groups.values())
     expected = {}
     for k, (turns, how, at) in enumerate(items):
-        # A turn that hangs is cut, and the episode with it if it is the first.
-        lost = (how == "fail" and at <= turns) or (how == "hang" and at == 1)
+        # A turn that hangs is cut, and masked, unless it is the first.
+        masks = on_timeout == "mask" and at > 1
+        lost = at <= turns and (how == "fail" or (how == "hang" and not masks))
         if not lost:
             expected[k] = group_size
     assert dict(groups) == expected

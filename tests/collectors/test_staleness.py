@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import queue
+import random
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -159,6 +163,7 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
         *(engine, [{"turns": 1}]),
         episodes_per_batch=size,
         max_staleness=staleness,
+        staleness="admission",
         max_concurrency=1,
     )
     begun_by = [first] * (staleness + 1)
@@ -236,6 +241,141 @@ def test_a_buffer_is_filled_as_far_ahead_as_allowed(tokenizer, staleness, first,
             run.update(times)
         collector.async_shutdown()
         assert max(run.leads) <= (staleness + 1) * size
+
+
+# A maximum: what would be delivered older is played again
+
+
+class Slow(Chat):
+    """Takes as many turns of other work as its item says, so that some are overtaken by all others."""
+
+    async def step(self, response):
+        for _ in range(self.data["rounds"]):
+            await asyncio.sleep(0.001)
+        return await super().step(response)
+
+
+def heavy_tailed(rng, n):
+    return [
+        {"k": k, "turns": rng.randint(1, 3), "rounds": min(int(rng.lognormvariate(0.5, 1.5)), 60)}
+        for k in range(n)
+    ]
+
+
+@settings(max_examples=20, deadline=None, phases=PHASES)
+@given(
+    staleness=st.integers(0, 3),
+    group_size=st.sampled_from([1, 2, 3]),
+    updates=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    rate=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 99),
+)
+def test_nothing_older_than_the_maximum_is_delivered_and_no_item_is_lost(
+    tokenizer, staleness, group_size, updates, rate, seed
+):
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    rng, size, seen = random.Random(seed), 6, Counter()
+    sizes = Counter()
+    with MultiTurnCollector(
+        *(Slow, engine, heavy_tailed(rng, 24)),
+        episodes_per_batch=size,
+        group_size=group_size,
+        max_staleness=staleness,
+        max_concurrency=rng.choice([2, 6, 40]),
+        cycle=False,
+    ) as collector:
+        for batch, times in zip(collector, itertools.cycle(updates), strict=False):
+            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
+            assert engine.version - oldest == collector.stats()["staleness/max"] <= staleness
+            seen.update({item["k"]: 0 for item in batch["data"]})
+            ends = batch["next", "done"].flatten()
+            sizes.update(batch["group"][ends].tolist())
+            for _ in range(max(times, 1)):
+                time.sleep(rng.random() * 0.02)
+                collector.update_policy_weights_(None)
+        stats = collector.stats()
+    assert sorted(seen) == list(range(24))
+    assert set(sizes.values()) == {group_size}
+    assert stats["accepted"] == 24 * group_size
+    assert stats["rejected"] == stats.get("rejected/stale", 0)
+    assert stats["accepted"] + stats["rejected"] == stats["started"]
+
+
+def test_weights_that_change_while_a_batch_is_made_count(engine):
+    """By the time it is written it is too old: it is made anew of what is not."""
+    late = iter([True, False, True])
+
+    def postproc(batch):
+        if next(late, False):
+            engine.update_weights(None)
+        return batch
+
+    with MultiTurnCollector(
+        *(Chat, engine, [{"turns": 1, "k": k} for k in range(12)]),
+        episodes_per_batch=4,
+        max_staleness=0,
+        postproc=postproc,
+        cycle=False,
+    ) as collector:
+        seen = []
+        for batch in collector:
+            seen += [item["k"] for item in batch["data"]]
+            assert collector.stats()["staleness/max"] == 0
+            engine.update_weights(None)
+        stats = collector.stats()
+    assert sorted(seen) == list(range(12))
+    assert stats["rejected"] == stats["rejected/stale"] >= 8
+
+
+def test_in_the_background_nothing_older_is_written(tokenizer):
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    ages = []
+
+    class Buffer(ReplayBuffer):
+        def extend(self, batch):
+            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
+            ages.append(engine.version - oldest)
+            return super().extend(batch)
+
+    rng = random.Random(0)
+    with MultiTurnCollector(
+        *(Slow, engine, heavy_tailed(rng, 200)),
+        episodes_per_batch=4,
+        max_staleness=1,
+        max_concurrency=8,
+        replay_buffer=Buffer(storage=LazyStackStorage(10_000)),
+    ) as collector:
+        collector.start()
+        for _ in range(40):
+            before = len(ages)
+            wait_until(lambda: len(ages) > before)  # noqa: B023
+            for _ in range(rng.randint(1, 2)):
+                with collector._delivering:  # not between looking and writing
+                    collector.update_policy_weights_(None)
+                time.sleep(0.005)
+        assert collector.stats()["rejected/stale"] > 0
+    assert max(ages) == 1
+
+
+def test_a_run_that_rejects_more_as_stale_than_it_delivers_says_so(engine, caplog):
+    """The trainer does not wait for what it is to be trained on."""
+    with in_the_background(
+        engine, [{"turns": 1, "rounds": 40}], Slow, max_staleness=0
+    ) as collector:
+        collector.start()
+
+        def updated():
+            collector.update_policy_weights_(None)
+            return "rejected as stale" in caplog.text
+
+        wait_until(updated)
+    assert caplog.text.count("rejected as stale") == 1
+    assert collector.stats()["accepted"] < collector.stats()["rejected/stale"]
+
+
+def test_an_unknown_rule_is_refused(engine):
+    with pytest.raises(ValueError, match=r"staleness must be one of .*, got 'none'"):
+        MultiTurnCollector(Chat, engine, episodes_per_batch=1, staleness="none")
 
 
 # Who waits for weights that nobody hands over is told so

@@ -53,6 +53,17 @@ class CompletionsServer(FaultyServer):
     """Answers as vLLM does; ``change`` has the last word."""
 
     change: Callable[[dict[str, Any]], Any] = staticmethod(lambda answer: answer)
+    models: Any = None
+    """The answer to ``GET /v1/models``; without one, there is no such page."""
+    asked_for_models = 0
+
+    def look_up(self, path: str) -> tuple[int, Any]:
+        self.asked_for_models += path == "/v1/models"
+        return (
+            (404, {"error": {"message": f"no {path}"}})
+            if self.models is None
+            else (200, self.models)
+        )
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path != "/v1/completions":

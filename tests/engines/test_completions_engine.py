@@ -16,7 +16,7 @@ import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from tests.engines.completions_server import CompletionsServer, sampled
+from tests.engines.completions_server import CompletionsServer, completion, sampled
 from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
@@ -105,7 +105,13 @@ def test_answers_are_what_the_server_sampled(engine, server):
 
 
 def test_a_request_says_what_it_must(make, server):
-    engine = make(api_key="secret", temperature=0.5, extra_body={"top_p": 0.9}, max_new_tokens=7)
+    engine = make(
+        api_key="secret",
+        temperature=0.5,
+        extra_body={"top_p": 0.9},
+        max_new_tokens=7,
+        logprobs_mode="processed_logprobs",
+    )
     ask(engine, [5, 6], seed=3)
     assert server.seen == [
         {
@@ -425,7 +431,7 @@ def test_tokens_of_another_model_are_refused(make, server):
     ],
 )
 def test_a_completion_says_what_it_was_sampled_from(make, server, asked, record, per_call):
-    engine = make(extra_body={} if per_call else asked)
+    engine = make(extra_body={} if per_call else asked, logprobs_mode="processed_logprobs")
     answer = ask(engine, **(asked if per_call else {}))
     assert answer.sampling == record
     sent = {name: server.seen[0][name] for name in ("temperature", "top_k", "top_p")}
@@ -439,14 +445,15 @@ def test_a_completion_says_what_it_was_sampled_from(make, server, asked, record,
 @pytest.mark.parametrize("mode", [None, "processed_logprobs", "raw_logprobs"])
 def test_what_log_probs_may_not_be_is_said_once(make, caplog, mode):
     engine = make(logprobs_mode=mode)
-    marked = {"logprobs_mode": mode} if mode == "raw_logprobs" else {}
+    is_raw = mode != "processed_logprobs"  # Those of this server do not depend on the sampling.
+    marked = {"logprobs_mode": "raw_logprobs"} if is_raw else {}
     assert ask(engine).sampling == {}
     assert not caplog.records
     for _ in range(3):
         assert ask(engine, temperature=0.7).sampling == {"temperature": 0.7, **marked}
     said = [record.getMessage() for record in caplog.records]
     expected = {
-        None: ["vLLM reports such only when started with"],
+        None: ["are not those of what was sampled from"],
         "processed_logprobs": [],
         "raw_logprobs": ["are not those of what was sampled from"],
     }[mode]
@@ -454,7 +461,107 @@ def test_what_log_probs_may_not_be_is_said_once(make, caplog, mode):
     for _ in range(3):
         assert ask(engine, top_p=0.7).sampling == {"top_p": 0.7, **marked}
     truncated = [r for r in caplog.records if "{'top_p': 0.7} is truncated" in r.getMessage()]
-    assert len(truncated) == (mode != "raw_logprobs")
+    assert len(truncated) == (not is_raw)
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"seed": 3}])
+@pytest.mark.parametrize("kind", ["raw", "processed", "refuses"])
+def test_one_probe_tells_what_log_probs_are_of(make, server, caplog, kind, asked):
+    def answer(path, body):
+        sure = body["top_k"] == 1 or body["temperature"] < 0.1
+        if sure and kind == "refuses":
+            return 400, {"error": {"message": "no"}}
+        said = completion(body)
+        if sure and kind == "processed":
+            set_in(["logprobs", "token_logprobs"], [0.0] * len(said["choices"][0]["token_ids"]))(
+                said
+            )
+        return 200, said
+
+    server.answer = answer
+    engine = make()
+    plain = asked.keys() == {"seed"}
+    record = {} if plain else asked
+    marked = {"logprobs_mode": "raw_logprobs"} if kind == "raw" and not plain else {}
+    answers = [*ask_all(engine, prompts(5), **asked), ask(engine, **asked)]
+    assert [answer.sampling for answer in answers] == [{**record, **marked}] * 6
+    assert len(server.seen) == 6 + (not plain)
+    said = [record.getMessage() for record in caplog.records]
+    doubts = [text for text in said if "log-probabilities" in text and "is truncated" not in text]
+    assert len(doubts) == (kind != "processed" and not plain)
+
+
+# The server: how much it takes, when it comes, and when the engine goes
+
+
+@pytest.mark.parametrize("where", ["property", "generate", "collector"])
+def test_how_many_tokens_the_model_takes_is_asked_of_the_server(make, server, where):
+    server.models = {
+        "data": [{"id": "other", "max_model_len": 3}, {"id": "tiny", "max_model_len": 8}]
+    }
+    engine = make(max_new_tokens=100)
+    if where == "generate":
+        with pytest.raises(ValueError, match="max_total_tokens=8"):
+            ask(engine, [5] * 8)
+    elif where == "collector":
+        with MultiTurnCollector(
+            GuessNumber(16, turns=4), engine, episodes_per_batch=2
+        ) as collector:
+            batch = next(iter(collector))
+        lengths = [len(x) for x in batch.get(("tokens", "prompt"), as_list=True)]
+        sizes = [len(x) for x in batch.get(("tokens", "response"), as_list=True)]
+        assert max(map(sum, zip(lengths, sizes, strict=True))) <= 8
+    assert engine.max_total_tokens == 8
+    assert make(max_total_tokens=5).max_total_tokens == 5
+    assert server.asked_for_models == 1
+
+
+@pytest.mark.parametrize("models", [None, {}, {"data": [{"id": "tiny"}]}, b"<html>", {"data": 3}])
+def test_a_server_that_does_not_say_takes_what_it_takes(make, server, models):
+    server.models = models
+    engine = make()
+    assert ask(engine, [5] * 50).token_ids
+    assert engine.max_total_tokens is None
+
+
+def test_requests_wait_for_a_server_that_starts_and_starts_again(make, monkeypatch, tokenizer):
+    monkeypatch.setattr("torchrl_mt.http_client._AWAY_PAUSE", 0.02)
+    monkeypatch.setattr("torchrl_mt.engines.completions_engine._AWAY_PAUSE", 0.02)
+    with running(CompletionsServer()) as first:
+        port = first.server_port
+    engine = make(f"http://127.0.0.1:{port}", wait_ready=PATIENCE, max_retries=0)
+
+    async def run():
+        for _ in range(2):
+            asked = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(5)]
+            await asyncio.sleep(0.1)
+            assert not any(each.done() for each in asked)
+            with running(CompletionsServer(port)) as server:
+                server.models = {"data": [{"id": "tiny", "max_model_len": 99}]}
+                server.faults = [status(503), status(502, Retry_After="9999")]
+                await asyncio.gather(*asked)
+        assert engine.max_total_tokens == 99
+
+    asyncio.run(run())
+
+
+def test_a_server_that_never_comes_is_waited_for_so_long(make):
+    with running(CompletionsServer()) as server:
+        port = server.server_port
+    engine = make(f"http://127.0.0.1:{port}", wait_ready=0.1, max_retries=0)
+    with pytest.raises(CompletionsError):
+        ask(engine)
+
+
+def test_an_engine_may_be_closed_where_a_loop_runs(make):
+    engine = make()
+
+    async def close():
+        engine.close()
+
+    asyncio.run(close())
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        ask(engine)
 
 
 def test_a_field_that_is_none_is_left_to_the_server(make, server):

@@ -9,6 +9,7 @@ from torchrl_mt.collectors.curriculum import (
     WeightedCurriculum,
 )
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.group_filters import has_spread
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.multi_turn import MultiTurnCollector
 from torchrl_mt.collectors.recorder import LimitReached
@@ -30,4 +31,5 @@ __all__ = [
     "Workflow",
     "context",
     "episodes_to_tensordict",
+    "has_spread",
 ]

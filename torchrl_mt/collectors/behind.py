@@ -83,7 +83,7 @@ class Behind:
         return not left
 
     async def _watched(self, work: Coroutine[Any, Any, object], what: str) -> None:
-        """Run a coroutine; nothing that it raises may reach the loop, which ``sys.exit()`` would end."""
+        """Run a coroutine and log what it raises, ``SystemExit`` too."""
         try:
             await work
         except asyncio.CancelledError:

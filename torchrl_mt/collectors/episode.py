@@ -7,6 +7,7 @@ its turns.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +22,7 @@ from tensordict import (
     TensorDictBase,
 )
 
+from torchrl_mt.collectors.calls import Calls
 from torchrl_mt.collectors.extra import join_extra
 from torchrl_mt.collectors.ledger import Prompt
 from torchrl_mt.collectors.limits import StopReason
@@ -53,6 +55,14 @@ class Turn:
     """How long the model took to answer, in seconds."""
     env_seconds: float = 0.0
     """How long the environment took to answer the response."""
+    _oldest: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest weight version that sampled one of its tokens; ``None`` if none was sampled."""
+        if self._oldest is None:
+            self._oldest = min(self.completion.versions, default=None)
+        return self._oldest
 
 
 @dataclass(slots=True)
@@ -79,6 +89,12 @@ class Episode:
     """Entries that a workflow returned, ``[T]``: a step a turn."""
     judged: bool = False
     """Whether the environment has answered a response, or the workflow has returned a result."""
+    valid: bool | None = None
+    """Whether it counts in the loss and in statistics; ``None`` where every episode does."""
+    calls: Calls = field(default_factory=Calls, repr=False, compare=False)
+    """What it waits for, and where its time went."""
+    begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
+    """When it began, in seconds of the monotonic clock."""
     _plan: RowPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -107,7 +123,7 @@ class Episode:
 
     def age(self, version: int) -> int | None:
         """How many versions its oldest token is behind ``version``; ``None`` if none was sampled."""
-        versions = [v for turn in self.turns for v in turn.completion.versions]
+        versions = [turn.oldest for turn in self.turns if turn.oldest is not None]
         return version - min(versions) if versions else None
 
     def row_plan(self) -> RowPlan:
@@ -140,7 +156,8 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took, ``("sampling", ...)`` the
         ``"temperature"``, ``"top_k"`` (0 is none) and ``"top_p"`` of the sampling. The non-tensor
         columns are ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or
-        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Entries that the episodes'
+        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Where episodes say so,
+        ``"valid"``, bool ``[ΣT]``, tells whether the turn's episode counts. Entries that the episodes'
         workflows returned are added.
 
     Raises:
@@ -220,7 +237,12 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         },
         [size],
     )
-    extra = join_extra([episode.extra for episode in episodes])
+    if any(episode.valid is not None for episode in episodes):
+        batch["valid"] = per_turn(episode.valid is not False for episode in episodes)
+    extra = join_extra(
+        [episode.extra for episode in episodes],
+        [len(episode.turns) * (episode.valid is False) for episode in episodes],
+    )
     return batch if extra is None else batch.update(extra)
 
 

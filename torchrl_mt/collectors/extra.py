@@ -32,6 +32,7 @@ LEDGER_KEYS: tuple[tuple[str, ...], ...] = (
     ("sampling",),
     ("finish_reason",),
     ("stop_reason",),
+    ("valid",),
     ("data",),
 )
 """What the collector itself writes of every turn, with all that lies below."""
@@ -93,17 +94,33 @@ class ExpectedExtra:
 
     kinds: ExtraKinds | None = None
     """Fixed by the first episode that is checked."""
+    _step: TensorDictBase | None = None
+    """A turn of that episode."""
 
     def check(self, extra: TensorDictBase | None) -> None:
         """Refuse entries unlike those of the first episode; see :func:`check_extra`."""
         self.kinds = check_extra(extra, self.kinds)
+        if self._step is None and self.kinds and extra is not None:
+            self._step = extra[0]
+
+    def blank(self, turns: int) -> TensorDictBase | None:
+        """Entries for an episode whose workflow did not come to return any, as far as they are known.
+
+        Args:
+            turns: how many turns it has.
+        """
+        return None if self._step is None else _blank(self._step, turns)
 
 
-def join_extra(extras: Sequence[TensorDictBase | None]) -> TensorDictBase | None:
+def join_extra(
+    extras: Sequence[TensorDictBase | None], blank_turns: Sequence[int] | None = None
+) -> TensorDictBase | None:
     """The entries of several episodes, one after the other; ``None`` if they have none.
 
     Args:
         extras: what workflows returned of each episode, ``[T]`` of the episode.
+        blank_turns: for each episode, how many turns it has if it may lack entries that others have
+            (zeros, and ``None`` for objects, stand for them), else 0.
 
     Returns:
         Their entries in host memory, ``[ΣT]``.
@@ -111,6 +128,12 @@ def join_extra(extras: Sequence[TensorDictBase | None]) -> TensorDictBase | None
     Raises:
         ValueError: as in :func:`check_extra`.
     """
+    given = next((extra for extra in extras if extra is not None), None)
+    if given is not None and blank_turns is not None:
+        extras = [
+            _blank(given[0], turns) if extra is None and turns else extra
+            for extra, turns in zip(extras, blank_turns, strict=True)
+        ]
     expected = None
     for extra in extras:
         expected = check_extra(extra, expected)
@@ -118,6 +141,16 @@ def join_extra(extras: Sequence[TensorDictBase | None]) -> TensorDictBase | None
         return None
     steps = (extra.detach().cpu().unbind(0) for extra in extras if extra is not None)
     return lazy_stack([step for of_episode in steps for step in of_episode])
+
+
+def _blank(step: TensorDictBase, turns: int) -> TensorDictBase:
+    """Turns with the entries of a step, and nothing in them."""
+    blank = step.apply(torch.zeros_like, filter_empty=False)
+    assert blank is not None
+    for key, kind in _kinds(step):
+        if kind == _OBJECT:
+            blank.set_non_tensor(key, None)
+    return lazy_stack([blank] * turns)
 
 
 def _kinds(

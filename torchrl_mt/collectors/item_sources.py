@@ -94,7 +94,7 @@ def make_source(data: Any, *, shuffle: bool, cycle: bool | None, seed: int) -> S
         )
     if isinstance(data, (set, frozenset)):
         data = sorted(data, key=repr)
-    if not isinstance(data, (DataLoader, IterableDataset, Iterator)) and _has_indices(data):
+    if not isinstance(data, (DataLoader, IterableDataset)) and _has_indices(data):
         return _Indexed(data, shuffle, cycle is not False, seed)
     if shuffle:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args
 
 __all__ = ["Limits", "StopReason"]
 
@@ -40,12 +40,16 @@ class StopReason(str, Enum):
         return self.value.endswith("timeout")
 
 
+OnTimeout = Literal["reject", "mask"]
+"""What becomes of an episode whose time was up."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What an episode may use; ``None`` is no limit. Reaching one ends the episode as truncated.
 
-    A limit of time ends the episode with the last turn that was answered in time: what the turn
-    that was not would have been worth is not known. If there is none, the episode is rejected.
+    What an episode whose time was up would have been worth is not known, so it is never learned from,
+    whether an environment or a workflow played it: it is rejected, or kept with ``"valid"`` false.
 
     Args:
         max_turns: most model calls in an episode.
@@ -54,14 +58,20 @@ class Limits:
         turn_timeout: seconds for a turn: a model call and the environment's answer to it.
         episode_timeout: seconds for an episode, from when it begins to run.
         tool_timeout: seconds for the environment to begin, or to answer a response.
+        on_timeout: what becomes of an episode whose time was up. ``"reject"``: it is rejected, its cause
+            is the limit's name. ``"mask"``: it is accepted with the turns that were answered in time,
+            truncated, and every turn of the collector's batches says under ``"valid"`` whether its
+            episode counts; :class:`~torchrl_mt.transforms.MergeTurns` hands that to the rows, where it
+            keeps the episode out of the loss and of its group's statistics. An episode without such a
+            turn is rejected all the same.
 
     Raises:
-        ValueError: if a limit is below 1, or a timeout not positive.
+        ValueError: if a limit is below 1, a timeout not positive, or ``on_timeout`` unknown.
 
     Examples:
         >>> Limits(max_turns=5, max_response_tokens=2)
         Limits(max_turns=5, max_response_tokens=2, max_episode_tokens=None, turn_timeout=None,
-            episode_timeout=None, tool_timeout=None)
+            episode_timeout=None, tool_timeout=None, on_timeout='reject')
     """
 
     max_turns: int | None = None
@@ -70,11 +80,16 @@ class Limits:
     turn_timeout: float | None = None
     episode_timeout: float | None = None
     tool_timeout: float | None = None
+    on_timeout: OnTimeout = "reject"
 
     def __post_init__(self) -> None:
+        if self.on_timeout not in get_args(OnTimeout):
+            raise ValueError(
+                f"on_timeout must be one of {get_args(OnTimeout)}, got {self.on_timeout!r}."
+            )
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None or field.name == "on_timeout":
                 continue
             if field.name.endswith("timeout"):
                 if not value > 0:

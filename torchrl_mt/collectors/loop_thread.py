@@ -1,7 +1,8 @@
 """An event loop in a thread of its own, driven from ordinary code.
 
 Works where a loop runs already (a notebook), lets Ctrl-C through even where a blocking call never
-returns, and leaves nothing when closed but such calls, in threads that die with the process.
+returns, and leaves nothing when closed but such calls, in threads that die with the process. What a task
+raises is the task's own, ``SystemExit`` and ``KeyboardInterrupt`` too: it does not end the loop.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors.behind import Behind, cancel_all, make_task
@@ -19,6 +22,8 @@ from torchrl_mt.collectors.behind import Behind, cancel_all, make_task
 __all__ = ["LoopClosedError", "LoopThread", "call_in_thread"]
 
 _T = TypeVar("_T")
+_logger = logging.getLogger("torchrl_mt")
+
 CLOSE_SECONDS = 10.0
 """Seconds for the background to end where who closes a loop does not say how many."""
 INTERRUPT_SECONDS = 5.0
@@ -122,14 +127,12 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(make_task)
+        self._jobs = _Jobs(self._loop)
         # A daemon, so that a script which dies without closing does not hang on it.
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._jobs.serve, name=name, daemon=True)
         self._thread.start()
         self._lock = threading.Lock()
-        self._jobs = _Jobs()
-        self._closer = weakref.finalize(
-            self, _close, self._loop, self._thread, self._jobs, _PATIENCE
-        )
+        self._closer = weakref.finalize(self, _close, self._thread, self._jobs, _PATIENCE)
 
     @property
     def closed(self) -> bool:
@@ -140,19 +143,22 @@ class LoopThread:
         """Run a coroutine to its end and return its result; an interrupt cancels it first.
 
         Raises:
-            LoopClosedError: if the thread is closed, before or while the coroutine runs.
+            LoopClosedError: if the thread is closed, or has ended by itself, before or while the
+                coroutine runs; what has ended it is the cause.
             RuntimeError: if called in the loop itself, which would wait for itself.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(_FROM_WITHIN)
-        with self._lock:
-            if self.closed:
-                coroutine.close()
-                raise LoopClosedError("the event loop's thread is closed.")
-            job = _Job(coroutine)
-            future = asyncio.run_coroutine_threadsafe(self._jobs.run(job), self._loop)
-            self._jobs.waiting.add(future)
+        job = _Job(coroutine)
+        try:
+            with self._lock:
+                if self.closed:
+                    raise LoopClosedError("the event loop's thread is closed.")
+                future = self._jobs.submit(self._jobs.run(job))
+        except LoopClosedError:
+            coroutine.close()
+            raise
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -162,12 +168,11 @@ class LoopThread:
         except BaseException:
             if not future.done():
                 # Cancellation is only requested, so wait for the task.
-                with self._lock:
-                    ended = None if self.closed else job.end_in(self._loop)
-                concurrent.futures.wait([] if ended is None else [ended])
+                ending = []
+                with self._lock, suppress(LoopClosedError):
+                    ending += [] if self.closed else [self._jobs.submit(job.end())]
+                concurrent.futures.wait(ending)
             raise
-        finally:
-            self._jobs.waiting.discard(future)
 
     def close(self, timeout: float | None = None) -> bool:
         """Cancel what runs, wait for the background, and end the thread.
@@ -188,7 +193,7 @@ class LoopThread:
         with self._lock:
             first = self._closer.detach() is not None
         if first:
-            return _close(self._loop, self._thread, self._jobs, timeout)
+            return _close(self._thread, self._jobs, timeout)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -204,24 +209,66 @@ class _Job:
         self.coroutine = coroutine
         self.task: asyncio.Task[Any] | None = None
 
-    def end_in(self, loop: asyncio.AbstractEventLoop) -> concurrent.futures.Future[None]:
-        """Have the task cancelled; the future is done once it has ended, and what it left behind."""
-        return asyncio.run_coroutine_threadsafe(self._end(), loop)
-
-    async def _end(self) -> None:
+    async def end(self) -> None:
+        """Cancel the task and wait until it has ended, and what it left behind."""
         await cancel_all([] if self.task is None else [self.task])
         await Behind.of(asyncio.get_running_loop()).wait(INTERRUPT_SECONDS)
 
 
 class _Jobs:
-    """The coroutines that a loop was given, and those who wait for them."""
+    """A loop, the coroutines that it was given, and those who wait for them.
 
-    def __init__(self) -> None:
+    Args:
+        loop: a loop that does not run yet.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.stopping = False
+        """Whether the loop is to end."""
         self.waiting: set[concurrent.futures.Future[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._lock = threading.Lock()
+        self._error: LoopClosedError | None = None
+        """What those get who come when the loop has ended."""
+
+    def serve(self) -> None:
+        """Run the loop until it is to end; who still waits then gets an error."""
+        error = LoopClosedError("the event loop's thread was closed.")
+        try:
+            while not self.stopping:
+                # asyncio lets these out of the loop, beside giving them to whoever waits for the task.
+                with suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
+        except BaseException as cause:
+            _logger.error("the event loop's thread has ended", exc_info=cause)
+            error = LoopClosedError(
+                f"the event loop's thread has ended for {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+        with self._lock:
+            self._error = error
+        for future in tuple(self.waiting):
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(error)
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Have the loop run a coroutine.
+
+        Raises:
+            LoopClosedError: if the loop has ended.
+        """
+        with self._lock:
+            if self._error is not None:
+                coroutine.close()
+                raise self._error
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self.waiting.add(future)
+        future.add_done_callback(self.waiting.discard)
+        return future
 
     async def run(self, job: _Job) -> Any:
-        """Run a coroutine that :meth:`settle_in` can end."""
+        """Run a coroutine that :meth:`settle` can end."""
         task: Any = asyncio.current_task()
         job.task = task
         self._tasks.add(task)
@@ -230,38 +277,36 @@ class _Jobs:
         finally:
             self._tasks.discard(task)
 
-    def settle_in(
-        self, loop: asyncio.AbstractEventLoop, seconds: float
-    ) -> concurrent.futures.Future[bool]:
-        """Have everything in the loop end, the background in so many seconds.
+    async def settle(self, seconds: float) -> bool:
+        """Let the coroutines end what they began, cancel what is left, and wait for the background.
 
-        The future is done once it has ended; it tells whether the background did by itself.
+        Returns:
+            Whether the background has ended by itself, in so many seconds.
         """
-        return asyncio.run_coroutine_threadsafe(self._settle(seconds), loop)
-
-    async def _settle(self, seconds: float) -> bool:
-        """Let the coroutines end what they began, cancel what is left, and wait for the background."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        behind = Behind.of(loop)
+        deadline = self.loop.time() + seconds
+        behind = Behind.of(self.loop)
         await cancel_all(set(self._tasks))
         await cancel_all(asyncio.all_tasks() - set(behind.tasks) - {asyncio.current_task()})
-        in_time = await behind.settle(max(deadline - loop.time(), 0.0))
+        in_time = await behind.settle(max(deadline - self.loop.time(), 0.0))
         await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
         return in_time
 
 
-def _close(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, jobs: _Jobs, timeout: float | None
-) -> bool:
+def _close(thread: threading.Thread, jobs: _Jobs, timeout: float | None) -> bool:
     """End a loop and its thread; tell whether all of it has ended in time."""
-    settled = jobs.settle_in(loop, CLOSE_SECONDS if timeout is None else timeout)
-    # A background that is given up still has to end.
-    concurrent.futures.wait([settled], None if timeout is None else timeout + _GRACE)
-    for future in tuple(jobs.waiting):
-        future.cancel()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(None if settled.done() else _GRACE)
-    if not thread.is_alive():
-        loop.close()
-    return settled.done() and (timeout is None or settled.result())
+    in_time = True
+    with suppress(LoopClosedError):
+        settled = jobs.submit(jobs.settle(CLOSE_SECONDS if timeout is None else timeout))
+        # A background that is given up still has to end.
+        concurrent.futures.wait([settled], None if timeout is None else timeout + _GRACE)
+        in_time = settled.done() and (timeout is None or settled.result())
+        patience = None if settled.done() else _GRACE
+        for future in jobs.waiting - {settled}:
+            future.cancel()
+        jobs.stopping = True
+        jobs.loop.call_soon_threadsafe(jobs.loop.stop)
+        thread.join(patience)
+        if not thread.is_alive():
+            jobs.loop.close()
+    # A loop that has ended by itself stays open for the tasks that it leaves behind.
+    return in_time

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -30,6 +31,7 @@ from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
+from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.ids import unique_ids
 from torchrl_mt.collectors.items import Items
 from torchrl_mt.collectors.limits import Limits
@@ -46,7 +48,7 @@ from torchrl_mt.collectors.scheduler import (
     IncompleteGroups,
     Scheduler,
 )
-from torchrl_mt.collectors.staleness import Lead, Stall
+from torchrl_mt.collectors.staleness import Freshness, Lead, StalenessRule, Stall
 from torchrl_mt.collectors.tally import Tally
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.engines import Engine, as_engine
@@ -54,6 +56,7 @@ from torchrl_mt.envs import TextEnv
 
 __all__ = ["MultiTurnCollector"]
 
+_T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
 
 
@@ -65,9 +68,10 @@ class MultiTurnCollector(BaseCollector):
     collectors do. Nothing runs between two batches, so the policy may be trained there, unless
     ``max_staleness`` says that episodes may go on.
 
-    An episode that raises is rejected, counted by cause in :meth:`stats` and logged once per cause; it
-    never becomes a reward. A group is given out in one batch. What is given to be called (``accept``,
-    items of ``data`` unless it is a list) is called in threads, so that it delays no other episode.
+    An episode that raises (``SystemExit`` and ``KeyboardInterrupt`` too) is rejected, counted by cause
+    in :meth:`stats` and logged once per cause; it never becomes a reward. A group is given out in one
+    batch. What is given to be called (``accept``, items of ``data`` unless it is a list) is called in
+    threads, so that it delays no other episode.
 
     Args:
         env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode) or a
@@ -87,6 +91,11 @@ class MultiTurnCollector(BaseCollector):
         replay_buffer: where batches are written, if anywhere.
         total_episodes: end after this many accepted episodes; never if -1.
         accept: given an episode in TED, ``[T]``; false rejects it. May be ``async``.
+        accept_group: given the episodes of a group, each in TED, ``[T]``; false rejects them all
+            (``rejected/group_not_accepted``), and a group of another item is played in their place:
+            :func:`~torchrl_mt.collectors.has_spread`. May be ``async``.
+        total_attempts: raise once ``accept_group`` has refused a group and so many, refused or not,
+            were played since a batch was last given out; ten times those of a batch if ``None``.
         max_retries: how often an episode that was rejected is played again.
         max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
             in spite of retries, and none came to its end meanwhile. Until the environment's ``step``
@@ -95,14 +104,21 @@ class MultiTurnCollector(BaseCollector):
             more.
         max_staleness: let episodes go on while the policy is trained, so many batches ahead: at most
             ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
-            at most ``max_staleness + updates + 1`` in all. With ``k`` updates a batch, tokens are at
-            most ``(max_staleness + 1) * k - 1`` versions old when they are delivered, except those of
-            episodes that others overtook: batches hold the episodes that came to their end first.
-            Without updates, iterating comes to a halt, and the log says so.
+            at most ``max_staleness + updates + 1`` in all. No token is more than ``max_staleness``
+            versions old when it is delivered. Without updates, iterating comes to a halt, and the log
+            says so.
+        staleness: what ``max_staleness`` bounds. ``"delivery"``: an episode that would be delivered too
+            old is rejected (``rejected/stale``) with its group, as soon as that is certain, and the
+            item is played again. ``"admission"``: what is begun, and nothing is rejected: with ``k``
+            updates a batch, tokens are at most ``(max_staleness + 1) * k - 1`` versions old, except
+            those of episodes that others overtook, which may be much older.
         yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
         incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
-            it; ``"keep"`` those that are left; ``"refill"``, play that member until it comes to its end,
-            and drop the group if it does not in 16 more attempts.
+            it, and with it the item until the data is gone through again; ``"keep"`` those that are
+            left; ``"refill"``, play that member until it comes to its end, and drop the group if it
+            does not in 16 more attempts; ``"requeue"``, drop the group and play its item again as a
+            new one, before any new item. An item is given up after 64 times, or 16 in a row in which no
+            member came to its end.
         dump_dir: a folder for readable records of the episodes, in JSON lines. What cannot be written
             is logged once and counted as ``dump_errors``; the run goes on.
         shuffle: draw the items in random order, by ``seed``.
@@ -154,9 +170,12 @@ class MultiTurnCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         total_episodes: int = -1,
         accept: Callable[[TensorDictBase], bool] | None = None,
+        accept_group: AcceptGroup | None = None,
+        total_attempts: int | None = None,
         max_retries: int = 0,
         max_consecutive_failures: int | None = None,
         max_staleness: int | None = None,
+        staleness: StalenessRule = "delivery",
         yield_groups: bool = False,
         incomplete_groups: IncompleteGroups = "drop",
         dump_dir: str | Path | None = None,
@@ -179,6 +198,7 @@ class MultiTurnCollector(BaseCollector):
                 "episodes_per_batch": episodes_per_batch,
                 "group_size": group_size,
                 "max_concurrency": max_concurrency,
+                "total_attempts": total_attempts,
                 "max_consecutive_failures": max_consecutive_failures,
             },
             not_negative={"max_retries": max_retries, "max_staleness": max_staleness},
@@ -187,9 +207,14 @@ class MultiTurnCollector(BaseCollector):
                 "total_episodes": max(total_episodes, 0),
             },
         )
-        if incomplete_groups not in ("drop", "keep", "refill"):
+        if incomplete_groups not in get_args(IncompleteGroups):
             raise ValueError(
-                f'incomplete_groups must be "drop", "keep" or "refill", got {incomplete_groups!r}.'
+                f"incomplete_groups must be one of {get_args(IncompleteGroups)}, got "
+                f"{incomplete_groups!r}."
+            )
+        if staleness not in get_args(StalenessRule):
+            raise ValueError(
+                f"staleness must be one of {get_args(StalenessRule)}, got {staleness!r}."
             )
         self.engine = as_engine(policy, tokenizer)
         self._owns_engine = self.engine is not policy
@@ -217,6 +242,7 @@ class MultiTurnCollector(BaseCollector):
             self.engine,
             limits=self.limits,
             accept=accept,
+            accept_group=accept_group,
             tokenizer=tokenizer,
             on_break=on_break,
             template=template,
@@ -233,12 +259,16 @@ class MultiTurnCollector(BaseCollector):
         self.replay_buffer = replay_buffer
         self.total_episodes = total_episodes
         self.max_staleness = max_staleness
+        self._freshness: Freshness | None = None
+        if max_staleness is not None and staleness == "delivery":
+            self._freshness = Freshness(max_staleness, lambda: self.policy_version)
         self.sampling = dict(sampling or {})
         self.postproc = postproc
         self._policy = GroupPolicy(
             group_size,
             max_retries,
             "drop" if yield_groups and incomplete_groups == "keep" else incomplete_groups,
+            total_attempts or _ATTEMPTS * (episodes_per_batch // group_size),
             max_consecutive_failures or max(_FAILURES, 2 * self.max_concurrency),
         )
         self._tally = Tally()
@@ -257,6 +287,8 @@ class MultiTurnCollector(BaseCollector):
         self._scheduler = self._new_scheduler()
         self._lead = self._new_lead()
         self._stall = Stall(_STALL_SECONDS)
+        self._filters_groups = accept_group is not None
+        self._told_stale = False
         self._warn_of_cuts = CutWarning()
         self._updating = False
         self._admitting: Any = None
@@ -275,13 +307,16 @@ class MultiTurnCollector(BaseCollector):
         """
         try:
             while (size := self._next_batch_size()) > 0:
-                try:
-                    groups = self._thread.run(self._next_groups(size))
-                except LoopClosedError:
-                    raise RuntimeError(_SHUT_DOWN) from None
+                groups = self._in_loop(self._next_groups(size))
                 if not groups:
+                    self._items.hand_over()
                     return
-                yield self._deliver(groups)
+                try:
+                    batch = self._deliver(groups)
+                except _TooOldError:
+                    self._in_loop(self._hand_back())
+                    continue
+                yield batch
         finally:
             if self._progress is not None:
                 self._progress.close()
@@ -301,12 +336,25 @@ class MultiTurnCollector(BaseCollector):
             await self._stop_playing()
             raise
 
+    async def _hand_back(self) -> None:
+        """Some episodes of a batch grew too old before it was delivered: the others wait again."""
+        self._scheduler.hand_back()
+
     async def _stop_playing(self) -> None:
         """End the episodes that run; their items are played again."""
         if self._admitting is not None:
             await cancel_all([self._admitting])
         self._scheduler.take_back()
         await self._scheduler.cancel()
+
+    def _in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine where the episodes are played."""
+        try:
+            return self._thread.run(coroutine)
+        except LoopClosedError as error:
+            if error.__cause__ is not None:
+                raise RuntimeError(f"{error}: make a new collector.") from error.__cause__
+            raise RuntimeError(_SHUT_DOWN) from None
 
     def _room(self) -> int:
         """How many more episodes may be begun, as far as staleness and the end of the run go."""
@@ -328,6 +376,17 @@ class MultiTurnCollector(BaseCollector):
                 self._scheduler.given_out,
                 self._scheduler.ready,
             )
+        stale = self._tally.count("rejected/stale")
+        if stale > max(self._tally.accepted, 2 * self.episodes_per_batch) and not self._told_stale:
+            self._told_stale = True
+            _logger.warning(
+                "%d episodes were rejected as stale and %d delivered: there are more than "
+                "max_staleness=%d updates while an episode is played. Update less often, give a higher "
+                'max_staleness, or staleness="admission" where older episodes will do.',
+                stale,
+                self._tally.accepted,
+                self.max_staleness,
+            )
         if self.total_episodes >= 0:
             allowed = min(allowed, self.total_episodes - self._accepted_before)
         return allowed - begun
@@ -346,6 +405,8 @@ class MultiTurnCollector(BaseCollector):
         with self._delivering:
             # An update that follows the write as soon as it is seen must count as coming after it.
             version = self.engine.version
+            if self._freshness is not None and self._freshness.is_over(episodes):
+                raise _TooOldError
             try:
                 if self.replay_buffer is not None:
                     self.replay_buffer.extend(batch)
@@ -366,9 +427,12 @@ class MultiTurnCollector(BaseCollector):
             self._progress.show(
                 len(episodes),
                 self._tally.accepted,
-                reward=f"{sum(episode.reward for episode in episodes) / len(episodes):.3g}",
+                reward=f"{_mean_reward(episodes):.3g}",
                 rejected=self._tally.stats()["rejected"],
                 version=self.policy_version,
+                **(
+                    {"refused": self._tally.count("groups/refused")} if self._filters_groups else {}
+                ),
             )
         return batch if self.replay_buffer is None else None
 
@@ -413,6 +477,8 @@ class MultiTurnCollector(BaseCollector):
             numbers=self._numbers,
             group_ids=self._group_ids,
             traj_ids=self._traj_ids,
+            freshness=self._freshness,
+            refusal_of=self._player.refusal_of if self._player.accept_group else None,
         )
 
     def _new_lead(self) -> Lead | None:
@@ -487,7 +553,10 @@ class MultiTurnCollector(BaseCollector):
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}.")
         policy = GroupPolicy(
-            n, self._policy.max_retries, "keep", self._policy.max_consecutive_failures
+            n,
+            self._policy.max_retries,
+            "keep",
+            max_consecutive_failures=self._policy.max_consecutive_failures,
         )
         asked = {**self.sampling, **sampling}
         items, extra = Items(data, cycle=False), ExpectedExtra()
@@ -503,9 +572,7 @@ class MultiTurnCollector(BaseCollector):
             is_eval=True,
         )
         try:
-            groups = self._thread.run(scheduler.gather(_ALL))
-        except LoopClosedError:
-            raise RuntimeError(_SHUT_DOWN) from None
+            groups = self._in_loop(scheduler.gather(_ALL))
         finally:
             items.close()
         episodes = [e for group in sorted(groups, key=lambda g: g.number) for e in group.episodes]
@@ -537,13 +604,17 @@ class MultiTurnCollector(BaseCollector):
             ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (not settled yet)
             episodes, ``rejected/<cause>``, and of the accepted ones ``stop/<reason>`` (see
             :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled) and ``forks``;
-            ``queue``, the episodes that wait to be delivered; ``tokens_per_second``; over the last
-            batch ``turns_per_episode`` and ``tokens_per_turn``, both means, and ``staleness/mean`` and
-            ``staleness/max``, the versions between an episode's oldest token and its delivery;
-            ``policy_version``; with ``dump_dir`` ``dump_errors``; the counts of evaluations under
-            ``eval/``.
+            ``groups/refused`` by ``accept_group``; ``queue``, the episodes that wait to be delivered;
+            ``waiting/longest``, seconds for which an episode has waited for one call of the engine or of
+            its environment; ``time/engine``, ``time/environment`` and ``time/waiting``, whose the time
+            of episodes was, from their beginning to their delivery, as parts of 1;
+            ``tokens_per_second``; over the last batch ``turns_per_episode`` and ``tokens_per_turn``,
+            both means, and ``staleness/mean`` and ``staleness/max``, the versions between an episode's
+            oldest token and its delivery; ``policy_version``; with ``dump_dir`` ``dump_errors``; the
+            counts of evaluations under ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
+        stats |= self._tally.waiting()
         stats["queue"] = self._scheduler.ready
         stats["policy_version"] = self.policy_version
         if self._dump is not None:
@@ -688,10 +759,7 @@ class MultiTurnCollector(BaseCollector):
                 f"{what} must not be called while the collector runs in the background: call it before "
                 "start()."
             )
-        try:
-            self._thread.run(self._stop_playing())
-        except LoopClosedError:
-            raise RuntimeError(_SHUT_DOWN) from None
+        self._in_loop(self._stop_playing())
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -744,11 +812,24 @@ class MultiTurnCollector(BaseCollector):
         )
 
 
+class _TooOldError(Exception):
+    """A batch has grown too old to be delivered."""
+
+
+def _mean_reward(episodes: Sequence[Episode]) -> float:
+    """The mean of the episodes that count."""
+    rewards = [episode.reward for episode in episodes if episode.valid is not False]
+    return sum(rewards) / len(rewards) if rewards else math.nan
+
+
 _ALL = 2**62
 """More episodes than any data has."""
 
 _FAILURES = 32
 """How many episodes in a row may fail at least, if nobody says."""
+
+_ATTEMPTS = 10
+"""Batches' worth of groups that may be played for one, if nobody says."""
 
 _STALL_SECONDS, _BACKGROUND_STALL_SECONDS = 3.0, 60.0
 """How long waiting for new weights is nothing to speak of."""

@@ -5,7 +5,8 @@ Nothing that an episode raises gets past here: the others do not notice.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -15,6 +16,7 @@ from torchrl_mt.collectors.chat_template import checked_template_kwargs
 from torchrl_mt.collectors.env_workers import EnvWorkers
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra
+from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.rollout import play_episode
@@ -33,6 +35,7 @@ class EpisodePlayer:
         engine: samples the responses.
         limits: what an episode may use.
         accept: given an episode in TED; false rejects it.
+        accept_group: given the episodes of a group in TED; false refuses it.
         tokenizer: renders messages; the engine's own if ``None``.
         on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
         template: likewise.
@@ -48,6 +51,7 @@ class EpisodePlayer:
         *,
         limits: Limits,
         accept: Callable[[TensorDictBase], Any] | None,
+        accept_group: AcceptGroup | None,
         tokenizer: Any,
         on_break: OnBreak,
         template: Template,
@@ -58,6 +62,7 @@ class EpisodePlayer:
         self.engine = engine
         self.limits = limits
         self.accept = accept
+        self.accept_group = accept_group
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         self._workers: EnvWorkers | None = None
         self._make_player: MakePlayer
@@ -78,8 +83,6 @@ class EpisodePlayer:
     ) -> BaseException | None:
         """Play an episode and return what it raised, if it did.
 
-        Returned, since ``sys.exit()`` in a task ends the loop.
-
         Args:
             episode: the ledger to fill.
             sampling: arguments for the engine's ``generate``.
@@ -89,16 +92,38 @@ class EpisodePlayer:
             await play_episode(
                 self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
             )
+            if episode.valid is False:
+                episode.extra = expected.blank(len(episode.turns))
             if not (episode.is_eval or self.accept is None):
                 accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
                 if isinstance(accepted, Awaitable):
                     accepted = await accepted
                 if not accepted:
                     return Rejected("not_accepted")
-            expected.check(episode.extra)
+            if episode.valid is not False:
+                expected.check(episode.extra)
         except BaseException as error:
             return error
         return None
+
+    async def refusal_of(self, episodes: Sequence[Episode]) -> BaseException | None:
+        """Why a group is refused, if it is.
+
+        Args:
+            episodes: its members, at least one, each come to its end.
+        """
+        if self.accept_group is None:
+            return None
+        try:
+            given = [episodes_to_tensordict([episode]) for episode in episodes]
+            accepted = await call_in_thread(self.accept_group, given)
+            if isinstance(accepted, Awaitable):
+                accepted = await accepted
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return error
+        return None if accepted else Rejected("group_not_accepted")
 
     def close(self) -> None:
         """End the processes that run environments."""

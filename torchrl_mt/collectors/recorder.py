@@ -140,14 +140,15 @@ class Recorder:
             sampling.setdefault("seed", _bits(self._seed, call))
         begin = time.perf_counter()
         try:
-            answer = await within(
-                self.engine.generate(
-                    prompt[:], max_new_tokens=budget, **{**self._sampling, **sampling}
-                ),
-                limits.turn_timeout,
-                StopReason.TURN_TIMEOUT,
-                time_is_up=partial(self._refusal, StopReason.TURN_TIMEOUT),
-            )
+            with self._episode.calls.call("engine", "the engine's answer"):
+                answer = await within(
+                    self.engine.generate(
+                        prompt[:], max_new_tokens=budget, **{**self._sampling, **sampling}
+                    ),
+                    limits.turn_timeout,
+                    StopReason.TURN_TIMEOUT,
+                    time_is_up=partial(self._refusal, StopReason.TURN_TIMEOUT),
+                )
         finally:
             self._running -= 1
         self._check_open()
@@ -251,6 +252,8 @@ async def within(
     if seconds is None:
         return await work
     task = asyncio.ensure_future(work)
+    # What it raises when its time is up is nobody's concern.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         await asyncio.wait([task], timeout=seconds)
         if task.done():

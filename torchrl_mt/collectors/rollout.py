@@ -1,7 +1,7 @@
 """Play one episode, within its limits.
 
 However it ends, the episode holds the turns that were played to their end, and nothing of one that
-was not; a limit of time never becomes a reward.
+was not; time that ran out never becomes a reward.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ async def play_episode(
         sampling: arguments for the engine's ``generate``.
 
     Raises:
-        Rejected: if the workflow declines, or time was up before there was a turn.
+        Rejected: if the workflow declines, or time was up, unless ``limits.on_timeout`` is ``"mask"``
+            and there is a turn.
         ValueError: if an opening alone leaves no room for a response, a workflow's result does not
             fit the turns, or a reward is not finite.
         TypeError: if the player is none, or does not return what it should.
     """
     recorder = Recorder(engine, episode, limits, sampling)
+    episode.valid = True if limits.on_timeout == "mask" else None
     context.current.set(
         context.EpisodeContext(
             task_id=episode.task_id,
@@ -82,9 +84,12 @@ async def play_episode(
             time_is_up=recorder.close,
         )
     except LimitReached as limit:
-        if not episode.turns:
+        masked = limit.reason.of_time and limits.on_timeout == "mask"
+        if not episode.turns or (limit.reason.of_time and not masked):
             raise Rejected(limit.reason.value) from None
         episode.stop_reason = limit.reason
+        if masked:
+            episode.valid = False
     finally:
         recorder.close()
 
@@ -96,7 +101,8 @@ async def _play(
     episode: Episode,
 ) -> None:
     """Play the episode by an environment or a workflow."""
-    player = await _made(make_player)
+    with episode.calls.call("environment", "the making of its environment"):
+        player = await _made(make_player)
     if not isinstance(player, TextEnv):
         await play_workflow(player, recorder, episode)
         return
@@ -116,16 +122,13 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
     """
     escaped = result = None
     try:
-        result = await workflow.arun_episode(recorder, episode.data)
+        with episode.calls.call("environment", f"{type(workflow).__name__}.arun_episode"):
+            result = await workflow.arun_episode(recorder, episode.data)
     except LimitReached as limit:
         escaped = limit
-    except asyncio.CancelledError:
-        episode.turns.clear()
-        raise
     # A workflow may swallow what ends it, but a limit of time is no reward.
     reached = StopReason.EPISODE_TIMEOUT if recorder.closed else recorder.reached
     if reached is not None and reached.of_time:
-        episode.turns.clear()  # What they were worth will never be known.
         raise LimitReached(reached)
     if escaped is not None:
         raise escaped
@@ -146,9 +149,10 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
     limits = recorder.limits
     answered = True
     try:
-        opening = await within(
-            _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
-        )
+        with episode.calls.call("environment", f"{type(env).__name__}.reset"):
+            opening = await within(
+                _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
+            )
         new = _messages(opening, "TextEnv.reset must return", env, "reset")
         dialogue = list(new)
         prompt: Sequence[int] = chat.open(new)
@@ -179,7 +183,8 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                 episode.stop_reason = reached
                 return
             answered = False
-            step = await _answer(env, said, limits, time.perf_counter() - begin)
+            with episode.calls.call("environment", f"{type(env).__name__}.step"):
+                step = await _answer(env, said, limits, time.perf_counter() - begin)
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be", env, "step")

@@ -17,12 +17,14 @@ from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.items import Item, Items
 from torchrl_mt.collectors.loop_thread import call_in_thread
+from torchrl_mt.collectors.staleness import Freshness
 from torchrl_mt.collectors.tally import Tally
 
 __all__ = ["CANCELLED", "Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
 
 CANCELLED = "cancelled"
 INCOMPLETE_GROUP = "incomplete_group"
+STALE = "stale"
 
 _POLL = 0.05
 """Seconds after which a change is noticed that nobody told of: of the weights, or of a pause."""
@@ -30,7 +32,11 @@ _POLL = 0.05
 MOST_REFILLS = 16
 """How often a member is played again before its group is given up, where groups are refilled."""
 
-IncompleteGroups = Literal["drop", "keep", "refill"]
+MOST_REQUEUES, MOST_BARREN = 64, 16
+"""How often an item is played again because its group lost a member: in all, and in a row without a
+member that came to its end."""
+
+IncompleteGroups = Literal["drop", "keep", "refill", "requeue"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +48,16 @@ class GroupPolicy:
     max_retries: int = 0
     """How often a member that failed is played again."""
     incomplete: IncompleteGroups = "drop"
-    """What becomes of a group short of members: it is dropped; kept; or the member that is missing is
-    played until it comes to its end."""
+    """What becomes of a group short of members: it is dropped; kept; the member that is missing is
+    played until it comes to its end; or the group is dropped and its item played again."""
+    total_attempts: int | None = None
+    """Groups that may come to their end for one batch, refused ones included."""
     max_consecutive_failures: int = 1
     """Members in a row that failed and are not tried again, without one that came to its end, that end
     the run; until one was judged, those that came to their end do not interrupt the row."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """Episodes that share an item."""
 
@@ -62,9 +70,13 @@ class Group:
     episodes: list[Episode] = field(default_factory=list)
     """Those that came to their end."""
     begun: list[Episode] = field(default_factory=list)
-    """All that were started."""
+    """All that were started and have not failed."""
     settled: bool = False
     """Whether every member has come to its end or was given up."""
+    refusal: BaseException | None = None
+    """Why it was refused, if it was."""
+    stale: bool = False
+    """Whether it was given up because it could only be delivered too late."""
 
 
 class Counter(Iterator[int]):
@@ -91,6 +103,8 @@ class Scheduler:
         group_ids: ids for groups.
         traj_ids: ids for episodes.
         is_eval: whether the episodes are played for evaluation.
+        freshness: what bounds how old episodes may be when they are given out, if anything does.
+        refusal_of: tells why a group is refused, if it is.
     """
 
     def __init__(
@@ -105,6 +119,8 @@ class Scheduler:
         group_ids: Iterator[int],
         traj_ids: Iterator[int],
         is_eval: bool = False,
+        freshness: Freshness | None = None,
+        refusal_of: Callable[[list[Episode]], Awaitable[BaseException | None]] | None = None,
     ) -> None:
         self.policy = policy
         self.concurrency = concurrency
@@ -115,6 +131,12 @@ class Scheduler:
         self._group_ids = group_ids
         self._traj_ids = traj_ids
         self._is_eval = is_eval
+        self._freshness = freshness
+        self._refusal_of = refusal_of
+        self._refused = 0
+        """Groups that were refused since a batch was last given out."""
+        self._version = -1
+        """The weight version that all ready and running groups were held against."""
         self._slots = asyncio.Semaphore(concurrency)
         self._groups: dict[asyncio.Task[None], Group] = {}
         self._members = 0
@@ -127,6 +149,9 @@ class Scheduler:
         self._items_left = True
         self.given_out = self._last_given_out = 0
         """Episodes, in all and in the last batch; none beyond the size that was asked for."""
+        self._requeued: dict[int, tuple[int, int]] = {}
+        """By ticket, how often an item was played again since its group lost a member: in all, and in
+        a row without a member that came to its end."""
         self._unsettled: list[Group] = []
         """The last batch, until it is known to be delivered."""
         self.ready = 0
@@ -160,7 +185,9 @@ class Scheduler:
     def done(self, group: Group) -> None:
         """Be done with a group's item; its data is told how the episodes went, if it asks."""
         episodes = group.episodes if self._items.wants_reports else []
-        self._items.done(group.ticket, [episodes_to_tensordict([each]) for each in episodes])
+        # Time that ran out is no failure to solve the item.
+        counted = [episodes_to_tensordict([each]) for each in episodes if each.valid is not False]
+        self._items.done(group.ticket, counted)
 
     def settle(self) -> None:
         """The groups that were given out last were delivered."""
@@ -172,6 +199,16 @@ class Scheduler:
         for group in self._unsettled:
             self._put_back(group)
         self.settle()
+
+    def hand_back(self) -> None:
+        """Some groups that were given out last are too old by now: the others are ready again."""
+        self.given_out -= self._last_given_out
+        for group in reversed(self._unsettled):
+            self._ready.appendleft(group)
+            self.ready += len(group.episodes)
+        self.settle()
+        self._version = -1
+        self._give_up_stale()
 
     async def gather(self, size: int, may_begin: Callable[[], bool] = lambda: True) -> list[Group]:
         """Groups of ``size`` episodes or a few more; fewer when the items end.
@@ -195,7 +232,7 @@ class Scheduler:
         """Groups of ``size`` episodes or a few more, that :meth:`keep_admitting` has begun."""
         self._wanted = size
         try:
-            while self.ready < size:
+            while self._fresh() < size:
                 self._raise_failure()
                 if not (self._groups or self._items_left):
                     break
@@ -211,10 +248,13 @@ class Scheduler:
         """
         try:
             while True:
+                self._give_up_stale()
                 await self._admit(room)
                 await _until(self._freed, _POLL)
                 self._freed.clear()
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # such as sys.exit() where the data is read
             self._fail(error)
 
     async def cancel(self) -> None:
@@ -232,6 +272,7 @@ class Scheduler:
 
         Room may be made as fast as items come, so whatever ends the run has to end this.
         """
+        self._tally.watch()
         while (
             not self._failed.is_set()
             and self._items_left
@@ -278,16 +319,36 @@ class Scheduler:
             self._items.put_back(item.ticket)
             self._items_left = True
 
-    def _put_back(self, group: Group) -> None:
+    def _fresh(self) -> int:
+        """How many ready episodes may be given out, whatever was updated meanwhile."""
+        self._give_up_stale()
+        return self.ready
+
+    def _give_up_stale(self) -> None:
+        """Give up the groups that could only be delivered too old, once for each version."""
+        if self._freshness is None or self._version == (version := self._freshness.version()):
+            return
+        self._version = version
+        for group in [group for group in self._ready if self._freshness.is_over(group.episodes)]:
+            self._ready.remove(group)
+            self.ready -= len(group.episodes)
+            self._put_back(group, STALE)
+            self._freed.set()
+        for task, group in self._groups.items():
+            if not group.stale and self._freshness.is_over(group.begun):
+                group.stale = True
+                task.cancel()
+
+    def _put_back(self, group: Group, cause: str = CANCELLED) -> None:
         """Nobody will see the group: its item is played again."""
-        self._tally.reject(group.begun, CANCELLED)
+        self._tally.reject(group.begun, cause)
         self._items.put_back(group.ticket)
         self._items_left = True
 
     def _take(self, size: int) -> list[Group]:
         """Take ready groups, the first to come to their end first."""
         taken: list[Group] = []
-        number = 0
+        number = self._refused = 0
         while self._ready and number < size:
             taken.append(self._ready.popleft())
             number += len(taken[-1].episodes)
@@ -343,20 +404,60 @@ class Scheduler:
         group = self._groups.pop(task)
         kept = len(group.episodes) == self.policy.size or self.policy.incomplete == "keep"
         if task.cancelled():
-            self._put_back(group)
+            self._put_back(group, STALE if group.stale else CANCELLED)
         elif (error := task.exception()) is not None:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
             self._put_back(group)
             self._fail(error)
+        elif group.refusal is not None:
+            self._refuse(group, group.refusal)
+        elif group.settled and group.episodes and kept and self._is_over(group):
+            self._put_back(group, STALE)
         elif group.settled and group.episodes and kept:
             group.episodes.sort(key=lambda episode: episode.rank)
+            self._requeued.pop(group.ticket, None)
             self._ready.append(group)
             self.ready += len(group.episodes)
+        elif self.policy.incomplete == "requeue" and self._may_requeue(group):
+            self._put_back(group, INCOMPLETE_GROUP)
         else:
             self._tally.reject(group.begun, INCOMPLETE_GROUP)
+            self._requeued.pop(group.ticket, None)
             self.done(group)
         self._changed.set()
         self._freed.set()
+
+    def _refuse(self, group: Group, refusal: BaseException) -> None:
+        """Reject a group that is not to be learned from; the run ends if that happens too often."""
+        for episode in group.begun:
+            self._tally.fail(episode, refusal)
+        self._tally.add("groups/refused")
+        self._requeued.pop(group.ticket, None)
+        self.done(group)
+        self._refused += 1
+        attempts, most = self._refused + len(self._ready), self.policy.total_attempts
+        if most is not None and attempts >= most:
+            self._fail(
+                RuntimeError(
+                    f"accept_group refused {self._refused} of the {attempts} groups played for a batch, "
+                    f"the last for {type(refusal).__name__}: {refusal}. Give items that are "
+                    "neither too hard nor too easy, accept more, or raise total_attempts."
+                )
+            )
+            self._refused = 0
+
+    def _may_requeue(self, group: Group) -> bool:
+        """Whether to play the item of a group that lost a member again; if so, it is counted."""
+        times, barren = self._requeued.get(group.ticket, (0, 0))
+        barren = 0 if group.episodes else barren + 1
+        if times == MOST_REQUEUES or barren > MOST_BARREN:
+            return False
+        self._requeued[group.ticket] = (times + 1, barren)
+        return True
+
+    def _is_over(self, group: Group) -> bool:
+        """Whether the group is too old to be given out."""
+        return self._freshness is not None and self._freshness.is_over(group.episodes)
 
     async def _play_group(self, group: Group, members: list[asyncio.Task[bool]]) -> None:
         """Wait for the members of a group, unless one that fails is the end of it."""
@@ -364,6 +465,9 @@ class Scheduler:
             for member in asyncio.as_completed(members):
                 if not await member and self.policy.incomplete != "keep":
                     return
+            if self._refusal_of is not None and group.episodes:
+                group.episodes.sort(key=lambda episode: episode.rank)
+                group.refusal = await self._refusal_of(group.episodes)
             group.settled = True
         finally:
             await cancel_all(members)
@@ -394,11 +498,13 @@ class Scheduler:
                     self._enter_failure(failure)  # Played again, it was only cut.
                 group.episodes.append(episode)
                 return True
+            group.begun = [other for other in group.begun if other is not episode]
             self._tally.fail(episode, error)
             self.last_failure = failure = error
             if attempt < policy.max_retries:
                 continue
-            self._enter_failure(error)
+            if group.ticket not in self._requeued:  # One bad item is no run that can only fail.
+                self._enter_failure(error)
         return False
 
     def _enter_failure(self, error: BaseException) -> None:

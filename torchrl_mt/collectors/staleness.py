@@ -1,14 +1,53 @@
-"""How far ahead of the training episodes may be played.
+"""How far ahead of the training episodes may be played, and how old they may be when they come.
 
 However many updates there are, at most ``max_staleness + 1`` batches are begun beyond those that the
-trainer has done with; and no more than one for each update beyond as many in the beginning.
+trainer has done with; and no more than one for each update beyond as many in the beginning. What is
+delivered has no token that is more than ``max_staleness`` versions old.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
+from typing import Literal
 
-__all__ = ["Lead", "Stall"]
+from torchrl_mt.collectors.episode import Episode
+
+__all__ = ["Freshness", "Lead", "StalenessRule", "Stall"]
+
+StalenessRule = Literal["delivery", "admission"]
+"""When staleness is bounded: as episodes are delivered, or only as they are begun."""
+
+
+class Freshness:
+    """Which episodes may still be delivered.
+
+    Versions only grow, so an episode that is too old stays so.
+
+    Args:
+        max_staleness: most versions that a token may be old.
+        version: tells the weight version now.
+
+    Examples:
+        >>> from torchrl_mt.collectors.episode import Turn
+        >>> from torchrl_mt.engines import Completion
+        >>> played = Episode(None, turns=[Turn([1], Completion([2], [-0.5], [3], "stop"))])
+        >>> [Freshness(1, lambda: version).is_over([played]) for version in (3, 4, 5)]
+        [False, False, True]
+    """
+
+    def __init__(self, max_staleness: int, version: Callable[[], int]) -> None:
+        self.max_staleness = max_staleness
+        self.version = version
+
+    def is_over(self, episodes: Iterable[Episode]) -> bool:
+        """Whether one of the episodes is too old to be delivered.
+
+        Args:
+            episodes: may be under way.
+        """
+        version = self.version()
+        return any((episode.age(version) or 0) > self.max_staleness for episode in episodes)
 
 
 class Lead:

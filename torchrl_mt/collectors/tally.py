@@ -18,6 +18,11 @@ __all__ = ["Tally"]
 
 _logger = logging.getLogger("torchrl_mt")
 
+_LONG = 60.0
+"""Seconds after which the log says what an episode waits for."""
+_WATCH = 1.0
+"""Seconds between two looks at what episodes wait for."""
+
 
 class Tally:
     """Counters of episodes; each episode that starts is accepted or rejected once.
@@ -42,11 +47,23 @@ class Tally:
         """The episodes last accepted, their turns and their tokens."""
         self._new_tokens = 0
         self._began: float | None = None
+        self._seconds: Counter[str] = Counter()
+        """Of episodes that are settled: in all, and by whose they were."""
+        self._watched = 0.0
 
     @property
     def accepted(self) -> int:
         """How many episodes were accepted."""
         return self._counts["accepted"]
+
+    def count(self, name: str) -> int:
+        """One of the counters of :meth:`stats`."""
+        return self._counts[name]
+
+    def add(self, name: str) -> None:
+        """Count something that is no episode; its name has a ``/``."""
+        with self._lock:
+            self._counts[name] += 1
 
     def start(self, episode: Episode) -> None:
         """Enter an episode that begins."""
@@ -137,6 +154,45 @@ class Tally:
                 "staleness/max": float(max(ages, default=0)),
             }
 
+    def waiting(self) -> dict[str, float]:
+        """How long the call that is waited for longest has taken, in seconds; whose the time of episodes
+        that are settled was, as parts of 1.
+        """
+        with self._lock:
+            running = list(self._running.values())
+            seconds = dict(self._seconds)
+        total = seconds.get("total", 0.0)
+        engine, environment = (
+            seconds.get(kind, 0.0) / total if total else 0.0 for kind in ("engine", "environment")
+        )
+        return {
+            "waiting/longest": max((each.calls.longest()[0] for each in running), default=0.0),
+            "time/engine": engine,
+            "time/environment": environment,
+            "time/waiting": max(1.0 - engine - environment, 0.0) if total else 0.0,
+        }
+
+    def watch(self) -> None:
+        """Say once of each episode that it waits long, and for what; to be called now and then."""
+        now = time.monotonic()
+        if now - self._watched < min(_WATCH, _LONG):
+            return
+        self._watched = now
+        with self._lock:
+            running = list(self._running.values())
+        for episode in running:
+            seconds, what = episode.calls.longest()
+            if seconds > _LONG and not episode.calls.told:
+                episode.calls.told = True
+                _logger.warning(
+                    "episode %d (task %s) has waited for %s for %.0f seconds. Limits(tool_timeout=..., "
+                    "turn_timeout=...) would end it.",
+                    episode.traj_id,
+                    episode.task_id,
+                    what,
+                    seconds,
+                )
+
     def load(self, stats: Mapping[str, int]) -> None:
         """Go on from another tally's :meth:`stats`; what ran there does not run here."""
         with self._lock:
@@ -146,4 +202,8 @@ class Tally:
     def _settle(self, episodes: Iterable[Episode]) -> list[Episode]:
         """Take from the running episodes those of ``episodes`` that are among them."""
         found = [self._running.pop(episode.traj_id, None) for episode in episodes]
-        return [episode for episode in found if episode is not None]
+        settled = [episode for episode in found if episode is not None]
+        for episode in settled:
+            self._seconds["total"] += time.monotonic() - episode.begun  # type: ignore[assignment]
+            self._seconds.update(episode.calls.seconds)
+        return settled

@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from torchrl_mt.http_client import TryAgainError
 
-__all__ = ["OWN_FIELDS", "Answer", "MalformedAnswerError", "completions_url", "parse_answer"]
+__all__ = [
+    "OWN_FIELDS",
+    "Answer",
+    "MalformedAnswerError",
+    "completions_url",
+    "max_model_len",
+    "parse_answer",
+]
 
 OWN_FIELDS = frozenset({"prompt", "model", "max_tokens", "n", "best_of", "stream", "echo"})
 """What a request says about itself, and what would change the shape of its answer."""
@@ -65,6 +72,28 @@ def completions_url(base_url: str) -> str:
     if url.endswith("/v1/completions"):
         return url
     return f"{url}/completions" if url.endswith("/v1") else f"{url}/v1/completions"
+
+
+def max_model_len(payload: Any, model: str) -> int | None:
+    """How many tokens of prompt and answer together a server's list of models says that a model takes.
+
+    Args:
+        payload: the JSON of ``GET /v1/models``.
+        model: the model's name.
+
+    Returns:
+        The number; ``None`` if the server does not say.
+
+    Examples:
+        >>> max_model_len({"data": [{"id": "tiny", "max_model_len": 4096}]}, "tiny")
+        4096
+    """
+    models = payload.get("data") if isinstance(payload, Mapping) else None
+    for entry in models if isinstance(models, list) else []:
+        if isinstance(entry, Mapping) and entry.get("id") == model:
+            size = entry.get("max_model_len")
+            return size if isinstance(size, int) and size > 0 else None
+    return None
 
 
 def parse_answer(

@@ -6,14 +6,22 @@ weights than sampled it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
 from torchrl_mt.engines.answers import closed_error
-from torchrl_mt.engines.completions_api import OWN_FIELDS, completions_url, parse_answer
+from torchrl_mt.engines.completions_api import (
+    OWN_FIELDS,
+    completions_url,
+    max_model_len,
+    parse_answer,
+)
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.requests import checked_request, require_positive
 from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
@@ -26,6 +34,13 @@ _logger = logging.getLogger("torchrl_mt")
 
 _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """What vLLM would otherwise take from the model's generation config."""
+
+_PROBE_TOKENS, _NEARLY_GREEDY, _SURE = 4, 0.02, -0.05
+"""How many tokens a probe asks for, at which temperature, and the log-probability of a sure one."""
+_ASK_SECONDS = 5.0
+"""For the server to say what it knows of the model."""
+_AWAY_PAUSE = 0.5
+"""Seconds after which a server that is not there yet is looked for again."""
 
 
 class CompletionsError(HttpError):
@@ -58,7 +73,9 @@ class CompletionsEngine:
     Log-probabilities are the server's. They are taken for those of the distribution that it samples
     from, after ``temperature``, ``top_p`` and the like. vLLM reports such only if it is started with
     ``--logprobs-mode processed_logprobs``, otherwise those of the model's own distribution; with plain
-    sampling there is no difference. ``logprobs_mode`` says which it is.
+    sampling there is no difference. ``logprobs_mode`` says which it is; without it, the first request
+    for which it matters is followed by a probe of four tokens, sampled as if there were no choice: their
+    log-probabilities are 0 if they are of what was sampled from.
 
     Weight versions are counted here. A request during which the weights changed is stamped with the
     version at which its last attempt *began*, for all of its tokens: which were sampled before the
@@ -74,18 +91,23 @@ class CompletionsEngine:
         tokenizer: the model's tokenizer; it renders the messages.
         api_key: sent as a bearer token.
         max_new_tokens: longest answer, unless a request says otherwise.
-        max_total_tokens: most tokens of prompt and answer together (the server's ``max_model_len``);
-            ``None`` leaves it to the server to refuse longer ones.
+        max_total_tokens: most tokens of prompt and answer together. ``None``: the ``max_model_len`` that
+            the server's ``/v1/models`` gives, asked for when it is first needed; where it gives none, it
+            is left to the server to refuse longer ones.
         timeout: seconds that one attempt may take in all, from connecting to the answer's last byte.
         max_retries: how often a request is tried again after a connection error, a timeout, one of the
             statuses 408, 425, 429 and 5xx, or an answer that the server gave up (``"abort"``).
+        wait_ready: seconds for which a request waits for a server that is not there (connections are
+            refused or break, or the status is 502, 503 or 504), because it starts or restarts. This does
+            not count as an attempt.
         backoff: seconds before the first retry, about; twice as long before each further one. A
             ``Retry-After`` is kept to, if it asks for no more than ``timeout``.
         temperature: what the server divides the logits by.
         logprobs_mode: what the server's log-probabilities are of: ``"processed_logprobs"``, the
-            distribution that it samples from, or ``"raw_logprobs"``, the model's own. ``None``: not
-            known; the former is assumed, and the log says so once when it matters. The latter are
-            marked in ``Completion.sampling`` where they are not of what was sampled from.
+            distribution that it samples from, or ``"raw_logprobs"``, the model's own. ``None``: it is
+            found by a probe when it matters; if the server refuses that, the former is assumed, and the
+            log says so once. The latter are marked in ``Completion.sampling`` where they are not of what
+            was sampled from.
         vocab_size: how many tokens the model has; prompts and answers with others fail. ``None``: not
             known.
         max_connections: most connections at once, per event loop.
@@ -118,6 +140,7 @@ class CompletionsEngine:
         max_total_tokens: int | None = None,
         timeout: float = 60.0,
         max_retries: int = 3,
+        wait_ready: float = 0.0,
         backoff: float = 0.5,
         temperature: float = 1.0,
         logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None,
@@ -139,8 +162,12 @@ class CompletionsEngine:
         sampling_record({"temperature": temperature, **(extra_body or {})})
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
-        self.max_total_tokens = max_total_tokens
-        """Most tokens of prompt and answer together; ``None``: not known."""
+        self._max_total_tokens = max_total_tokens
+        self._has_asked = max_total_tokens is not None
+        """Whether the server has said what it knows of the model, or nothing can be learned."""
+        self._asking = threading.Lock()
+        self._wait_ready = wait_ready
+        self._model = model
         self._body = {
             "model": model,
             "temperature": temperature,
@@ -152,19 +179,25 @@ class CompletionsEngine:
         }
         self._parse = partial(parse_answer, vocab_size=vocab_size, version_key=version_key)
         self._vocab_size = vocab_size
-        self._logprobs_mode = logprobs_mode
+        self._logprobs_mode: str | None = logprobs_mode
+        self._has_probed = logprobs_mode is not None
+        self._probes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+            weakref.WeakKeyDictionary()
+        )
         self._warn = TruncationWarning()
         self._doubted = False
         self._on_update = on_update
         self._version = 0
         self._updating = threading.Lock()
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = HttpClient(
             completions_url(base_url),
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers=self._headers,
             timeout=timeout,
             max_retries=max_retries,
             backoff=backoff,
             max_connections=max_connections,
+            wait_ready=wait_ready,
             name="engine",
             error=CompletionsError,
         )
@@ -173,6 +206,12 @@ class CompletionsEngine:
     def version(self) -> int:
         """How many times the weights were updated."""
         return self._version
+
+    @property
+    def max_total_tokens(self) -> int | None:
+        """Most tokens of prompt and answer together; ``None``: not known."""
+        self._ask_server()
+        return self._max_total_tokens
 
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
@@ -196,7 +235,8 @@ class CompletionsEngine:
                 that is no whole answer.
             RuntimeError: if the engine is closed.
         """
-        total = self.max_total_tokens
+        await self._find_out()
+        total = self._max_total_tokens
         prompt, limit = checked_request(
             prompt_ids,
             max_new_tokens,
@@ -210,13 +250,16 @@ class CompletionsEngine:
         body = {name: value for name, value in asked.items() if value is not None}
         if body.get("top_k") == 0:
             body["top_k"] = _PLAIN["top_k"]  # some servers refuse 0
-        record = self._record(body)
+        record = sampling_record(body, self._vocab_size)
         begun: list[int] = []
         answer = await self._client.post(
             body,
             partial(self._parse, max_new_tokens=limit, prompt=prompt),
             on_attempt=lambda: begun.append(self._version),
         )
+        if record:
+            await self._probe(body, record)
+            record = self._marked(record)
         return Completion(
             answer.token_ids,
             answer.log_probs,
@@ -264,11 +307,61 @@ class CompletionsEngine:
         """Fail what is under way and close every connection."""
         self._client.close()
 
-    def _record(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _find_out(self) -> None:
+        """Have the server say what it knows of the model, once, when it is there."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._wait_ready
+        while not (self._has_asked or self._client.closed):
+            if await asyncio.to_thread(self._ask_server) or loop.time() >= end:
+                return
+            await asyncio.sleep(_AWAY_PAUSE)
+
+    def _ask_server(self) -> bool:
+        """Ask what the server knows of the model, unless that is known; tells whether it is."""
+        import httpx
+
+        with self._asking:
+            if self._has_asked or self._client.closed:
+                return True
+            url = self._client.url.removesuffix("/completions") + "/models"
+            try:
+                answer = httpx.get(url, headers=self._headers, timeout=_ASK_SECONDS)
+            except httpx.TimeoutException:
+                self._has_asked = True  # It is there and says nothing, or may never be.
+                return True
+            except httpx.TransportError:
+                return False
+            if answer.status_code in (502, 503, 504):
+                return False
+            self._has_asked = True
+            with suppress(ValueError):  # It does not say.
+                self._max_total_tokens = max_model_len(answer.json(), self._model)
+            return True
+
+    async def _probe(self, body: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Find out once what log-probabilities are of, by an answer that leaves nothing to chance."""
+        lock = self._probes.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        async with lock:
+            if self._has_probed:
+                return
+            truncated = record.keys() & {"top_k", "top_p", "min_p"}
+            sure = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
+            # After one token alone, hardly any model is sure by itself.
+            asked = {**body, **sure, "prompt": body["prompt"][:1], "max_tokens": _PROBE_TOKENS}
+            try:
+                answer = await self._client.post(
+                    asked, partial(self._parse, max_new_tokens=_PROBE_TOKENS)
+                )
+            except CompletionsError:
+                self._has_probed = True
+                return
+            is_raw = min(answer.log_probs) < _SURE
+            self._logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
+            self._has_probed = True
+            _logger.info("the server gives %s, as a probe has shown.", self._logprobs_mode)
+
+    def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
         """What a completion says about its distribution; warns of the first that calls for it."""
-        record = sampling_record(body, self._vocab_size)
-        if not record:
-            return record
         if self._logprobs_mode == "raw_logprobs":
             self._doubt(
                 "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "

@@ -69,11 +69,13 @@ class MergeTurns(Transform):
       episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up;
     - ``("sampling", "temperature")`` ``[N]`` float32: what the row's tokens were sampled at; NaN where
       its turns differ. Turns that sampled nothing count only in rows without a sampled token;
+    - ``"valid"`` ``[N]`` bool: whether the episode counts in the loss and in statistics, as its last
+      turn says;
     - ``"label"`` and ``"reference"`` ``[N]``, or whatever else ``carry`` names: what the episode's last
       turn has under these keys, or the item of data that it was reset with.
 
-    Log-probabilities, versions, rewards, returns and temperatures that the batch lacks are lacking in
-    the rows.
+    Log-probabilities, versions, rewards, returns, temperatures and ``"valid"`` that the batch lacks are
+    lacking in the rows.
 
     Args:
         pad_token_id: token id that fills the rows up. It may be an ordinary token: the masks alone tell
@@ -233,9 +235,12 @@ class MergeTurns(Transform):
         temperature = _column(tensordict, _TEMPERATURE)
         if temperature is not None:
             rows[_TEMPERATURE] = _common(temperature.float(), row, size > 0, len(row_turn))
-        out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
         last_turn = {number: k for k, number in enumerate(of_turn)}
         row_last = [last_turn[of_turn[k]] for k in plan.row_turn]
+        valid = _column(tensordict, "valid")
+        if valid is not None:
+            rows["valid"] = valid.bool()[row_last]
+        out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
         for key in self.carry:
             value = carried(tensordict, key, row_last)
             if value is not None:
