@@ -12,6 +12,7 @@ from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.group_filters import has_spread
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.multi_turn import MultiTurnCollector
+from torchrl_mt.collectors.openai_client import openai_client
 from torchrl_mt.collectors.recorder import LimitReached
 from torchrl_mt.collectors.workflow import Workflow
 
@@ -32,4 +33,5 @@ __all__ = [
     "context",
     "episodes_to_tensordict",
     "has_spread",
+    "openai_client",
 ]

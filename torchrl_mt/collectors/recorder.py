@@ -22,12 +22,16 @@ from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.engines.requests import integers
 from torchrl_mt.engines.sampling import random_word
 
-__all__ = ["LimitReached", "Recorder", "limits_of_play", "within"]
+__all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
 
 _T = TypeVar("_T")
 
 _LINES = 4
 """Lines that an episode may go back and forth between without storing their beginnings again."""
+
+
+LIMIT_CODE = "limit_reached"
+"""The ``code`` of an HTTP client's error that stands for :class:`LimitReached`."""
 
 
 class LimitReached(Exception):

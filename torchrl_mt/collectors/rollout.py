@@ -20,7 +20,7 @@ from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
-from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
+from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
 from torchrl_mt.collectors.replies.history import name_answers
 from torchrl_mt.collectors.workflow import (
     MakePlayer,
@@ -126,6 +126,10 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
             result = await workflow.arun_episode(recorder, episode.data)
     except LimitReached as limit:
         escaped = limit
+    except Exception as error:
+        if recorder.reached is None or getattr(error, "code", None) != LIMIT_CODE:
+            raise
+        escaped = LimitReached(recorder.reached)
     # A workflow may swallow what ends it, but a limit of time is no reward.
     reached = StopReason.EPISODE_TIMEOUT if recorder.closed else recorder.reached
     if reached is not None and reached.of_time:
