@@ -54,6 +54,25 @@ def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
     assert stats["rejected"] == stats["rejected/EnvWorkerError"] >= 1
 
 
+def test_no_call_is_forgotten_where_processes_come_and_go(engine):
+    data = [{"step": "exit"} if k % 4 == 0 else {} for k in range(24)]
+    with MultiTurnCollector(
+        Tells,
+        engine,
+        data,
+        cycle=False,
+        episodes_per_batch=12,
+        env_workers=2,
+        max_retries=2,
+        max_consecutive_failures=1000,
+    ) as collector:
+        accepted = sum(len(batch) for batch in collector) // 2
+        stats = collector.stats()
+    assert stats["accepted"] == accepted
+    assert stats["accepted"] + stats["rejected"] == stats["started"]
+    assert stats["rejected/EnvWorkerError"] >= 6 * 3
+
+
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize(
     ("what", "cause"),

@@ -38,6 +38,8 @@ else:
 
 _CLOSE_SECONDS = 5.0
 """Seconds for a process to end by itself."""
+_GONE_SECONDS = 1.0
+"""The same, for one that has let go of its end of the pipe."""
 
 
 class EnvWorkerError(RuntimeError):
@@ -122,6 +124,8 @@ class _Worker:
         """The environments of the episodes that it plays."""
         self._lock = threading.Lock()
         self._closed = False
+        self._numbers = itertools.count()
+        """Of calls, whichever process they are for."""
         self._begin()
 
     def _begin(self) -> None:
@@ -134,7 +138,6 @@ class _Worker:
         theirs.close()
         self._connection = ours
         self._calls: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self._numbers = itertools.count()
         self._known: set[int] = set()
         self._begun = False
         self._failure: BaseException | None = None
@@ -182,10 +185,7 @@ class _Worker:
 
     def end(self) -> None:
         """Wait until the process has ended, and see to it that it does."""
-        self._process.join(_CLOSE_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        _end(self._process, _CLOSE_SECONDS)
 
     def _receive(
         self, connection: Connection, outbox: queue.SimpleQueue[bytes | None], process: Any
@@ -201,7 +201,7 @@ class _Worker:
                 waiting = self._calls.pop(number, None)
                 if waiting is not None:
                     _settle(*waiting, failed, value)
-        process.join()
+        _end(process, _GONE_SECONDS)
         outbox.put(None)
         connection.close()
         gone = error or EnvWorkerError(
@@ -216,6 +216,14 @@ class _Worker:
                 self._failure = gone
         for waiting in lost.values():
             _settle(*waiting, True, gone)
+
+
+def _end(process: Any, seconds: float) -> None:
+    """Wait so long for a process to end by itself, then kill it."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join(seconds)
 
 
 def _start(function: Callable[..., object], *args: Any) -> None:
@@ -323,9 +331,10 @@ class _Served:
             raise _no_environment(f"a {type(env).__name__}")
         if type(env).__module__ == "torchrl_mt.envs.torchrl_env":
             raise _no_environment("a TorchRL environment, whose copies share what they draw")
-        self._envs[number] = env
-        if number in self._closed:
-            self._closed.discard(number)
+        with self._lock:
+            self._envs[number] = env
+            is_over = number in self._closed
+        if is_over:
             self._close(number)
             raise asyncio.CancelledError
         return env.whole_text, list(self._finished(env.reset(data)))
@@ -336,10 +345,11 @@ class _Served:
         return self._finished(env.step(*args))
 
     def _close(self, number: int) -> None:
-        env = self._envs.pop(number, None)
-        if env is None:
-            self._closed.add(number)
-        else:
+        with self._lock:
+            env = self._envs.pop(number, None)
+            if env is None:
+                self._closed.add(number)
+        if env is not None:
             self._finished(env.close())
 
     def _finished(self, value: Any) -> Any:
