@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl._utils import _replace_last
 
 from torchrl_mt.data.memory import to_device
+from torchrl_mt.data.ring import within
 from torchrl_mt.data.steps import Path, Steps, path_of
 
 __all__ = ["ClipMarks", "Cut"]
@@ -58,8 +59,7 @@ class Cut:
         """The first ``steps`` of each clip that does not begin with its episode: bool ``[N]``."""
         widths = np.broadcast_to(self.width or self.spans, len(self.offsets))
         most = np.where(self.offsets > 0, steps, 0)
-        within = np.arange(widths.sum()) - (widths.cumsum() - widths).repeat(widths)
-        return torch.from_numpy(within < most.repeat(widths))
+        return torch.from_numpy(within(widths) < most.repeat(widths))
 
 
 class ClipMarks:

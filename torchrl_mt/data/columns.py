@@ -21,7 +21,7 @@ from torchrl_mt.data.memory import Memory
 from torchrl_mt.data.parts import Part, SavedParts
 from torchrl_mt.data.record import Record
 from torchrl_mt.data.ring import Blocks, Moves, Ring
-from torchrl_mt.data.rows import RowPlan, Windows, dense, plan_rows, plan_values, run
+from torchrl_mt.data.rows import RowPlan, Windows, plan_rows, plan_values, run
 from torchrl_mt.data.schema import Entry, as_array
 from torchrl_mt.data.steps import Column, Objects, Path, Rows, own, step_tensors
 
@@ -228,7 +228,8 @@ class NextColumn:
         places = [
             start + length for start, length in zip(blocks.starts, blocks.lengths, strict=True)
         ]
-        to, of = as_array(self.source.data), as_array(dense(column))
+        to = as_array(self.source.data)
+        of = None if isinstance(column, Rows) else as_array(column)
         if to is not None and of is not None:
             return partial(to.__setitem__, places, of[ends])
         if len(ends) == 1:

@@ -8,7 +8,7 @@ without them when it is full: it takes memory in proportion to the open steps.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,12 +126,7 @@ class OpenSteps:
         packed: dict[Path, Tensor] = {}
         for record, tensors in self._records:
             packed.update(record.entries(tensors.take(rows)))
-        columns = {
-            path: packed[path]
-            if path in packed and isinstance(column, _Tensors)
-            else column.take(rows)
-            for path, column in self.columns.items()
-        }
+        columns = self._with(packed, lambda column: column.take(rows))
         return Steps(len(rows), columns, self.schema.root_class)
 
     def episode(self, slot: int) -> Steps:
@@ -319,6 +314,13 @@ class OpenSteps:
         with undisturbed():
             self._records, self.columns, self.schema = records, columns, schema
 
+    def _with(self, packed: Mapping[Path, Any], other: Callable[[Any], Any]) -> dict[Path, Any]:
+        """What there is of the columns in records, and what ``other`` makes of those that are not."""
+        return {
+            path: packed[path] if path in packed and isinstance(column, _Tensors) else other(column)
+            for path, column in self.columns.items()
+        }
+
     def _lay_out(self, more: int) -> None:
         """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
         live = np.flatnonzero(self.owner[: self.tail] >= 0)
@@ -328,13 +330,7 @@ class OpenSteps:
         records = _tensors_of(record.like(size) for record, _ in self._records)
         for (_, tensors), (_, before) in zip(records, self._records, strict=True):
             tensors.put(0, before.take(live))
-        packed = _columns_in(records)
-        columns = {
-            path: packed[path]
-            if path in packed and isinstance(column, _Tensors)
-            else column.laid_out(live, size)
-            for path, column in self.columns.items()
-        }
+        columns = self._with(_columns_in(records), lambda column: column.laid_out(live, size))
         owner = np.full(size, -1, dtype=np.int32)
         owner[: len(live)] = self.owner[live]
         place = np.zeros(self.tail + 1, dtype=np.int64)

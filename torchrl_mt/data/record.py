@@ -7,7 +7,7 @@ views of one new tensor; no two of them share an element.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -110,16 +110,15 @@ class Record:
             [plan_values(entry, blocks, part) for entry, part in zip(entries, parts, strict=True)],
         )
 
-    def _are_side_by_side(self, parts: Iterable[Tensor]) -> bool:
+    def _are_side_by_side(self, parts: Sequence[Tensor]) -> bool:
         """Whether entries of steps lie in memory as they do in a record."""
-        begin = memory = None
-        for part, (offset, stride) in zip(parts, self._places, strict=True):
-            its_memory = part.untyped_storage().data_ptr()
-            if begin is None:
-                begin, memory = part.data_ptr(), its_memory
-            if part.stride() != stride or (part.data_ptr(), its_memory) != (begin + offset, memory):
-                return False
-        return True
+        begin, memory = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+        return all(
+            part.stride() == stride
+            and part.data_ptr() == begin + offset
+            and part.untyped_storage().data_ptr() == memory
+            for part, (offset, stride) in zip(parts, self._places, strict=True)
+        )
 
     def like(self, capacity: int) -> Record:
         """A record of the same entries for ``capacity`` rows, whose values are yet to be written."""

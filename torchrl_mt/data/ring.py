@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Blocks", "Moves", "Ring", "runs"]
+__all__ = ["Blocks", "Moves", "Ring", "runs", "within"]
 
 
 def runs(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -33,6 +34,17 @@ def runs(starts: Tensor, lengths: Tensor) -> Tensor:
     ends = lengths.cumsum(0)
     first = torch.repeat_interleave(starts - ends + lengths, lengths)
     return first + torch.arange(first.shape[0], device="cpu")
+
+
+def within(lengths: np.ndarray) -> np.ndarray:
+    """Each row's place in its block, one block after the other.
+
+    Examples:
+        >>> within(np.array([2, 3]))
+        array([0, 1, 0, 1, 2])
+    """
+    places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+    return places
 
 
 @dataclass(frozen=True)

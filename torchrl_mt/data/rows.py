@@ -127,21 +127,17 @@ def run(operations: Iterable[Callable[[], Any]]) -> None:
 def plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
     """What writes a column of whole episodes to their rows of ``data``."""
     values = dense(column)
-    to, of = as_array(data), as_array(values)
-    if to is not None and of is not None:  # A copy of arrays is sooner begun than one of tensors.
-        return partial(
-            run,
-            [
-                partial(np.copyto, to[row : row + stop - first], of[first:stop])
-                for row, first, stop in blocks.pieces
-            ],
-        )
-    if len(blocks.pieces) > _FEW_PIECES:
-        return plan_rows(data, blocks.rows, values)
+    to: Any = as_array(data)
+    of: Any = as_array(values)
+    copy: Callable[..., Any] = np.copyto  # of arrays: sooner begun than one of tensors
+    if to is None or of is None:
+        if len(blocks.pieces) > _FEW_PIECES:
+            return plan_rows(data, blocks.rows, values)
+        to, of, copy = data, values, Tensor.copy_
     return partial(
         run,
         [
-            partial(data[row : row + stop - first].copy_, values[first:stop])
+            partial(copy, to[row : row + stop - first], of[first:stop])
             for row, first, stop in blocks.pieces
         ],
     )

@@ -55,8 +55,7 @@ def require_episodes(storage: EpisodeStorage, what: str) -> None:
 
 def draw_integers(high: int, num: int, generator: torch.Generator | None) -> Tensor:
     """``num`` integers, uniform in ``[0, high)``: int64 ``[num]``."""
-    place = "cpu" if generator is None else generator.device
-    return torch.randint(high, (num,), generator=generator, device=place).cpu()
+    return torch.randint(high, (num,), generator=generator, device=_place(generator)).cpu()
 
 
 def draw_uniform(num: int, generator: torch.Generator | None) -> Tensor:

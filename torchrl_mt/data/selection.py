@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_mt.data.columns import ReadPlan
 from torchrl_mt.data.indexing import HANDLES
+from torchrl_mt.data.ring import within
 from torchrl_mt.data.rows import RowPlan
 from torchrl_mt.data.steps import Column, Path, Steps
 from torchrl_mt.data.strides import StridePlan
@@ -60,22 +61,22 @@ def plan_runs(
     """
     widths = spans if padded_to is None else padded_to
     if isinstance(spans, int):
-        within = _within(len(steps), spans, stride)
+        offsets = _offsets(len(steps), spans, stride)
     elif padded_to is not None:
-        within = (np.minimum(np.arange(padded_to), spans[:, None] - 1) * stride).reshape(-1)
+        offsets = (np.minimum(np.arange(padded_to), spans[:, None] - 1) * stride).reshape(-1)
     else:
-        within = (np.arange(spans.sum()) - (spans.cumsum() - spans).repeat(spans)) * stride
-    index = torch.from_numpy((steps + HANDLES).repeat(widths) + within)
+        offsets = within(spans) * stride
+    index = torch.from_numpy((steps + HANDLES).repeat(widths) + offsets)
     if rectangular:
         index = index.view(len(steps), -1)
     if isinstance(spans, int) and stride == 1:
         return index, RowPlan(torch.from_numpy(rows), spans)
-    places = torch.from_numpy(rows.repeat(widths) + within)
+    places = torch.from_numpy(rows.repeat(widths) + offsets)
     return index, RowPlan(places) if stride == 1 else StridePlan(places, stride)
 
 
 @lru_cache(4)
-def _within(runs: int, span: int, stride: int) -> np.ndarray:
+def _offsets(runs: int, span: int, stride: int) -> np.ndarray:
     """Stored steps from the beginning of its run to each step of as many runs: ``[runs * span]``."""
     return np.tile(np.arange(0, span * stride, stride), runs)
 
