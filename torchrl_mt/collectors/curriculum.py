@@ -192,9 +192,12 @@ class SuccessRateCurriculum(_Choosing):
     def _learn(self, index: int, episodes: list[TensorDictBase]) -> None:
         seen = self._seen.get(index, []) + [float(self.success(episode)) for episode in episodes]
         self._seen[index] = seen[-self.window :]
+        self._judge(index)
+
+    def _judge(self, index: int) -> None:
+        """Note whether an item's rate lies outside."""
         rate = self.rate(index)
-        assert rate is not None
-        self._outside[index] = not self.low <= rate <= self.high
+        self._outside[index] = rate is not None and not self.low <= rate <= self.high
 
     def state_dict(self) -> dict[str, Any]:
         """What the choices to come follow from; the items that are being played are not part of it."""
@@ -217,8 +220,7 @@ class SuccessRateCurriculum(_Choosing):
         self._seen = {index: list(rates) for index, rates in state_dict["seen"].items()}
         self._outside[:] = False
         for index in self._seen:
-            rate = self.rate(index)
-            self._outside[index] = rate is not None and not self.low <= rate <= self.high
+            self._judge(index)
 
 
 class WeightedCurriculum(_Choosing):

@@ -16,13 +16,14 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.context import EpisodeContext
+from torchrl_mt.collectors.loop_thread import start_daemon
 from torchrl_mt.collectors.workflow import resolve
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
@@ -144,8 +145,8 @@ class _Worker:
         """Why it will never take a call."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Sending and receiving may block.
-        _start(_send, ours, self._outbox)
-        _start(self._receive, ours, self._outbox, self._process)
+        start_daemon(_send, ours, self._outbox)
+        start_daemon(self._receive, ours, self._outbox, self._process)
 
     async def call(self, env: int, method: str, *args: Any) -> Any:
         """Call a method of an environment.
@@ -226,11 +227,6 @@ def _end(process: Any, seconds: float) -> None:
         process.join(seconds)
 
 
-def _start(function: Callable[..., object], *args: Any) -> None:
-    """Call a function in a thread that dies with the process."""
-    threading.Thread(target=function, args=args, name="torchrl_mt-env", daemon=True).start()
-
-
 def _send(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
     """Send calls until there are no more."""
     with contextlib.suppress(OSError):
@@ -274,7 +270,7 @@ def _serve(connection: Connection, pickled: bytes) -> None:
     with contextlib.suppress(EOFError, OSError):
         while received := connection.recv_bytes():
             # A thread that hangs holds up nobody, and dies with the process.
-            _start(served.call, *pickle.loads(received))
+            start_daemon(served.call, *pickle.loads(received))
 
 
 class _Replies:
@@ -363,7 +359,7 @@ class _Served:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                _start(self._loop.run_forever)
+                start_daemon(self._loop.run_forever)
         return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torchrl_mt.collectors.behind import Behind, cancel_all, make_task
 
-__all__ = ["LoopClosedError", "LoopThread", "call_in_thread"]
+__all__ = ["LoopClosedError", "LoopThread", "call_in_thread", "start_daemon"]
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
@@ -85,7 +85,7 @@ async def call_in_thread(
             if not returned.done():
                 setter(value)
             elif too_late is not None:
-                _start(too_late, value)
+                start_daemon(too_late, value)
 
         try:
             loop.call_soon_threadsafe(settle)
@@ -93,18 +93,18 @@ async def call_in_thread(
             if too_late is not None:
                 too_late(value)
 
-    _start(work)
+    start_daemon(work)
     try:
         return await returned
     except asyncio.CancelledError:
         # The result may have come in the same iteration as the cancellation.
         arrived = returned.done() and not returned.cancelled() and returned.exception() is None
         if unclaimed is not None and arrived:
-            _start(unclaimed, returned.result())
+            start_daemon(unclaimed, returned.result())
         raise
 
 
-def _start(function: Callable[..., object], *args: Any) -> None:
+def start_daemon(function: Callable[..., object], *args: Any) -> None:
     """Call a function in a thread that dies with the process."""
     threading.Thread(target=function, args=args, name="torchrl_mt-call", daemon=True).start()
 

@@ -20,7 +20,7 @@ from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.rollout import play_episode
-from torchrl_mt.collectors.workflow import AtOnce, MakePlayer, Rejected, Workflow, resolve
+from torchrl_mt.collectors.workflow import Make, MakePlayer, Rejected, Workflow, resolve
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 
@@ -70,7 +70,7 @@ class EpisodePlayer:
             self._make_player = resolve(env, workflow_kwargs)
         else:
             self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
-            self._make_player = AtOnce(self._workers.make)
+            self._make_player = Make(self._workers.make, at_once=True)
         self._on_break = on_break
         self._template = template
         self._template_kwargs = checked_template_kwargs(template_kwargs)

@@ -24,7 +24,7 @@ from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
-__all__ = ["AtOnce", "MakePlayer", "Player", "Rejected", "Workflow", "enter_result", "resolve"]
+__all__ = ["Make", "MakePlayer", "Player", "Rejected", "Workflow", "enter_result", "resolve"]
 
 Player: TypeAlias = "TextEnv | Workflow"
 
@@ -110,7 +110,7 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
             raise _not_a_player(f"the class {env.__name__}")
         _require_fit(env, kwargs)
         if issubclass(env, TextEnv):
-            return _Make(partial(env, **kwargs), at_once=env.inline)
+            return Make(partial(env, **kwargs), at_once=env.inline)
         if issubclass(env, EnvBase):
             return _MadeBy(partial(env, **kwargs))
         env, kwargs = env(**kwargs), {}
@@ -121,14 +121,14 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
         )
     if isinstance(env, TextEnv):
         is_quick = _seconds_to_copy(env) < _AT_ONCE
-        return _Make(partial(copy.deepcopy, env), at_once=env.inline and is_quick)
+        return Make(partial(copy.deepcopy, env), at_once=env.inline and is_quick)
     if hasattr(env, "arun_episode"):
         if not inspect.iscoroutinefunction(env.arun_episode):
             raise TypeError(
                 f"{type(env).__name__}.arun_episode must be an async method: async def "
                 "arun_episode(self, engine, data)"
             )
-        return _Make(lambda: env, at_once=True)
+        return Make(lambda: env, at_once=True)
     if callable(env) and not isinstance(env, EnvBase):
         _require_no_arguments(env)
         return _MadeBy(env)
@@ -254,31 +254,15 @@ def _seconds_to_copy(env: TextEnv) -> float:
 
 
 @dataclass(frozen=True)
-class _Make:
+class Make:
     """Players made by a function."""
 
     make: Callable[[], Player]
     at_once: bool
 
     def __call__(self) -> Player:
-        return self.make()
-
-
-class AtOnce:
-    """Players made by a function that takes no time.
-
-    Args:
-        make: the function.
-    """
-
-    at_once = True
-
-    def __init__(self, make: Callable[[], Player]) -> None:
-        self._make = make
-
-    def __call__(self) -> Player:
         """A player for one episode."""
-        return self._make()
+        return self.make()
 
 
 class _MadeBy:
