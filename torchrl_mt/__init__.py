@@ -1,7 +1,8 @@
 """Multi-turn reinforcement learning in TorchRL.
 
-The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.engines``,
-``.envs``, ``.collectors`` and ``.objectives``. Each is imported when it is first used.
+The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
+``.chat``, ``.engines``, ``.collectors``, ``.scoring`` and ``.objectives``.
+Each is imported at its first use.
 """
 
 from __future__ import annotations
@@ -11,17 +12,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchrl_mt import chat as chat
     from torchrl_mt import collectors as collectors
     from torchrl_mt import data as data
     from torchrl_mt import engines as engines
     from torchrl_mt import envs as envs
     from torchrl_mt import objectives as objectives
+    from torchrl_mt import scoring as scoring
     from torchrl_mt import testing as testing
     from torchrl_mt import transforms as transforms
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("collectors", "data", "engines", "envs", "objectives", "testing", "transforms")
+_SUBPACKAGES = (
+    "chat",
+    "collectors",
+    "data",
+    "engines",
+    "envs",
+    "objectives",
+    "scoring",
+    "testing",
+    "transforms",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from tests.waiting import wait_until
-from torchrl_mt.collectors import MultiTurnCollector, calls, tally
+from torchrl_mt.collectors import MultiTurnCollector, calls
+from torchrl_mt.collectors import stats as tally
 from torchrl_mt.envs import TextEnv, TextStep
 
 from .scripted import ScriptedEngine

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_mt.collectors import MultiTurnCollector, SuccessRateCurriculum, WeightedCurriculum
-from torchrl_mt.collectors.items import Items
+from torchrl_mt.collectors.items.items import Items
 
 from .chats import Chat
 from .scripted import ScriptedEngine

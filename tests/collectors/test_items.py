@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchrl_mt.collectors.items import Item, Items
+from torchrl_mt.collectors.items.items import Item, Items
 
 SIZE = 7
 

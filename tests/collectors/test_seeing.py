@@ -7,7 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from torchrl_mt.collectors import Limits, MultiTurnCollector, tally
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import stats as tally
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.envs import Arithmetic

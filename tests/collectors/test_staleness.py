@@ -388,7 +388,7 @@ def stalls(caplog):
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch):
     for name in ("_STALL_SECONDS", "_BACKGROUND_STALL_SECONDS"):
-        monkeypatch.setattr(f"torchrl_mt.collectors.multi_turn.{name}", 0.2)
+        monkeypatch.setattr(f"torchrl_mt.collectors.collector.{name}", 0.2)
 
 
 def in_the_background(engine, data=({"turns": 1},), env=Chat, **kwargs):

@@ -40,7 +40,7 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data.indexing import HANDLES
+from torchrl_mt.data._store.handles import HANDLES
 
 from . import versions
 

@@ -16,8 +16,8 @@ from torchrl.data import (
 )
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.indexing import HANDLES
-from torchrl_mt.data.rows import Windows
+from torchrl_mt.data._store.columns.rows import Windows
+from torchrl_mt.data._store.handles import HANDLES
 
 
 def buffer(cls=ReplayBuffer, max_steps=100, seed=0, prefetch=None, batch_size=None, **kwargs):

@@ -14,9 +14,9 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import InitTracker, PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data._store.schema import Schema
+from torchrl_mt.data._store.steps import unpack
 from torchrl_mt.data.open_episode import OpenEpisode
-from torchrl_mt.data.schema import Schema
-from torchrl_mt.data.steps import unpack
 
 
 def buffer(max_steps=10_000, cls=ReplayBuffer, **kwargs):

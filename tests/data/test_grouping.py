@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data.grouping import group_steps, segments
+from torchrl_mt.data._writing.grouping import group_steps, segments
 
 
 @given(

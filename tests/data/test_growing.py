@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.growing import Additions, additions, expand
+from torchrl_mt.data._store.columns.prompt_column import Additions, additions, expand
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")
 

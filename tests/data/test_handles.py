@@ -22,7 +22,7 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data.indexing import HANDLES, resolve_index
+from torchrl_mt.data._store.handles import HANDLES, resolve_index
 
 SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=2),

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, leases, memory
-from torchrl_mt.data.leases import Leases
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data._store.columns import buffer_pool as leases
+from torchrl_mt.data._store.columns import memory
+from torchrl_mt.data._store.columns.buffer_pool import Leases
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4000)), max_size=60))

@@ -8,7 +8,7 @@ import torch
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.memory import Memory
+from torchrl_mt.data._store.columns.memory import Memory
 
 
 def mapped(folder):

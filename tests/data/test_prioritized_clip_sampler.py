@@ -25,9 +25,9 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data.indexing import HANDLES
-from torchrl_mt.data.priorities import clips_of, reduce_by_clip
-from torchrl_mt.data.priority_ring import PriorityRing
+from torchrl_mt.data._store.handles import HANDLES
+from torchrl_mt.data.samplers.priorities.given import clips_of, reduce_by_clip
+from torchrl_mt.data.samplers.priorities.weighted_ring import PriorityRing
 
 REDUCTIONS = {
     "max": max,

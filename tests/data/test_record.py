@@ -14,7 +14,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.record import _MOST_BYTES
+from torchrl_mt.data._store.columns.records import _MOST_BYTES
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 

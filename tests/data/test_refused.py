@@ -9,10 +9,10 @@ from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.columns import DenseColumn, NextColumn, RaggedColumn
-from torchrl_mt.data.memory import Memory
-from torchrl_mt.data.record import Record
-from torchrl_mt.data.steps import unpack
+from torchrl_mt.data._store.columns.columns import DenseColumn, NextColumn, RaggedColumn
+from torchrl_mt.data._store.columns.memory import Memory
+from torchrl_mt.data._store.columns.records import Record
+from torchrl_mt.data._store.steps import unpack
 
 
 class Failing:

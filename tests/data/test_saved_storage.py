@@ -29,9 +29,9 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data.columns import RowPlan
-from torchrl_mt.data.hashes import hash_of
-from torchrl_mt.data.ring import runs
+from torchrl_mt.data._store.columns.columns import RowPlan
+from torchrl_mt.data._store.files.hashes import hash_of
+from torchrl_mt.data._store.ring import runs
 
 KINDS = ["vectors", "turns", "odd"]
 HOW = ["dumps", "state_dict", "load_memmap"]

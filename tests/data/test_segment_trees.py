@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from torchrl_mt.data.segment_trees import MinTree, SumTree
+from torchrl_mt.data.samplers.priorities.segment_trees import MinTree, SumTree
 
 SIZES = [1, 2, 31, 2047, 2048, 2049, 40_000, 140_000]
 

@@ -3,7 +3,7 @@ import torch
 from tensordict import NonTensorData, TensorClass, TensorDict, lazy_stack
 from torchrl.data.llm import History
 
-from torchrl_mt.data.steps import Steps, pack, unpack
+from torchrl_mt.data._store.steps import Steps, pack, unpack
 
 
 class Pair(TensorClass):

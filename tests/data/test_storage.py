@@ -17,7 +17,7 @@ from torchrl.data import (
 )
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.indexing import HANDLES
+from torchrl_mt.data._store.handles import HANDLES
 
 lengths_of_writes = st.lists(st.integers(1, 12), min_size=1, max_size=40)
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data.table import Choice, EpisodeTable, search
+from torchrl_mt.data._store.table import Choice, EpisodeTable, search
 
 events = st.lists(
     st.one_of(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 9)), max_size=80

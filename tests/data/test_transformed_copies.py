@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_s
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.growing import copy_of_episodes
-from torchrl_mt.data.steps import pack, unpack
+from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
+from torchrl_mt.data._store.steps import pack, unpack
 
 from .test_growing import PROMPT, RESPONSE, conversations, listed, play
 

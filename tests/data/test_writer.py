@@ -9,7 +9,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.data.indexing import HANDLES
+from torchrl_mt.data._store.handles import HANDLES
 
 episode_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 

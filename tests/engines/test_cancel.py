@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from torchrl_mt.engines import Completion, generation
+from torchrl_mt.engines import Completion
+from torchrl_mt.engines.transformers import generation
 
 from .helpers import assert_sampled_by, endless, generate_all, held, idle, prompts, until
 

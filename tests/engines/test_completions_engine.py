@@ -21,7 +21,7 @@ from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError, Engine
-from torchrl_mt.engines.completions_api import MalformedAnswerError, completions_url, parse_answer
+from torchrl_mt.engines.completions.api import MalformedAnswerError, completions_url, parse_answer
 from torchrl_mt.envs import GuessNumber
 
 httpx = pytest.importorskip("httpx")
@@ -526,7 +526,7 @@ def test_a_server_that_does_not_say_takes_what_it_takes(make, server, models):
 
 def test_requests_wait_for_a_server_that_starts_and_starts_again(make, monkeypatch, tokenizer):
     monkeypatch.setattr("torchrl_mt.http_client._AWAY_PAUSE", 0.02)
-    monkeypatch.setattr("torchrl_mt.engines.completions_engine._AWAY_PAUSE", 0.02)
+    monkeypatch.setattr("torchrl_mt.engines.completions.engine._AWAY_PAUSE", 0.02)
     with running(CompletionsServer()) as first:
         port = first.server_port
     engine = make(f"http://127.0.0.1:{port}", wait_ready=PATIENCE, max_retries=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_mt.engines.padded_cache import CacheLayout, PaddedCache
+from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCache
 
 SHAPES = (((2, 3), (2, 3)), None, ((1, 4), (1, 2)))
 """Of a layer like any other, of one that keeps nothing, and of one whose values are narrower."""

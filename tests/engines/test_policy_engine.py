@@ -18,8 +18,8 @@ from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion, Engine, PolicyEngine
-from torchrl_mt.engines.log_prob_check import LogProbError, agrees
-from torchrl_mt.engines.micro_batching import MicroBatcher
+from torchrl_mt.engines.policy.log_prob_check import LogProbError, agrees
+from torchrl_mt.engines.policy.micro_batching import MicroBatcher
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.testing import tiny_chat_model
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_mt.engines.prefix_tree import PrefixTree
+from torchrl_mt.engines.transformers.prefix_tree import PrefixTree
 
 texts = st.lists(st.integers(0, 1), max_size=8)
 actions = st.lists(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig
 
-from torchrl_mt.engines.policy_sampler import generate_kwargs_of, require_own_distribution
+from torchrl_mt.engines.policy.sampler import generate_kwargs_of, require_own_distribution
 from torchrl_mt.engines.sampling_arguments import IDLE, NEUTRAL, bending, sampling_record
 
 VLLM_REQUEST = {

@@ -12,9 +12,9 @@ from transformers import Qwen2ForSequenceClassification
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
-from torchrl_mt.objectives.kl_control import update_kl_coefficient
-from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
-from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.objectives.kl import update_kl_coefficient
+from torchrl_mt.scoring.log_probs import scored_tokens
+from torchrl_mt.scoring.values import row_values
 
 
 def scored(rows):

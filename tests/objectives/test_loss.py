@@ -24,8 +24,8 @@ from torchrl_mt.objectives.functional import (
     merge_totals,
     ppo,
 )
-from torchrl_mt.objectives.functional.objectives import clip_bounds
-from torchrl_mt.objectives.scoring.value_model import ValueModel
+from torchrl_mt.objectives.functional.policy.objectives import clip_bounds
+from torchrl_mt.scoring.value_model import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import aggregate, value_loss
-from torchrl_mt.objectives.scoring.row_values import row_values
+from torchrl_mt.scoring.values import row_values
 
 
 class Critic(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from torchrl_mt.objectives import ExperienceMaker
-from torchrl_mt.objectives._writes import check_writable, restored_on_failure
 from torchrl_mt.objectives.functional import RewardNormalizer
+from torchrl_mt.objectives.writes import check_writable, restored_on_failure
 
 
 def entries(rows):

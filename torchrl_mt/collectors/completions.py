@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_mt.collectors.chat import Answer, ChatTokens, OnBreak, Template
+from torchrl_mt.chat.replies.history import name_answers
+from torchrl_mt.chat.tokens import Answer, ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
-from torchrl_mt.collectors.replies.history import name_answers
 from torchrl_mt.engines import Completion, Engine
 
 __all__ = ["Completions", "RequestError", "chunks"]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_mt.collectors.chat import OnBreak, Template
+from torchrl_mt.chat.tokens import OnBreak, Template
 from torchrl_mt.collectors.completions import Completions, RequestError, chunks
 from torchrl_mt.engines import Engine
 

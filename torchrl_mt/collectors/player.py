@@ -11,8 +11,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_mt.collectors.chat import ChatTokens, OnBreak, Template
-from torchrl_mt.collectors.chat_template import checked_template_kwargs
+from torchrl_mt.chat.template import checked_template_kwargs
+from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.env_workers import EnvWorkers
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.extra import ExpectedExtra

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
+from torchrl_mt.chat.replies.history import name_answers
+from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.behind import Behind
-from torchrl_mt.collectors.chat import Answer, ChatTokens
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
-from torchrl_mt.collectors.replies.history import name_answers
 from torchrl_mt.collectors.workflow import (
     MakePlayer,
     Player,

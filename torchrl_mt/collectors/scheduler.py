@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.items import Item, Items
+from torchrl_mt.collectors.items.items import Item, Items
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.staleness import Freshness
-from torchrl_mt.collectors.tally import Tally
+from torchrl_mt.collectors.stats import Tally
 
 __all__ = ["CANCELLED", "Counter", "Group", "GroupPolicy", "IncompleteGroups", "Scheduler"]
 

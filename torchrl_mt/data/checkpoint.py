@@ -20,9 +20,9 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from torchrl_mt.data.commit import POINTER, commit, committed
-from torchrl_mt.data.hashes import MANIFEST
-from torchrl_mt.data.store_files import StoreFiles, save_store
+from torchrl_mt.data._store.files.atomic_folder import POINTER, commit, committed
+from torchrl_mt.data._store.files.hashes import MANIFEST
+from torchrl_mt.data._store.files.store_files import StoreFiles, save_store
 
 __all__ = ["FileCheckpointer", "load_state", "save_as_one", "save_state", "storage_folder"]
 
@@ -99,7 +99,7 @@ def storage_folder(path: str | Path, *, verify: bool) -> Iterator[Path]:
 
     Args:
         path: what ``dumps`` was given.
-        verify: see :func:`~torchrl_mt.data.commit.committed`.
+        verify: see :func:`~torchrl_mt.data._store.files.atomic_folder.committed`.
 
     Raises:
         FileNotFoundError: if there is no such folder, or a file is missing.

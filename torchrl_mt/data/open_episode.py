@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_mt.data.schema import Schema
-from torchrl_mt.data.steps import Steps
+from torchrl_mt.data._store.schema import Schema
+from torchrl_mt.data._store.steps import Steps
 
 __all__ = ["OpenEpisode"]
 

@@ -25,19 +25,19 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt.data._store.columns.columns import ReadPlan
+from torchrl_mt.data._store.columns.memory import to_device
+from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.files.store_files import StoreFiles
+from torchrl_mt.data._store.handles import HANDLES, resolve_index
+from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
+from torchrl_mt.data._store.schema import PROMPT, Entry, Schema
+from torchrl_mt.data._store.selection import Selection, plan_runs, state_of
+from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
+from torchrl_mt.data._store.store import Admission, EpisodeStore
+from torchrl_mt.data._store.table import Choice, EpisodeTable
 from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one, storage_folder
-from torchrl_mt.data.columns import ReadPlan
-from torchrl_mt.data.indexing import HANDLES, resolve_index
-from torchrl_mt.data.memory import to_device
-from torchrl_mt.data.patches import PatchedEntry, check_patch, write_patch
-from torchrl_mt.data.rows import RowPlan
-from torchrl_mt.data.schema import PROMPT, Entry, Schema
-from torchrl_mt.data.selection import Selection, plan_runs, state_of
-from torchrl_mt.data.signature import ConstructorSignature
-from torchrl_mt.data.steps import Column, Path, Steps, name_of, pack, path_of, unpack
-from torchrl_mt.data.store import Admission, EpisodeStore
-from torchrl_mt.data.store_files import StoreFiles
-from torchrl_mt.data.table import Choice, EpisodeTable
 
 __all__ = ["EpisodeStorage"]
 
@@ -377,7 +377,7 @@ class EpisodeStorage(LazyStackStorage):
             offsets: int64 ``[n]``, first step of each run within its episode; or one number for all.
             spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
             stride: how many stored steps are read as one; see
-                :class:`~torchrl_mt.data.strides.StridePlan`.
+                :class:`~torchrl_mt.data.samplers.strides.StridePlan`.
             rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
             padded_to: steps that shorter runs are padded to, by their last one again.
             mark: what to do to the steps once they are read.

@@ -31,21 +31,21 @@ from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_mt.data.assembly import Assembler, Assembly
-from torchrl_mt.data.batch import Batch, Form, flatten, read_ids, segment
+from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
+from torchrl_mt.data._store.handles import HANDLES
+from torchrl_mt.data._store.interrupts import undisturbed
+from torchrl_mt.data._store.schema import Schema
+from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of, unpack
+from torchrl_mt.data._writing.assembly import Assembler, Assembly
+from torchrl_mt.data._writing.continuity import Continuity, bits_at, compared
+from torchrl_mt.data._writing.open_steps import Label, OpenSteps
+from torchrl_mt.data._writing.segments import Batch, Form, flatten, read_ids, segment
+from torchrl_mt.data._writing.ted import FLAGS, EndFlags, names_of
 from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.clip_sampler import ClipSampler
-from torchrl_mt.data.continuity import Continuity, bits_at, compared
-from torchrl_mt.data.episode_sampler import EpisodeSampler
-from torchrl_mt.data.growing import copy_of_episodes
-from torchrl_mt.data.indexing import HANDLES
 from torchrl_mt.data.open_episode import OpenEpisode
-from torchrl_mt.data.open_steps import Label, OpenSteps
-from torchrl_mt.data.schema import Schema
-from torchrl_mt.data.steps import Path, Steps, name_of, pack, path_of, unpack
+from torchrl_mt.data.samplers.clip import ClipSampler
+from torchrl_mt.data.samplers.episode import EpisodeSampler
 from torchrl_mt.data.storage import EpisodeStorage
-from torchrl_mt.data.ted import FLAGS, EndFlags, names_of
-from torchrl_mt.data.undisturbed import undisturbed
 
 __all__ = ["EpisodeWriter"]
 
@@ -111,10 +111,10 @@ class EpisodeWriter(Writer):
     Two episodes are never stored as one: steps join an open episode only if they go on from it. Their
     first one has no true ``"is_init"``, and its entries equal the ``"next"`` entries of the episode's
     last step, bit for bit. Which entries hold to that is learned (see
-    :mod:`torchrl_mt.data.continuity`); Python objects, tensors of varying shape and done flags are not
-    compared. Where nothing can be compared, ids and rows alone tell. Steps of one id that follow each
-    other in a row of a batch are taken at their word, ``"is_init"`` apart. Steps that go on from no open
-    episode of their id begin another:
+    :mod:`torchrl_mt.data._writing.continuity`); Python objects, tensors of varying shape and done flags
+    are not compared. Where nothing can be compared, ids and rows alone tell. Steps of one id that
+    follow each other in a row of a batch are taken at their word, ``"is_init"`` apart. Steps that go
+    on from no open episode of their id begin another:
 
     - Episodes told apart by ids are kept apart, each open until its own steps come again, as two
       collectors may both count from 0. At most 32 of one id are open: beyond that, the one that has

@@ -1,9 +1,9 @@
 """Engines: what turns prompt tokens into sampled tokens."""
 
-from torchrl_mt.engines.completions_engine import CompletionsEngine, CompletionsError
+from torchrl_mt.engines.completions.engine import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.engine import Completion, Engine
-from torchrl_mt.engines.policy_engine import PolicyEngine, as_engine
-from torchrl_mt.engines.transformers_engine import TransformersEngine
+from torchrl_mt.engines.policy.engine import PolicyEngine, as_engine
+from torchrl_mt.engines.transformers.engine import TransformersEngine
 
 __all__ = [
     "Completion",

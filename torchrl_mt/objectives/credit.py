@@ -10,6 +10,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_mt.checks import (
+    check_choice,
+    check_finite,
+    check_shape,
+    check_unit_interval,
+)
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
@@ -18,12 +24,6 @@ from torchrl_mt.objectives.functional import (
     turn_gae,
     turn_normalize,
     turn_returns,
-)
-from torchrl_mt.objectives.functional._checks import (
-    check_choice,
-    check_finite,
-    check_shape,
-    check_unit_interval,
 )
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.row_batch import RowBatch

@@ -16,20 +16,8 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._metrics import (
-    episodes_per_group,
-    groups_without_spread,
-    sampled_tokens,
-    summary,
-)
-from torchrl_mt.objectives._rows import MODEL_FAULT, check_temperature
-from torchrl_mt.objectives._warnings import Warnings
-from torchrl_mt.objectives._writes import (
-    check_writable,
-    restored_on_failure,
-    unchanged_on_failure,
-)
+from torchrl_mt.checks import check_choice, check_positive_finite
+from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import (
     Filter,
@@ -39,21 +27,33 @@ from torchrl_mt.objectives.filters import (
     reads_group,
 )
 from torchrl_mt.objectives.functional import kl_estimate
-from torchrl_mt.objectives.functional._checks import check_choice, check_positive_finite
 from torchrl_mt.objectives.functional.kl import KLKind
-from torchrl_mt.objectives.kl_control import (
+from torchrl_mt.objectives.kl import (
     KLCoefficient,
     kl_coefficient,
     kl_state,
     load_kl_state,
     update_kl_coefficient,
 )
+from torchrl_mt.objectives.metrics import (
+    episodes_per_group,
+    groups_without_spread,
+    sampled_tokens,
+    summary,
+)
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
 from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
-from torchrl_mt.objectives.scoring.model_forward import check_dtype, scoring_mode, unwrapped
-from torchrl_mt.objectives.scoring.packing import check_micro_batch
-from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs, scored_tokens
-from torchrl_mt.objectives.scoring.row_values import check_critic, row_values
+from torchrl_mt.objectives.rows import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives.warnings import Warnings
+from torchrl_mt.objectives.writes import (
+    check_writable,
+    restored_on_failure,
+    unchanged_on_failure,
+)
+from torchrl_mt.scoring.forward import check_dtype, scoring_mode, unwrapped
+from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.scoring.packing import check_micro_batch
+from torchrl_mt.scoring.values import check_critic, row_values
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -86,9 +86,9 @@ class ExperienceMaker(TensorDictModuleBase):
     - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
     - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the episode's sampled tokens,
       its turns, or one inside the other, through all its rows
-      (:func:`~torchrl_mt.objectives.functional.episode_gae`,
-      :func:`~torchrl_mt.objectives.functional.turn_gae`,
-      :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
+      (:func:`~torchrl_mt.objectives.functional.time.episode_gae`,
+      :func:`~torchrl_mt.objectives.functional.time.turn_gae`,
+      :func:`~torchrl_mt.objectives.functional.time.bilevel_gae`);
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode

@@ -12,8 +12,8 @@ import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.objectives._rows import read_entry
 from torchrl_mt.objectives.row_batch import ExperienceKeys
+from torchrl_mt.objectives.rows import read_entry
 
 _NAMES = {
     "sequences": "action",

@@ -11,15 +11,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import read_entry, read_valid
+from torchrl_mt.checks import check_choice
+from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
     dynamic_sampling_mask,
     entropy_mask,
 )
-from torchrl_mt.objectives.functional._checks import check_choice
-from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
+from torchrl_mt.objectives.rows import read_entry, read_valid
+from torchrl_mt.scoring.log_probs import scored_tokens
 
 __all__ = ["FILTERS", "Filter", "clip_filter", "dynamic_sampling", "top_entropy"]
 

@@ -15,22 +15,21 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._loss_diagnostics import (
+from torchrl_mt.checks import (
+    check_choice,
+    check_finite,
+    check_positive,
+    check_positive_finite,
+    check_shape,
+)
+from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.objectives.diagnostics import (
     CORRECTION_DIAGNOSTICS,
     CRITIC_DIAGNOSTICS,
     POLICY_DIAGNOSTICS,
     critic_diagnostics,
     policy_diagnostics,
 )
-from torchrl_mt.objectives._loss_inputs import (
-    check_outputs,
-    check_total,
-    counted_tokens,
-    read_inputs,
-    warn_of_no_correction,
-)
-from torchrl_mt.objectives._rows import check_like, check_temperature, read_entry
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
     Correction,
@@ -42,21 +41,22 @@ from torchrl_mt.objectives.functional import (
     kl_estimate,
     value_loss,
 )
-from torchrl_mt.objectives.functional._checks import (
-    check_choice,
-    check_finite,
-    check_positive,
-    check_positive_finite,
-    check_shape,
-)
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
 from torchrl_mt.objectives.functional.corrections import weighs
 from torchrl_mt.objectives.functional.kl import KLKind
-from torchrl_mt.objectives.functional.objectives import clip_bounds, takes
-from torchrl_mt.objectives.kl_control import KLCoefficient, kl_coefficient
-from torchrl_mt.objectives.scoring.model_forward import check_dtype
-from torchrl_mt.objectives.scoring.row_log_probs import causal_lm, row_log_probs
-from torchrl_mt.objectives.scoring.row_values import check_critic, row_values
+from torchrl_mt.objectives.functional.policy.objectives import clip_bounds, takes
+from torchrl_mt.objectives.kl import KLCoefficient, kl_coefficient
+from torchrl_mt.objectives.loss_inputs import (
+    check_outputs,
+    check_total,
+    counted_tokens,
+    read_inputs,
+    warn_of_no_correction,
+)
+from torchrl_mt.objectives.rows import check_like, check_temperature, read_entry
+from torchrl_mt.scoring.forward import check_dtype
+from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
+from torchrl_mt.scoring.values import check_critic, row_values
 
 Sequences = Literal["row", "turn"]
 """What an objective or a correction of whole sequences takes for one."""

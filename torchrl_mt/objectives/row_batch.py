@@ -9,19 +9,19 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import (
+from torchrl_mt.checks import check_choice, check_mask
+from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
+from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
+from torchrl_mt.objectives.rows import (
     check_finite,
     check_like,
     read_entry,
     read_episode,
     read_valid,
 )
-from torchrl_mt.objectives._writes import as_path, check_distinct
-from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
-from torchrl_mt.objectives.functional._checks import check_choice, check_mask
-from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
-from torchrl_mt.objectives.scoring.row_log_probs import scored_tokens
+from torchrl_mt.objectives.writes import as_path, check_distinct
+from torchrl_mt.scoring.log_probs import scored_tokens
 
 
 @dataclass

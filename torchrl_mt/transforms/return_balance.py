@@ -14,8 +14,8 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_mt.data._store.table import EpisodeTable
 from torchrl_mt.data.storage import EpisodeStorage, Selection
-from torchrl_mt.data.table import EpisodeTable
 
 __all__ = ["ReturnBalance"]
 

@@ -21,7 +21,7 @@ from torchrl_mt.objectives.functional import (
     sequence_tis,
     token_tis,
 )
-from torchrl_mt.objectives.functional.objectives import takes
+from torchrl_mt.objectives.functional.policy.objectives import takes
 
 
 def cap(w):

@@ -21,7 +21,7 @@ from torchrl_mt.objectives.functional import (
     sapo,
 )
 from torchrl_mt.objectives.functional.importance import ratio_of
-from torchrl_mt.objectives.functional.objectives import takes
+from torchrl_mt.objectives.functional.policy.objectives import takes
 
 CLIP = (0.1, 0.3)
 

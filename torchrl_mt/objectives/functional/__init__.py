@@ -5,7 +5,6 @@ policy sampled, and may have holes and padding anywhere. Any floating type in, f
 """
 
 from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total, merge_totals
-from torchrl_mt.objectives.functional.bilevel_gae import bilevel_gae
 from torchrl_mt.objectives.functional.correction_geometric import geometric
 from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
 from torchrl_mt.objectives.functional.correction_mis import icepop, sequence_mis
@@ -18,9 +17,6 @@ from torchrl_mt.objectives.functional.corrections import (
 )
 from torchrl_mt.objectives.functional.degenerate import clip_filter_weight, dynamic_sampling_mask
 from torchrl_mt.objectives.functional.entropy_mask import entropy_mask
-from torchrl_mt.objectives.functional.episode_gae import episode_gae
-from torchrl_mt.objectives.functional.episodes import EpisodeIndex, index_episodes
-from torchrl_mt.objectives.functional.gae import masked_gae
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.importance import (
     effective_sample_size,
@@ -28,32 +24,30 @@ from torchrl_mt.objectives.functional.importance import (
     sequence_sum,
 )
 from torchrl_mt.objectives.functional.kl import kl_estimate
-from torchrl_mt.objectives.functional.linear_log_probs import linear_log_probs
-from torchrl_mt.objectives.functional.log_probs import (
-    log_probs_and_entropy,
-    token_entropy,
-    token_log_probs,
-)
 from torchrl_mt.objectives.functional.moments import Moments, masked_moments
-from torchrl_mt.objectives.functional.objective_cispo import cispo
-from torchrl_mt.objectives.functional.objective_decoupled_ppo import decoupled_ppo
-from torchrl_mt.objectives.functional.objective_gmpo import gmpo
-from torchrl_mt.objectives.functional.objective_gspo import gspo, gspo_token
-from torchrl_mt.objectives.functional.objective_ppo import ppo
-from torchrl_mt.objectives.functional.objective_reinforce import reinforce
-from torchrl_mt.objectives.functional.objective_sapo import sapo
-from torchrl_mt.objectives.functional.objectives import OBJECTIVES, Objective
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
 from torchrl_mt.objectives.functional.overlong import overlong_penalty
-from torchrl_mt.objectives.functional.recurrence import (
+from torchrl_mt.objectives.functional.policy.cispo import cispo
+from torchrl_mt.objectives.functional.policy.decoupled_ppo import decoupled_ppo
+from torchrl_mt.objectives.functional.policy.gmpo import gmpo
+from torchrl_mt.objectives.functional.policy.gspo import gspo, gspo_token
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, Objective
+from torchrl_mt.objectives.functional.policy.ppo import ppo
+from torchrl_mt.objectives.functional.policy.reinforce import reinforce
+from torchrl_mt.objectives.functional.policy.sapo import sapo
+from torchrl_mt.objectives.functional.reward_scaling import RewardNormalizer, clip_reward
+from torchrl_mt.objectives.functional.time.bilevel_gae import bilevel_gae
+from torchrl_mt.objectives.functional.time.episode_gae import episode_gae
+from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
+from torchrl_mt.objectives.functional.time.gae import masked_gae
+from torchrl_mt.objectives.functional.time.recurrence import (
     reverse_linear_recurrence,
     sampled_recurrence,
 )
-from torchrl_mt.objectives.functional.returns import masked_returns
-from torchrl_mt.objectives.functional.reward_scaling import RewardNormalizer, clip_reward
-from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
-from torchrl_mt.objectives.functional.turn_gae import turn_gae
-from torchrl_mt.objectives.functional.turns import (
+from torchrl_mt.objectives.functional.time.returns import masked_returns
+from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
+from torchrl_mt.objectives.functional.time.turn_gae import turn_gae
+from torchrl_mt.objectives.functional.time.turns import (
     TurnIndex,
     index_turns,
     turn_normalize,
@@ -61,6 +55,12 @@ from torchrl_mt.objectives.functional.turns import (
 )
 from torchrl_mt.objectives.functional.value_loss import value_loss
 from torchrl_mt.objectives.functional.whitening import masked_whiten
+from torchrl_mt.scoring.linear_log_probs import linear_log_probs
+from torchrl_mt.scoring.token_log_probs import (
+    log_probs_and_entropy,
+    token_entropy,
+    token_log_probs,
+)
 
 __all__ = [
     "CORRECTIONS",

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import (
+from torchrl_mt.checks import (
     check_choice,
     check_ids,
     check_mask,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_positive
+from torchrl_mt.checks import check_positive
 from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
 from torchrl_mt.objectives.functional.importance import MAX_RATIO, sampler_log_ratio, sequence_sum
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_choice
+from torchrl_mt.checks import check_choice
 from torchrl_mt.objectives.functional.correction_geometric import geometric
 from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
 from torchrl_mt.objectives.functional.correction_mis import icepop, sequence_mis
 from torchrl_mt.objectives.functional.correction_tis import sequence_tis, token_tis
-from torchrl_mt.objectives.functional.objectives import takes
+from torchrl_mt.objectives.functional.policy.objectives import takes
 
 Correction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """``(old_log_prob, sampler_log_prob, mask) -> (weight, metrics)``: ``[N, S]`` float32 without

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_positive
+from torchrl_mt.checks import check_positive
 from torchrl_mt.objectives.functional.groups import Groups, index_groups
-from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
+from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 
 
 def dynamic_sampling_mask(returns: Tensor, group: Tensor, *, valid: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask
+from torchrl_mt.checks import check_mask
 
 
 def entropy_mask(entropy: Tensor, mask: Tensor, rho: float = 0.2) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_choice, check_shape
+from torchrl_mt.checks import check_choice, check_shape
 from torchrl_mt.objectives.functional.group_batch import whiten_batch
 from torchrl_mt.objectives.functional.group_dr_grpo import dr_grpo
 from torchrl_mt.objectives.functional.group_grpo import grpo
@@ -22,7 +22,7 @@ from torchrl_mt.objectives.functional.group_opo import opo
 from torchrl_mt.objectives.functional.group_reinforce_baseline import reinforce_baseline
 from torchrl_mt.objectives.functional.group_rloo import rloo
 from torchrl_mt.objectives.functional.groups import Groups, index_groups
-from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
+from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 
 GroupKind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"

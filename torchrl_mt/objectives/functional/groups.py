@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_ids, check_mask, check_shape
+from torchrl_mt.checks import check_ids, check_mask, check_shape
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_choice, check_shape
+from torchrl_mt.checks import check_choice, check_shape
 
 KLKind = Literal["k1", "k2", "k3", "k3+"]
 """Which estimator."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_shape
-from torchrl_mt.objectives.functional.recurrence import accumulation_dtype
-from torchrl_mt.objectives.functional.sampled import first_sampled_token, only_sampled_
+from torchrl_mt.checks import check_mask, check_shape
+from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
+from torchrl_mt.objectives.functional.time.sampled import first_sampled_token, only_sampled_
 
 
 @dataclass(frozen=True)

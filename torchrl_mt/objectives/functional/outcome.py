@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import (
+from torchrl_mt.checks import (
     check_mask,
     check_rows,
     check_sampled_turns,
     check_shape,
 )
 from torchrl_mt.objectives.functional.group import GroupKind, group_advantage
-from torchrl_mt.objectives.functional.sampled import first_sampled_token
+from torchrl_mt.objectives.functional.time.sampled import first_sampled_token
 
 
 def outcome_advantage(

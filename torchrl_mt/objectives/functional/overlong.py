@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_positive
+from torchrl_mt.checks import check_positive
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

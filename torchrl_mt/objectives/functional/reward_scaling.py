@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_positive
+from torchrl_mt.checks import check_mask, check_positive
 from torchrl_mt.objectives.functional.moments import Moments, masked_moments
 
 

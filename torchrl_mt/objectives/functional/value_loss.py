@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask, check_positive, check_shape
+from torchrl_mt.checks import check_mask, check_positive, check_shape
 
 
 def value_loss(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional._checks import check_mask
+from torchrl_mt.checks import check_mask
 from torchrl_mt.objectives.functional.moments import Moments, masked_moments
-from torchrl_mt.objectives.functional.sampled import only_sampled_
+from torchrl_mt.objectives.functional.time.sampled import only_sampled_
 
 
 def masked_whiten(

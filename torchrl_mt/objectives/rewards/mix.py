@@ -15,15 +15,15 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._metrics import summary
-from torchrl_mt.objectives._rows import check_finite, check_like, read_entry, read_objects
+from torchrl_mt.checks import check_shape
+from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.functional import EpisodeIndex
-from torchrl_mt.objectives.functional._checks import check_shape
-from torchrl_mt.objectives.functional.sampled import rewards_on_sampled
+from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
+from torchrl_mt.objectives.metrics import summary
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.sources import RewardSource, ask
 from torchrl_mt.objectives.row_batch import check_real
+from torchrl_mt.objectives.rows import check_finite, check_like, read_entry, read_objects
 
 OWN: Literal["episode"] = "episode"
 DEFAULT = "default"

@@ -9,10 +9,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import read_entry
-from torchrl_mt.objectives.scoring.model_forward import check_dtype, run_model, scoring_mode
-from torchrl_mt.objectives.scoring.packing import check_micro_batch, micro_batches
+from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.objectives.rows import read_entry
+from torchrl_mt.scoring.forward import check_dtype, run_model, scoring_mode
+from torchrl_mt.scoring.packing import check_micro_batch, micro_batches
 
 
 class ModelReward(nn.Module):

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_mt.http_client import HttpClient, HttpError
-from torchrl_mt.objectives import _rows
-from torchrl_mt.objectives._rows import read_entry, read_objects
+from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.rewards.sources import wait_all
+from torchrl_mt.objectives.rows import read_entry, read_objects
 
 REFERENCE = "reference"
 _QUOTED = 200

@@ -1,0 +1,102 @@
+"""Episodes in which a model of some family gives the answers that it is told to give."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tests.collectors.scripted import ScriptedEngine
+from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.transforms import MergeTurns
+
+from .templates import byte_level
+
+
+@cache
+def tokenizer_of(family):
+    return family.on(byte_level())
+
+
+@cache
+def chat_of(family, on_break="fork"):
+    return ChatTokens(tokenizer_of(family), on_break=on_break)
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def kinds(family):
+    """A message of each kind that the family has, and what follows it."""
+    found = {"plain": {"content": "It is 8."}}
+    if family.calls:
+        found["call"] = {"content": "", "tool_calls": [call("look", q="a b", n=3)]}
+        if family.several:
+            two = [call("look", q="a"), call("find", n=2, x=[1, {"y": None}], t=True)]
+            found["calls"] = {"content": "", "tool_calls": two}
+        if family.says_and_calls:
+            found["content and call"] = {"content": "Wait.", "tool_calls": [call("look", q="é")]}
+    if family.thinks:
+        thinking = {
+            f"thoughts, {kind}": {**message, "reasoning_content": "hm, so\nlower"}
+            for kind, message in found.items()
+        }
+        if family.opens:
+            # A prompt that opens the thoughts has them, be they empty.
+            found = {k: {**m, "reasoning_content": "so"} for k, m in found.items()}
+        found |= thinking
+    return {kind: {"role": "assistant", **message} for kind, message in found.items()}
+
+
+def without_ids(message):
+    """A message whose calls have no ids."""
+    calls = [{k: v for k, v in c.items() if k != "id"} for c in message.get("tool_calls", ())]
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def stop_of(family, message):
+    return (family.call_stop if message.get("tool_calls") else None) or family.stop
+
+
+class Records(TextEnv):
+    """Answers calls as a tool does, everything else as the user, and keeps what it is given."""
+
+    inline = True
+
+    def __init__(self, turns, seen):
+        self.left, self.seen = turns, seen
+
+    def reset(self, data=None):
+        return [{"role": "system", "content": "rules"}, {"role": "user", "content": "guess"}]
+
+    def step(self, response, message):
+        self.left -= 1
+        self.seen.append((response, message))
+        calls = message.get("tool_calls") or ()
+        new = [{"role": "tool", "content": f"result {k}"} for k in range(len(calls))]
+        return TextStep(new or [{"role": "user", "content": "more"}], 1.0, self.left == 0)
+
+
+def play(family, messages, on_break="fork", template="original"):
+    """An episode of these answers: what the environment saw, rows, the model's calls, stats."""
+    tokenizer, seen, left = tokenizer_of(family), [], iter(messages)
+
+    def answer(prompt):
+        message = next(left)
+        text = family.say(message) + stop_of(family, message)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
+    engine = ScriptedEngine(tokenizer, answer, stops)
+    with MultiTurnCollector(
+        lambda: Records(len(messages), seen),
+        engine,
+        episodes_per_batch=1,
+        total_episodes=1,
+        on_break=on_break,
+        template=template,
+        max_consecutive_failures=1,
+    ) as collector:
+        (batch,) = collector
+        stats = collector.stats()
+    return seen, MergeTurns()(batch), engine.calls, stats

@@ -1,0 +1,362 @@
+"""What an environment and a template see of an answer, for each family of models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.test_pages import DOCS, code_of
+from torchrl_mt.chat.replies import parse_tool_calls
+from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.envs import TextEnv, TextStep
+
+from .families import FAMILIES
+from .families_in_play import (
+    Records,
+    call,
+    chat_of,
+    kinds,
+    play,
+    stop_of,
+    tokenizer_of,
+    without_ids,
+)
+from .families_table import table
+from .templates import ROUNDS, byte_level
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {"q": {"type": "string"}, "n": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("look", "find")
+]
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+EACH = [
+    pytest.param(family, kind, id=f"{family.name}: {kind}")
+    for family in FAMILIES
+    for kind in kinds(family)
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), EACH)
+def test_an_answer_is_parsed_into_what_was_said(family, kind):
+    message, tokenizer = kinds(family)[kind], tokenizer_of(family)
+    text = family.say(message)
+    for said in (text, text + stop_of(family, message)):
+        for answer in (said, tokenizer(said, add_special_tokens=False)["input_ids"]):
+            assert without_ids(parse_tool_calls(answer, tokenizer).message()) == message
+
+
+def lines(rows):
+    """Each row's tokens without padding."""
+    whole, here = rows["tokens", "full"], rows["masks", "all_attention_mask"]
+    return [line[seen].tolist() for line, seen in zip(whole, here, strict=True)]
+
+
+TOOL_KINDS = {kind for family in FAMILIES for kind in kinds(family) if "call" in kind}
+STILL_FORK = {
+    # It never writes the thoughts of an answer that calls no tool.
+    "Command R7B": {"thoughts, plain"},
+    # They write the end of tools' answers only if no other call follows.
+    "DeepSeek-V3": TOOL_KINDS,
+    "DeepSeek-R1": TOOL_KINDS,
+}
+"""What is no row of its own under ``template="training"`` either."""
+
+
+@pytest.mark.parametrize("policy", ["fork", "append", "training"])
+@pytest.mark.parametrize(("family", "kind"), EACH)
+def test_in_play(family, kind, policy):
+    message = kinds(family)[kind]
+    plain = kinds(family)["plain"]
+    asked = [message, plain, plain] if message.get("tool_calls") else [message] * 3
+    policies = {"training": {"template": "training"}}
+    seen, rows, calls, stats = play(family, asked, **policies.get(policy, {"on_break": policy}))
+    for (response, whole), said in zip(seen, asked, strict=True):
+        assert response == said["content"]
+        assert without_ids(whole) == said
+        assert all(
+            len(c["id"]) >= 9 or family.name == "Command R7B" for c in whole.get("tool_calls", ())
+        )
+    # Every token is trained once, as it was sampled.
+    assert int(rows["masks", "all_assistant_mask"].sum()) == sum(len(a.token_ids) for _, a in calls)
+    said = [[*prompt, *answer.token_ids] for prompt, answer in calls]
+    forks = [k for k in range(1, 3) if said[k][: len(said[k - 1])] != said[k - 1]]
+    assert stats["forks"] == len(forks)
+    assert sorted(lines(rows)) == sorted(said[k - 1] for k in [*forks, 3])
+    if policy == "append" or (policy == "training" and kind not in STILL_FORK.get(family.name, ())):
+        assert forks == []
+
+
+@every_family
+def test_it_is_found_out_whether_a_template_is_stable(family):
+    chat = chat_of(family)
+    assert chat.stable == (chat.breaks is None) == family.stable
+
+
+@every_family
+def test_a_training_template_shows_the_same_opening_and_extends_from_then_on(family):
+    """Rendered by itself, each dialogue begins with the text of the dialogue that it goes on from."""
+    tokenizer = tokenizer_of(family)
+    chat = ChatTokens(tokenizer, template="training")
+    assert (chat.source == chat_of(family).source) == (
+        family.stable or family.name == "DeepSeek-V3"
+    )
+
+    def text(messages, source, answered=False):
+        return tokenizer.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=not answered
+        )
+
+    for kind, message in kinds(family).items():
+        dialogue = [{"role": "system", "content": "rules"}, {"role": "user", "content": "guess"}]
+        assert text(dialogue, chat.source) == text(dialogue, chat_of(family).source)
+        if kind in STILL_FORK.get(family.name, ()):
+            continue
+        for _ in range(3):
+            prompt = tokenizer(text(dialogue, chat.source), add_special_tokens=False)["input_ids"]
+            said = family.say(message) + stop_of(family, message)
+            answer = tokenizer(said, add_special_tokens=False)["input_ids"]
+            before = text(dialogue, chat.source)
+            dialogue.append(chat.read(answer, prompt_ids=prompt, messages=dialogue).in_dialogue)
+            calls = dialogue[-1].get("tool_calls", ())
+            new = [
+                {
+                    "role": "tool",
+                    "content": "8",
+                    "tool_call_id": c["id"],
+                    "name": c["function"]["name"],
+                }
+                for c in calls
+            ]
+            dialogue += new or [{"role": "user", "content": "more"}]
+            assert text(dialogue, chat.source).startswith(before), kind
+
+
+def test_what_cannot_be_kept_from_rewriting_is_refused():
+    tokenizer = ROUNDS.on(byte_level())
+    with pytest.raises(ValueError, match=r'template="training" must .* Use on_break="append"'):
+        ChatTokens(tokenizer, template="training")
+    with pytest.raises(ValueError, match=r"template must be one of .* got 'other'"):
+        ChatTokens(tokenizer, template="other")
+
+
+def test_a_run_says_once_what_its_template_costs(caplog):
+    family = FAMILIES[1]
+    plain, thought = kinds(family)["plain"], kinds(family)["thoughts, plain"]
+    for policy, level in (
+        ({"on_break": "fork"}, "WARNING"),
+        ({"on_break": "append"}, "WARNING"),
+        ({"template": "training"}, "INFO"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", "torchrl_mt"):
+            play(family, [plain, thought, thought], **policy)
+        (record,) = [r for r in caplog.records if "prefix-stable" in r.getMessage()]
+        assert record.levelname == level
+
+
+def test_the_table_of_the_page_on_collecting():
+    assert (DOCS / "families.inc").read_text(encoding="utf-8") == table(), (
+        "python -m tests.chat.families_table docs/families.inc"
+    )
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.name in ("Qwen3", "Qwen3.5", "GLM-4.5")]
+)
+def test_a_training_template_keeps_thoughts_that_are_switched_off_too(family):
+    tokenizer, off = tokenizer_of(family), {"enable_thinking": False}
+    assert ChatTokens(tokenizer, template="training", template_kwargs=off).stable
+
+
+@pytest.mark.parametrize(("family", "kind"), EACH)
+def test_another_notation_of_the_same_is_no_reason_to_fork(family, kind, monkeypatch):
+    message, plain = kinds(family)[kind], kinds(family)["plain"]
+    if not message.get("tool_calls"):
+        return
+    forks = play(family, [message, plain])[3]["forks"]
+    dumps = json.dumps
+    tight = {"separators": (",", ":"), "ensure_ascii": False}
+    monkeypatch.setattr(json, "dumps", lambda value, **kwargs: dumps(value, **{**tight, **kwargs}))
+    assert play(family, [message, plain])[3]["forks"] == forks
+
+
+@pytest.mark.parametrize(("family", "kind"), EACH)
+def test_a_reply_that_breaks_off_loses_nothing(family, kind):
+    """Whatever is left of it is a call as it was meant, or plain content as a whole."""
+    message, tokenizer = kinds(family)[kind], tokenizer_of(family)
+    whole, text = message.get("tool_calls", []), family.say(message)
+    for end in range(len(text)):
+        reply = parse_tool_calls(text[:end], tokenizer, prefix="<think>" if family.opens else None)
+        found = without_ids({"tool_calls": reply.tool_calls}).get("tool_calls", [])
+        assert found == whole[: len(found)]
+        if not reply.tool_calls and reply.reasoning is None:
+            assert reply.content.strip() in text[:end]
+
+
+CALLING = [family for family in FAMILIES if family.calls]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_arguments_come_back(data):
+    family = data.draw(st.sampled_from(CALLING))
+    texts = st.text("ab \"'{}[]<>,:=\\é界\n", max_size=8).map(str.strip)
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers(-9, 9) | texts,
+        lambda inner: (
+            st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("kl"), inner, max_size=2)
+        ),
+        max_leaves=4,
+    )
+    # "q" is text and "n" a number by the tool's schema; "x" has none, so that its type must show.
+    shown = values.filter(lambda value: not isinstance(value, str) or value.isalpha())
+    arguments = {"q": data.draw(texts), "n": data.draw(st.integers(-9, 9)), "x": data.draw(shown)}
+    message = {"role": "assistant", "content": "", "tool_calls": [call("look", **arguments)]}
+    reply = parse_tool_calls(family.say(message), tokenizer_of(family), TOOLS)
+    assert without_ids(reply.message()) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_is_sampled_is_parsed(data):
+    family = data.draw(st.sampled_from(FAMILIES))
+    message = data.draw(st.sampled_from([*kinds(family).values()]))
+    text = family.say(message)
+    marks = [*family.special, family.stop, "<think>", "</think>", "{", "}", '"', "\n", "8", " "]
+    pieces = [text[: len(text) // 2], text[len(text) // 2 :], text, *marks]
+    said = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=6)))
+    reply = parse_tool_calls(said, tokenizer_of(family), TOOLS)
+    if not reply.tool_calls and reply.reasoning is None:
+        assert reply.content in said
+        assert said.startswith(reply.content) or family.name in ("gpt-oss", "Command R7B")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>\n{"name": "look", "arguments": {"q": }}\n</tool_call>',
+        '<tool_call>\n{"name": "look"',
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "look", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "look", "arguments": {}} and\n</tool_call>',
+        '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n<tool_call>oh</tool_call>',
+        "done</tool_call>",
+    ],
+)
+def test_a_reply_of_which_a_part_cannot_be_read_is_plain_content(broken):
+    for text in (f"Wait. {broken}", f"<think>\nhm\n</think>\n\nWait. {broken}"):
+        reply = parse_tool_calls(text + "<|im_end|>", tokenizer_of(FAMILIES[1]))
+        assert reply.message() == {"role": "assistant", "content": text}
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(byte_level(), "response_template"), reason="transformers has no response templates"
+)
+def test_a_tokenizers_own_response_template_comes_first():
+    tokenizer = FAMILIES[0].on(byte_level())
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    call_text = '<tool_call>{"name": "look", "arguments": {"n": "3"}}</tool_call>'
+    reply = parse_tool_calls(f"<think>hm</think>Wait.{call_text}", tokenizer, TOOLS)
+    assert (reply.reasoning, reply.content) == ("hm", "Wait.")
+    assert reply.tool_calls == [call("look", n=3)]
+    broken = "<think>hm</think>Wait.<tool_call>{</tool_call>"
+    assert parse_tool_calls(broken, tokenizer).message() == {"role": "assistant", "content": broken}
+
+
+def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoiled():
+    family = FAMILIES[1]
+    message = kinds(family)["thoughts, content and call"]
+
+    class Spoils(Records):
+        def step(self, response, message):
+            message["tool_calls"].clear()
+            return super().step(response, message)
+
+    class Content(Records):
+        def step(self, response, verbose=False):
+            assert verbose is False
+            self.seen.append(response)
+            return TextStep([{"role": "user", "content": "more"}], 1.0, len(self.seen) == 2)
+
+    class Whole(Content):
+        whole_text = True
+
+    for env in (Spoils, Content, Whole):
+        tokenizer, seen = tokenizer_of(family), []
+        ids = tokenizer(family.say(message) + family.stop)["input_ids"]
+        with MultiTurnCollector(
+            lambda env=env, seen=seen: env(2, seen),
+            ScriptedEngine(tokenizer, lambda prompt, ids=ids: ids),
+            episodes_per_batch=1,
+            total_episodes=1,
+            max_consecutive_failures=1,
+        ) as collector:
+            (batch,) = collector
+        said = [turn for turn in batch["text"][0] if turn["role"] == "assistant"]
+        assert [without_ids(each) for each in said] == [message]
+        expected = {Content: ["Wait."] * 2, Whole: [family.say(message)] * 2}
+        assert seen == expected.get(env, seen)
+
+
+def test_calls_are_numbered_and_answers_name_them():
+    family = next(family for family in FAMILIES if family.name == "Mistral Small 3.1")
+    calls = kinds(family)["calls"]
+    seen, _, engine_calls, _ = play(family, [calls, calls, kinds(family)["plain"]])
+    ids = [c["id"] for _, message in seen for c in message.get("tool_calls", ())]
+    assert ids == [f"call{k:05}" for k in range(4)]
+    text = tokenizer_of(family).decode(engine_calls[-1][0])
+    assert [f'"call_id": "{id}"' in text for id in ids] == [True] * 4
+
+
+def test_the_shop_of_the_page_on_collecting():
+    names = {"TextEnv": TextEnv, "TextStep": TextStep}
+    exec(code_of("collecting.rst", "What the environment is told"), names)
+    family = FAMILIES[0]
+    asked = {"content": "", "tool_calls": [call("price", of="tea"), call("price", of="jam")]}
+    texts = iter([family.say(asked), "5"])
+    tokenizer = tokenizer_of(family)
+    engine = ScriptedEngine(
+        tokenizer, lambda prompt: tokenizer(next(texts) + family.stop)["input_ids"]
+    )
+    prices = {"tea": "2", "jam": "3"}
+    item = {"question": "?", "answer": "5", "tools": {"price": lambda of: prices[of]}}
+    with MultiTurnCollector(
+        names["Shop"], engine, [item], episodes_per_batch=1, total_episodes=1
+    ) as collector:
+        (batch,) = collector
+    assert batch["next", "reward"].flatten().tolist() == [0.0, 1.0]
+    shown = tokenizer.decode(engine.calls[1][0])
+    assert "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>" in shown

@@ -1,0 +1,147 @@
+"""A model's modes are right in every pass and given back, whatever other threads do with it."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from tests.waiting import PATIENCE
+from torchrl_mt.objectives import ExperienceMaker, ValueModel
+from torchrl_mt.scoring.forward import run_model, scoring_mode
+
+
+class Watched(nn.Module):
+    """A model that says in which mode each pass begins and ends, and waits in between."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.drop = nn.Dropout(0.5)
+        self.modes = []
+        self.entered = threading.Event()
+        self.pause = 0.0
+
+    def forward(self, input_ids, attention_mask=None):
+        modes = [self.training]
+        self.entered.set()
+        threading.Event().wait(self.pause)
+        logits = self.drop(self.model(input_ids=input_ids, attention_mask=attention_mask).logits)
+        self.modes.append([*modes, self.training, self.model.training])
+        return logits
+
+
+@pytest.fixture
+def watched(model):
+    return Watched(model).train()
+
+
+def in_threads(*works):
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [done.result(PATIENCE) for done in [pool.submit(work) for work in works]]
+
+
+def test_threads_that_score_with_one_model_do_not_disturb_each_other(watched, rows):
+    batch = rows()
+    watched.pause = 0.002
+    maker = ExperienceMaker(watched, old_log_probs="actor", micro_batch_size=1)
+    expected = maker(batch.clone())["log_probs", "old"]
+    scored = in_threads(*[lambda: maker(batch.clone())["log_probs", "old"]] * 3)
+    for got in scored:
+        assert torch.equal(got, expected)
+    assert not any(map(any, watched.modes))
+    assert all(module.training for module in watched.modules())
+
+
+def test_modes_are_given_back_whichever_thread_leaves_last(watched):
+    watched.model.eval()
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first():
+        with scoring_mode(watched):
+            first_in.set()
+            # Long enough for the second to come in between, if it could.
+            second_in.wait(0.2)
+        first_out.set()
+
+    def second():
+        first_in.wait(PATIENCE)
+        with scoring_mode(watched):
+            second_in.set()
+            first_out.wait(PATIENCE)
+            assert not any(module.training for module in watched.modules())
+
+    in_threads(first, second)
+    assert watched.training
+    assert watched.drop.training
+    assert not watched.model.training
+
+
+def test_a_training_pass_keeps_its_mode_while_another_thread_scores(watched):
+    inputs = {"input_ids": torch.arange(6).view(1, 6)}
+    inside = threading.Event()
+    watched.pause = 0.1
+
+    def score():
+        watched.entered.wait(PATIENCE)
+        with scoring_mode(watched):
+            inside.set()
+            run_model(watched, inputs)
+
+    def train():
+        run_model(watched, inputs)
+        inside.wait(PATIENCE)
+        run_model(watched, inputs)
+
+    in_threads(train, score)
+    assert sorted(map(tuple, watched.modes)) == [(False,) * 3, (True,) * 3, (True,) * 3]
+
+
+def test_what_shares_a_backbone_waits_for_it(model):
+    model.train()
+    critic = ValueModel.from_model(model)
+    entered, left = threading.Event(), []
+
+    def outer():
+        with scoring_mode(model):
+            entered.set()
+            threading.Event().wait(0.1)
+            assert not model.model.training
+            left.append("model")
+
+    def inner():
+        entered.wait(PATIENCE)
+        with scoring_mode(nn.DataParallel(critic)):
+            left.append("critic")
+
+    in_threads(outer, inner)
+    assert left == ["model", "critic"]
+    assert all(module.training for module in [*model.modules(), *critic.modules()])
+
+
+def test_scoring_nests_and_several_models_are_given_in_any_order(model, other_model):
+    model.train()
+
+    def both(*models):
+        for _ in range(20):
+            with scoring_mode(*models), scoring_mode(model):
+                assert not model.training
+
+    in_threads(lambda: both(model, other_model), lambda: both(other_model, model))
+    assert model.training
+    assert not other_model.training
+
+
+def test_no_other_thread_draws_the_same_numbers_twice(watched, rows):
+    watched.pause = 0.2
+    maker = ExperienceMaker(watched, old_log_probs="actor")
+    torch.manual_seed(0)
+    thread = threading.Thread(target=lambda: maker(rows()))
+    thread.start()
+    assert watched.entered.wait(PATIENCE)
+    during = torch.rand(3)
+    thread.join(PATIENCE)
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(torch.cat([during, after]), torch.rand(6))

@@ -1,0 +1,267 @@
+"""Scores without whole logits are those with them, or whole logits are what one gets."""
+
+import threading
+from importlib import import_module
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrl_mt.objectives.functional import linear_log_probs
+from torchrl_mt.scoring import output_head as module
+from torchrl_mt.scoring.log_probs import row_log_probs
+from torchrl_mt.scoring.output_head import OutputStates, output_states
+
+INPUTS = {
+    "input_ids": torch.arange(3, 21).view(3, 6),
+    "attention_mask": torch.ones(3, 6, dtype=torch.long),
+}
+
+
+def build(family="Qwen2", scale=1.0, **options):
+    sizes = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes | options)
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(std=scale)
+    return model
+
+
+FAMILIES = [
+    ("Qwen2", {}),
+    ("Qwen2", {"tie_word_embeddings": True}),
+    ("Gemma2", {"final_logit_softcapping": 2.0, "attn_implementation": "eager"}),
+    ("Gemma2", {"final_logit_softcapping": None, "attn_implementation": "eager"}),
+    ("Cohere", {"logit_scale": 0.25}),
+    ("Granite", {"logits_scaling": 4.0}),
+    ("Phi", {"num_key_value_heads": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[f"{f}-{o}" for f, o in FAMILIES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_the_models_own_logits_come_of_its_states(family, options, dtype, scale):
+    model = build(family, scale, **options).to(dtype)
+    states = output_states(model, INPUTS)
+    assert isinstance(states, OutputStates)
+    got = nn.functional.linear(states.hidden, states.weight, states.bias).double() * states.scale
+    if states.softcap is not None:
+        got = states.softcap * torch.tanh(got / states.softcap)
+    expected = model(**INPUTS).logits.double()
+    tolerance = 0.02 if dtype is torch.bfloat16 else 1e-5
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+    assert model not in module._OTHERS
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[f"{f}-{o}" for f, o in FAMILIES])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_are_those_of_whole_logits(rows, family, options, temperature):
+    model, batch = build(family, **options).double(), rows(suffix_padding=False)
+    masks = batch["masks"]
+    given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+    out = []
+    for full in (True, False):
+        log_prob, entropy = row_log_probs(
+            model, *given, temperature=temperature, with_entropy=True, full_logits=full
+        )
+        (log_prob.square().sum() + entropy.sum()).backward()
+        out.append((log_prob, entropy, *(p.grad.clone() for p in model.parameters())))
+        model.zero_grad()
+    assert out[0][0].any()
+    for a, b in zip(*out, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+class Adapter(nn.Linear):
+    pass
+
+
+class Shifted(transformers.Qwen2ForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + torch.arange(output.logits.shape[-1])
+        return output
+
+
+def unusual(kind):
+    model = build()
+    if kind == "adapter":
+        layer = Adapter(16, 24, bias=False)
+        layer.weight = model.lm_head.weight
+        model.lm_head = layer
+    elif kind == "hook":
+        model.lm_head.register_forward_hook(lambda _, args, output: 2 * output)
+    elif kind == "parametrized":
+        nn.utils.parametrizations.weight_norm(model.lm_head)
+    elif kind == "compiled":
+        model = torch.compile(model, backend="eager")
+    elif kind == "other logits":
+        model.__class__ = Shifted
+    elif kind == "wrapped call":
+        model.lm_head.forward = lambda x: nn.functional.linear(2 * x, model.lm_head.weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", ["adapter", "hook", "parametrized", "compiled", "other logits", "wrapped call"]
+)
+def test_models_with_other_output_layers_give_whole_logits(kind):
+    model = unusual(kind)
+    expected = model(**INPUTS).logits
+    for _ in range(2):
+        states = output_states(model, INPUTS)
+        assert isinstance(states, torch.Tensor)
+        torch.testing.assert_close(states, expected, atol=0, rtol=0)
+
+
+def test_nothing_stays_on_the_model_even_after_a_failure():
+    model = build()
+    output_states(model, INPUTS)
+    fault = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output_states(model, INPUTS)
+    fault.remove()
+    assert not model.lm_head._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_other_threads_get_whole_logits_meanwhile():
+    model, seen = build(), []
+
+    def elsewhere():
+        seen.append(model(**INPUTS).logits.shape)
+
+    def run_one(*_):
+        if not seen:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+
+    model.model.norm.register_forward_hook(
+        lambda *_: run_one() if threading.current_thread() is threading.main_thread() else None
+    )
+    assert isinstance(output_states(model, INPUTS), OutputStates)
+    assert seen == [(3, 6, 24)]
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.size = max(self.size, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
+    monkeypatch.setattr(import_module(linear_log_probs.__module__), "CHUNK_ELEMENTS", 5000)
+    model = build(vocab_size=1000)
+    tokens = torch.randint(3, 1000, (8, 40), generator=torch.Generator().manual_seed(0))
+    attended = torch.arange(40) < torch.arange(40, 0, -5)[:, None]
+    sizes = []
+    for full in (True, False):
+        with Largest() as largest:
+            log_prob, entropy = row_log_probs(
+                model,
+                tokens,
+                attended,
+                attended,
+                with_entropy=True,
+                packed=packed,
+                full_logits=full,
+            )
+            (log_prob + entropy).sum().backward()
+        sizes.append(largest.size)
+    states = 8 * 40 if not packed else 5 * 40
+    assert sizes[0] >= states * 1000
+    # The weights, and attention's scores.
+    assert sizes[1] <= 32_000
+
+
+KINDS_OF_MASK = ("all_attention_mask", "all_assistant_mask")
+
+
+class Wrapper(nn.Module):
+    """As DistributedDataParallel is one."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.calls = []
+
+    def forward(self, *args, **kwargs):
+        self.calls.append(kwargs)
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Granite"])
+def test_a_wrapper_is_looked_through_and_called(rows, family):
+    options = {"logits_scaling": 4.0} if family == "Granite" else {}
+    model = build(family, **options)
+    wrapper = Wrapper(Wrapper(model))
+    states = output_states(wrapper, INPUTS)
+    assert isinstance(states, OutputStates)
+    assert states.scale == output_states(model, INPUTS).scale
+    assert wrapper not in module._OTHERS
+    assert [call["use_cache"] for call in wrapper.calls] == [False]
+    batch = rows()
+    args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
+    for packed in (False, True):
+        got = row_log_probs(wrapper, *args, packed=packed)[0]
+        torch.testing.assert_close(got, row_log_probs(model, *args, packed=packed)[0])
+
+
+@pytest.fixture
+def process_group():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_distributed_data_parallel_gets_every_gradient(process_group, rows, options):
+    batch = rows()
+    args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
+    expected = build()
+    row_log_probs(expected, *args)[0].sum().backward()
+    model = build()
+    parallel = nn.parallel.DistributedDataParallel(model, **options)
+    assert isinstance(output_states(parallel, INPUTS), OutputStates) == (not options)
+    parallel = nn.parallel.DistributedDataParallel(model, **options)
+    for _ in range(2):
+        model.zero_grad()
+        row_log_probs(parallel, *args)[0].sum().backward()
+        for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_nan_in_one_pass_is_not_held_against_the_model():
+    model = build()
+    weight = model.get_output_embeddings().weight.detach().clone()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    assert isinstance(output_states(model, INPUTS), torch.Tensor)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(weight)
+    assert isinstance(output_states(model, INPUTS), OutputStates)

@@ -1,0 +1,151 @@
+"""Forward passes hold every attended token once, after its row's tokens and no others."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_mt.scoring.packing import forward_passes, micro_batches, packs, put_back
+
+
+def sequences(step):
+    """The rows in a pass as lists of positions in ``[B * L]``, read from its inputs alone."""
+    ids = step.inputs["input_ids"]
+    if "position_ids" in step.inputs:
+        starts = step.inputs["position_ids"] == 0
+        attended = torch.ones_like(starts)
+    else:
+        attended = step.inputs["attention_mask"].bool()
+        starts = (torch.arange(ids.shape[1]) == 0).expand_as(ids)
+    out = []
+    for b in range(ids.shape[0]):
+        for t in range(ids.shape[1]):
+            if attended[b, t]:
+                if starts[b, t]:
+                    out.append([])
+                out[-1].append(b * ids.shape[1] + t)
+    return out
+
+
+@given(
+    seed=st.integers(0, 999),
+    n=st.integers(1, 9),
+    s=st.integers(1, 8),
+    density=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    packed=st.booleans(),
+    with_lengths=st.booleans(),
+    size=st.sampled_from([None, 1, 3]),
+    budget=st.sampled_from([None, 1, 5, 20]),
+)
+def test_every_sampled_token_is_predicted_by_its_rows_past(
+    seed, n, s, density, packed, with_lengths, size, budget
+):
+    g = torch.Generator().manual_seed(seed)
+    # Token ids tell where they come from.
+    tokens = torch.arange(1, n * s + 1).view(n, s)
+    attended = torch.rand(n, s, generator=g) < density
+    mask = attended & (torch.rand(n, s, generator=g) < 0.6)
+    found = {}
+    for step in forward_passes(
+        tokens,
+        attended,
+        mask,
+        packed=packed,
+        with_lengths=with_lengths,
+        micro_batch_size=size,
+        micro_batch_tokens=budget,
+    ):
+        ids = step.inputs["input_ids"]
+        rows = sequences(step)
+        if packed and with_lengths:
+            ends = [r[-1] + 1 for r in rows]
+            assert step.inputs["cu_seq_lens_q"].tolist() == [0, *ends]
+            assert step.inputs["cu_seq_lens_q"].dtype is torch.int32
+            assert step.inputs["max_length_k"] == max(map(len, rows))
+            assert len(ids) == 1
+        assert size is None or len(ids) <= size
+        one_row = len([r for r in rows if ids.flatten()[r[0]]]) <= 1
+        assert budget is None or ids.numel() <= budget or one_row
+        past = {r[i]: ids.flatten()[r[: i + 1]].tolist() for r in rows for i in range(len(r))}
+        for state, target, place in zip(
+            step.state.tolist(), step.target.tolist(), step.place.tolist(), strict=True
+        ):
+            assert place not in found
+            found[place] = (past[state], target)
+    expected = {}
+    for i in range(n):
+        row = tokens[i][attended[i]].tolist()
+        for t in range(s):
+            if mask[i, t] and row[0] != tokens[i, t]:
+                before = row[: row.index(int(tokens[i, t]))]
+                expected[i * s + t] = (before, int(tokens[i, t]))
+    assert found == expected
+
+
+@given(lengths=st.lists(st.integers(0, 12), max_size=40), capacity=st.integers(1, 15))
+def test_packs_hold_every_row_once_within_capacity_and_leave_little_room(lengths, capacity):
+    out = packs(torch.tensor(lengths, dtype=torch.long), capacity)
+    assert sorted(row for pack in out for row in pack) == [i for i, n in enumerate(lengths) if n]
+    fills = [sum(lengths[row] for row in pack) for pack in out]
+    assert all(len(pack) == 1 or fill <= capacity for pack, fill in zip(out, fills, strict=True))
+    # No two packs could be one: at most one is half empty.
+    assert sum(fill <= capacity // 2 for fill in fills) <= 1
+
+
+def test_packing_uneven_rows_computes_half_the_tokens():
+    g = torch.Generator().manual_seed(0)
+    lengths = (512 * torch.rand(64, generator=g) ** 2).long().clamp(min=1)
+    lengths[0] = 512
+    attended = torch.arange(512) < lengths[:, None]
+    count = [
+        sum(
+            step.inputs["input_ids"].numel()
+            for step in forward_passes(attended.long(), attended, attended, packed=packed)
+        )
+        for packed in (False, True)
+    ]
+    assert count[0] > 2 * count[1]
+    assert count[1] < 1.1 * lengths.sum()
+
+
+def test_values_are_put_back_where_they_come_from():
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 100, (5, 7), generator=g)
+    attended = torch.rand(5, 7, generator=g) < 0.7
+    steps = list(forward_passes(tokens, attended, attended, packed=True, micro_batch_tokens=7))
+    got = put_back([s.target.float() for s in steps], [s.place for s in steps], tokens)
+    scored = attended & (attended.cumsum(-1) > 1)
+    assert len(steps) > 1
+    assert torch.equal(got, torch.where(scored, tokens, 0).float())
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_without_tokens_there_is_one_pass_that_nothing_is_read_of(shape, packed, with_lengths):
+    empty = torch.zeros(shape, dtype=torch.long)
+    options = {"packed": packed, "with_lengths": packed and with_lengths}
+    (step,) = forward_passes(empty, empty.bool(), empty.bool(), **options)
+    assert step.inputs["input_ids"].tolist() == [[0]]
+    assert step.inputs.get("attention_mask", torch.ones(1)).all(), "attention over nothing is NaN"
+    assert len(step.state) == len(step.target) == len(step.place) == 0
+    assert put_back([step.target.float()], [step.place], empty).shape == shape
+
+
+@pytest.mark.parametrize("max_rows", [None, 1, 3, 100])
+@pytest.mark.parametrize("max_tokens", [None, 1, 20, 10_000])
+def test_micro_batches_hold_every_row_once_and_keep_their_limits(max_rows, max_tokens):
+    lengths = torch.randint(0, 15, (23,), generator=torch.Generator().manual_seed(0))
+    parts = micro_batches(lengths, max_rows, max_tokens)
+    assert torch.cat(parts).sort().values.tolist() == list(range(23))
+    for part in parts:
+        assert max_rows is None or len(part) <= max_rows
+        assert max_tokens is None or len(part) == 1 or len(part) * lengths[part].max() <= max_tokens
+
+
+def test_bad_limits_are_refused_by_name():
+    ones = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1"):
+        next(forward_passes(ones.long(), ones, ones, micro_batch_tokens=0))
+    with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
+        next(forward_passes(ones.long(), ones, ones, micro_batch_size=-1))

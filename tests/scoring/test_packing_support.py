@@ -1,0 +1,229 @@
+"""A model is given packed rows only if they are there what they are alone."""
+
+import gc
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from torchrl_mt.scoring import packing_support
+from torchrl_mt.scoring.log_probs import row_log_probs
+from torchrl_mt.scoring.packing_support import (
+    check_packing,
+    packing_fault,
+    takes_lengths,
+)
+from torchrl_mt.scoring.value_model import ValueModel
+
+TOKENS = torch.arange(24)
+
+
+@pytest.fixture
+def build():
+    """A tiny model of any family, with random weights."""
+
+    def make(family, **options):
+        sizes = {
+            "vocab_size": 24,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        config = getattr(transformers, f"{family}Config")(**sizes | options)
+        name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+        torch.manual_seed(0)
+        model = getattr(transformers, name)._from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Qwen2", {}),
+        ("Llama", {"attn_implementation": "eager"}),
+        ("Mistral", {"sliding_window": 3}),
+        ("GPT2", {}),
+        ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_packed_rows_score_as_padded_ones_do(build, rows, family, options):
+    model = build(family, **options)
+    batch = rows(n=9, suffix_padding=False)
+    masks = batch["masks"]
+    given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+    scores, gradients = [], []
+    for packed in (False, True):
+        out = row_log_probs(model, *given, packed=packed, with_entropy=True)
+        (out[0].square().sum() + out[1].sum()).backward()
+        scores.append(out)
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert scores[0][0].any()
+    torch.testing.assert_close(scores[1], scores[0], atol=1e-4, rtol=1e-4)
+    norm = torch.stack([g.norm() for g in gradients[0]]).norm()
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).norm() < 1e-4 * norm
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 16}),
+        ("Bloom", {"n_head": 2}),
+        ("Mamba", {}),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_models_that_mix_packed_rows_are_refused(build, family, options):
+    model = build(family, **options)
+    ones = torch.ones(2, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=f"{family}ForCausalLM lets packed rows see each other"):
+        row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones, packed=True)
+    assert row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones)[0].isfinite().all()
+
+
+class Toy(nn.Module):
+    """Sums of embeddings along each packed row, or not."""
+
+    def __init__(self, leaks=False, shifts=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(24, 8)
+        self.leaks, self.shifts = leaks, shifts
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None):
+        at = torch.arange(input_ids.shape[1])
+        seen = at <= at[:, None]
+        start = torch.zeros_like(input_ids) if position_ids is None else at - position_ids
+        if not self.leaks:
+            seen = seen & (start[:, :, None] == start[:, None])
+        out = seen.float() @ self.table(input_ids)
+        return out + self.shifts * (start > 0)[..., None].float()
+
+
+def test_the_reason_is_what_the_model_does():
+    assert packing_fault(Toy(), TOKENS) is None
+    assert "see each other" in packing_fault(Toy(leaks=True), TOKENS)
+    assert "otherwise than the row alone" in packing_fault(Toy(shifts=True), TOKENS)
+
+    class Plain(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return input_ids
+
+    class Masked(nn.Module):
+        def forward(self, input_ids, attention_mask, position_ids=None):
+            return input_ids
+
+    assert "does not take position_ids" in packing_fault(Plain(), TOKENS)
+    assert "without an attention_mask" in packing_fault(Masked(), TOKENS)
+    with pytest.raises(ValueError, match=r"packed=True needs .* Plain does not take position_ids"):
+        check_packing(Plain(), TOKENS)
+
+
+def test_trying_leaves_the_model_as_it_was_and_is_done_once(model):
+    model.train()
+    state = torch.get_rng_state()
+    calls = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    assert packing_fault(model, TOKENS) is None
+    tried = len(calls)
+    assert packing_fault(model, TOKENS) is None
+    hook.remove()
+    assert len(calls) == tried
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+    assert not model.model._forward_hooks
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_known_of_a_model_goes_with_it():
+    gc.collect()
+    model = Toy()
+    packing_fault(model, TOKENS)
+    count = len(packing_support._FAULTS)
+    del model
+    gc.collect()
+    assert len(packing_support._FAULTS) == count - 1
+
+
+def test_attention_over_lengths_gets_one_sequence_and_the_lengths(make_model, rows):
+    seen = []
+
+    def by_lengths(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        assert attention_mask is None or attention_mask.ndim == 2
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        ends = kwargs.get("cu_seq_lens_q")
+        if ends is None:
+            ends = [0, query.shape[2]]
+        else:
+            assert query.shape[0] == 1
+            seen.append(len(ends) - 1)
+            ends = ends.tolist()
+        parts = [
+            nn.functional.scaled_dot_product_attention(
+                *(x[:, :, a:b] for x in (query, key, value)), scale=scaling, is_causal=True
+            )
+            for a, b in pairwise(ends)
+        ]
+        return torch.cat(parts, 2).transpose(1, 2), None
+
+    AttentionInterface.register("reference_flash", by_lengths)
+    AttentionMaskInterface.register("reference_flash", lambda *_, attention_mask=None, **__: None)
+    batch = rows(n=9, suffix_padding=False)
+    masks = batch["masks"]
+    given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+    expected = row_log_probs(make_model(), *given, with_entropy=True)
+    model = make_model()
+    model.config._attn_implementation = "reference_flash"
+    assert takes_lengths(model)
+    assert not takes_lengths(make_model())
+    for budget in (None, 20):
+        got = row_log_probs(
+            model, *given, packed=True, with_entropy=True, micro_batch_tokens=budget
+        )
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert 9 in seen
+
+
+def test_nan_while_trying_is_an_error_that_is_not_remembered(model):
+    norm = model.model.norm.weight
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm.fill_(torch.nan)
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM computes NaN or infinity"):
+        check_packing(model, TOKENS)
+    with torch.no_grad():
+        norm.copy_(kept)
+    check_packing(model, TOKENS)
+
+
+def test_a_wrapped_critic_is_told_apart_by_its_states(model):
+    head = ValueModel.from_model(model)
+    assert packing_fault(nn.DataParallel(head), TOKENS) is None
+    assert packing_fault(nn.DataParallel(Blind()), TOKENS) == packing_fault(Blind(), TOKENS)
+
+
+class Blind(nn.Module):
+    """Takes no positions."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return input_ids.float()

@@ -1,0 +1,343 @@
+"""A token's score depends on the attended tokens before it and on nothing else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens, scoring_mode
+from torchrl_mt.scoring.value_model import ValueModel
+from torchrl_mt.scoring.values import row_values
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
+]
+
+
+def entries(rows):
+    masks = rows["masks"]
+    return rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
+
+
+def by_hand(model, rows, temperature=1.0):
+    """One forward pass per row over its attended tokens alone."""
+    tokens, attention, mask = entries(rows)
+    log_prob, entropy = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
+    for n in range(len(tokens)):
+        where = attention[n].nonzero().flatten()
+        logits = model(input_ids=tokens[n][where][None]).logits[0].float() / temperature
+        logits = logits.log_softmax(-1)
+        for i, t in enumerate(where.tolist()):
+            if mask[n, t] and i:
+                log_prob[n, t] = logits[i - 1, tokens[n, t]]
+                entropy[n, t] = -(logits[i - 1].exp() * logits[i - 1]).sum()
+    return log_prob, entropy
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("suffix_padding", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_the_attended_tokens_alone(
+    model, rows, seed, suffix_padding, temperature
+):
+    batch = rows(seed, suffix_padding=suffix_padding)
+    got = row_log_probs(model, *entries(batch), temperature=temperature, with_entropy=True)
+    for a, b in zip(got, by_hand(model, batch, temperature), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("budget", [None, 1, 15, 30])
+@pytest.mark.parametrize("full_logits", [False, True])
+def test_packing_and_cutting_change_nothing(
+    model, rows, spread, device, packed, budget, full_logits
+):
+    batch = spread(rows(n=9, suffix_padding=False))
+    expected = by_hand(model, batch)
+    options = {"packed": packed, "micro_batch_tokens": budget, "full_logits": full_logits}
+    got = row_log_probs(model.to(device), *entries(batch), with_entropy=True, **options)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert row_log_probs(model, *entries(batch), **options)[1] is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", [None, 15])
+def test_packed_and_padded_gradients_agree(model, rows, device, budget):
+    batch, out = entries(rows(n=9, suffix_padding=False)), []
+    for packed in (False, True):
+        log_prob, entropy = row_log_probs(
+            model.to(device), *batch, with_entropy=True, packed=packed, micro_batch_tokens=budget
+        )
+        (log_prob.square().sum() + entropy.sum()).backward()
+        out.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    norm = torch.stack([g.norm() for g in out[0]]).norm()
+    assert all((a - b).norm() < 1e-4 * norm for a, b in zip(*out, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_changing_one_row_changes_no_other(model, rows, packed, seed):
+    tokens, attention, mask = entries(rows(seed, n=9))
+    before = row_log_probs(model, tokens, attention, mask, packed=packed)[0]
+    for n in range(9):
+        changed = tokens.clone()
+        changed[n] = (changed[n] + 1) % 24
+        after = row_log_probs(model, changed, attention, mask, packed=packed)[0]
+        others = torch.arange(9) != n
+        torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=1e-6)
+        assert not mask[n].any() or (after[n] != before[n]).any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_gradient_flows_between_rows(model, rows, packed):
+    tokens, attention, mask = entries(rows(n=6))
+    # Each row has tokens of its own.
+    tokens = 4 * torch.arange(6)[:, None] + tokens % 4
+    for n in range(6):
+        row_log_probs(model, tokens, attention, mask, packed=packed)[0][n].sum().backward()
+        touched = model.model.embed_tokens.weight.grad.any(-1).nonzero().flatten() // 4
+        assert set(touched.tolist()) <= {n}
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("full_logits", [False, True])
+def test_mixed_precision_gives_float32_scores_nearby(make_model, rows, device, packed, full_logits):
+    model, batch = make_model().to(device), entries(rows())
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.1)
+    exact = row_log_probs(model, *batch, with_entropy=True)
+    got = row_log_probs(
+        model,
+        *batch,
+        with_entropy=True,
+        packed=packed,
+        dtype=torch.bfloat16,
+        full_logits=full_logits,
+    )
+    for a, b in zip(got, exact, strict=True):
+        assert a.dtype is torch.float32
+        assert 0 < (a - b).norm() < 0.1 * b.norm()
+    got[0].sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled(device)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
+    tokens, attention, mask = entries(rows())
+    for attended in (attention, torch.zeros_like(attention)):
+        none = torch.zeros_like(mask)
+        log_prob, entropy = row_log_probs(
+            model, tokens, attended, none, packed=packed, with_entropy=True
+        )
+        assert not log_prob.any()
+        assert not entropy.any()
+        (log_prob.sum() + entropy.sum()).backward()
+        assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    model.zero_grad()
+    empty = (x[:0] for x in (tokens, attention, mask))
+    log_prob = row_log_probs(model, *empty, packed=packed)[0]
+    assert log_prob.shape == (0, 12)
+    log_prob.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_half_precision_logits_are_divided_in_float32(rows, with_entropy):
+    table = nn.Embedding(24, 24, dtype=torch.bfloat16)
+    nn.init.normal_(table.weight, std=5.0)
+
+    class Bigram(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return table(input_ids)
+
+    tokens, attention, mask = entries(rows())
+    got = row_log_probs(
+        Bigram(), tokens, attention, mask, temperature=0.7, with_entropy=with_entropy
+    )[0]
+    log_p = (table.weight.detach().double() / 0.7).log_softmax(-1)
+    expected = torch.where(mask[:, 1:], log_p[tokens[:, :-1], tokens[:, 1:]], 0.0)
+    torch.testing.assert_close(got[:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_anywhere_changes_nothing(model, rows, spread):
+    batch = rows()
+    wide = spread(batch)
+    log_prob = row_log_probs(model, *entries(batch))[0]
+    spread_out = row_log_probs(model, *entries(wide))[0]
+    mask, wide_mask = entries(batch)[2], entries(wide)[2]
+    torch.testing.assert_close(spread_out[wide_mask], log_prob[mask], atol=1e-5, rtol=1e-5)
+    assert not spread_out[~wide_mask].any()
+
+
+def test_rows_of_padding_alone_are_harmless(model, rows):
+    batch = rows()
+    batch["masks", "all_attention_mask"][1] = False
+    batch["masks", "all_assistant_mask"][1] = False
+    log_prob = row_log_probs(model, *entries(batch))[0]
+    log_prob.sum().backward()
+    assert not log_prob[1].any()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close(log_prob[[0]], row_log_probs(model, *entries(batch[:1]))[0])
+
+
+def test_the_first_token_has_no_score(model):
+    ones = torch.ones(2, 1, dtype=torch.bool)
+    assert not row_log_probs(model, torch.tensor([[3], [4]]), ones, ones)[0].any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scored_are_the_sampled_tokens_but_a_rows_first(model, rows, spread, seed):
+    batch = spread(rows(seed, suffix_padding=False))
+    tokens, attention, _ = entries(batch)
+    log_prob = row_log_probs(model, tokens, attention, attention)[0]
+    assert torch.equal(scored_tokens(attention, attention), log_prob != 0)
+    assert not scored_tokens(attention, torch.zeros_like(attention)).any()
+
+
+def test_a_wrapper_is_its_model(model, rows, tokenizer):
+    wrapper = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
+    )
+    batch = rows()
+    expected = row_log_probs(model, *entries(batch))[0]
+    got = row_log_probs(wrapper, *entries(batch))[0]
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    mask = entries(batch)[2]
+    theirs = wrapper(batch.clone())["log_probs", "full"]
+    torch.testing.assert_close(theirs[mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_any_module_with_logits_will_do(rows):
+    class Bigram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(24, 24)
+
+        def forward(self, input_ids, attention_mask):
+            assert attention_mask.any(-1).all(), "attention over nothing is not a number"
+            return self.table(input_ids)
+
+    model, batch = Bigram(), rows()
+    batch["masks", "all_attention_mask"][1] = False
+    batch["masks", "all_assistant_mask"][1] = False
+    tokens, _, mask = entries(batch)
+    expected = model.table.weight.log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]]
+    got = row_log_probs(model, *entries(batch))[0]
+    torch.testing.assert_close(got[:, 1:][mask[:, 1:]], expected[mask[:, 1:]])
+
+
+def test_bad_input_is_refused_by_name(model, rows):
+    tokens, attention, mask = entries(rows())
+    with pytest.raises(ValueError, match="false on padding"):
+        row_log_probs(model, tokens, torch.zeros_like(attention), mask)
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        row_log_probs(model, tokens, attention[:1], mask)
+    with pytest.raises(TypeError, match="actor must be a causal language model"):
+        row_log_probs(print, tokens, attention, mask)
+    with pytest.raises(ValueError, match="tokens must have shape"):
+        row_log_probs(model, tokens[0], attention[0], mask[0])
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        row_log_probs(model, tokens, attention, mask, temperature=0)
+    with pytest.raises(ValueError, match="float16 or None, got"):
+        row_log_probs(model, tokens, attention, mask, dtype=torch.float32)
+    with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1"):
+        row_log_probs(model, tokens, attention, mask, micro_batch_tokens=0)
+    with pytest.raises(ValueError, match="pass packed=False"):
+        row_log_probs(nn.Linear(2, 2), tokens, attention, mask, packed=True)
+
+
+def test_scoring_leaves_modes_and_random_state_alone(model, monkeypatch):
+    # Whatever threads other tests have left.
+    monkeypatch.setattr("torchrl_mt.scoring.forward.active_count", lambda: 1)
+    model.train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+
+    def fail_inside():
+        with scoring_mode(model):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            torch.rand(3)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("token", [-1, 24, 10**9])
+def test_tokens_that_the_model_does_not_know_are_refused(model, rows, packed, token):
+    batch = rows()
+    tokens, attention, mask = entries(batch)
+    critic = ValueModel.from_model(model)
+    tokens[~attention] = token  # Padding may be any number.
+    row_log_probs(model, tokens, attention, mask, packed=packed)
+    row_values(critic, tokens, attention, mask)
+    headed = ValueModel.from_model(copy.deepcopy(model))
+    nn.init.normal_(headed.head.weight)
+    row_values(headed, tokens, attention, mask, packed=packed)
+    tokens[2, attention[2].nonzero()[0]] = token
+    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* Qwen2ForCausalLM .* got {token};"):
+        row_log_probs(nn.DataParallel(model), tokens, attention, mask, packed=packed)
+    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* ValueModel .* got {token};"):
+        row_values(critic, tokens, attention, mask)
+
+
+def test_a_model_that_does_not_show_its_embedding_is_not_asked(model, rows, monkeypatch):
+    batch = rows()
+    expected = row_log_probs(model, *entries(batch))[0]
+
+    def hidden(self):
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model), "get_input_embeddings", hidden)
+    assert torch.equal(row_log_probs(model, *entries(batch))[0], expected)
+
+
+class Hashing(nn.Embedding):
+    """Any number has an embedding."""
+
+    def forward(self, ids):
+        return super().forward(ids % self.num_embeddings)
+
+
+def test_embeddings_that_take_any_number_may(model, rows):
+    batch = rows()
+    tokens, attention, mask = entries(batch)
+    expected = row_log_probs(model, tokens, attention, mask)[0]
+    weight = model.get_input_embeddings().weight
+    model.set_input_embeddings(Hashing(*weight.shape, _weight=weight.detach()))
+    hashed = torch.where(attention & ~mask, tokens + 24, tokens)
+    torch.testing.assert_close(row_log_probs(model, hashed, attention, mask)[0], expected)
+
+
+def test_places_of_pictures_are_no_unknown_tokens(model, rows):
+    """As in PaliGemma, which puts a known token where a picture is before it embeds."""
+    batch = rows()
+    tokens, attention, mask = entries(batch)
+    places = attention & ~mask
+    expected = row_log_probs(model, torch.where(places, 0, tokens), attention, mask)[0]
+    embed = model.model.embed_tokens
+    embed.register_forward_pre_hook(lambda _, args: (args[0].where(args[0] != 30, 0),))
+    model.config.image_token_id, model.config.eos_token_id = 30, [2, 1]
+    shown = torch.where(places, 30, tokens)
+    torch.testing.assert_close(row_log_probs(model, shown, attention, mask)[0], expected)
+    shown[places.nonzero()[0].unbind()] = 31
+    with pytest.raises(ValueError, match="got 31; were they made with another tokenizer"):
+        row_log_probs(model, shown, attention, mask)

@@ -1,0 +1,176 @@
+"""Which notation a tokenizer's model writes in, told by the marks in its chat template.
+
+A new family is a line in the table, and a reader in ``notations.py`` if its notation is new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchrl_mt.chat.replies import notations as n
+from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply, ToolTypes, make_call
+
+__all__ = ["TURN_ENDS", "ReplyFormat", "format_of"]
+
+TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<end_of_turn>", "<turn|>", "[e~[", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>"),
+    *(
+        "<｜end▁of▁sentence｜>",
+        "<|end_of_sentence|>",
+        "<|endoftext|>",
+        "<|observation|>",
+        "<|user|>",
+    ),
+    "<|tool_response>",
+)
+"""Tokens by which models end a turn that may not be their tokenizer's end of sequence."""
+
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought\n", "<channel|>"),
+)
+"""Marks before and behind thoughts."""
+
+_PIPE = "<|tool_call|>"
+_NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
+    ("gemma 4", ("<|tool_call>",), n.gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
+    (
+        "function gemma",
+        ("<start_function_call>",),
+        n.gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    ("deepseek 3.2", ("｜DSML｜",), n.dsml()),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",), n.deepseek),
+    ("kimi", ("<|tool_calls_section_begin|>",), n.kimi),
+    ("minimax", ("<minimax:tool_call>",), n.minimax()),
+    ("glm", ("<arg_key>",), n.glm()),
+    (
+        "seed",
+        ("<seed:tool_call>",),
+        n.function_xml("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    ("qwen xml", ("<tool_call>", "<function="), n.function_xml("<tool_call>", "</tool_call>")),
+    ("cohere", ("<|START_ACTION|>",), n.cohere),
+    ("cohere", ("<|START_RESPONSE|>",), n.cohere),
+    ("mistral", ("[TOOL_CALLS]",), n.mistral),
+    (
+        "lfm",
+        ("<|tool_call_start|>",),
+        n.python_block("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    ("phi", ("<|/tool_call|>",), n.json_calls(_PIPE, "<|/tool_call|>")),
+    ("granite", (_PIPE,), n.json_calls(_PIPE, None)),
+    ("nemotron", ("<TOOLCALL>",), n.json_calls("<TOOLCALL>", "</TOOLCALL>")),
+    (
+        "internlm",
+        ("<|plugin|>",),
+        n.json_calls("<|action_start|><|plugin|>", "<|action_end|>"),
+    ),
+    ("hermes", ("<tool_call>",), n.json_calls("<tool_call>", "</tool_call>")),
+    ("olmo", ("<function_calls>",), n.python_block("<function_calls>", "</function_calls>")),
+    ("llama 4", ("<|python_start|>",), n.llama_python),
+    ("llama 3", ("<|eot_id|>", '"parameters": '), n.llama_json),
+    ("llama 3", ("<|python_tag|>",), n.llama_json),
+)
+"""Name, marks that must all be there, reader; the first that fits."""
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How a family writes replies."""
+
+    name: str
+    parse: Callable[[str, str, ToolTypes], ParsedReply]
+    """Given the text, what came before it, and the tools' types."""
+    tags: tuple[str, str] | None = None
+    """What stands before and behind thoughts."""
+
+
+def format_of(template: str) -> ReplyFormat:
+    """The format of a chat template.
+
+    Args:
+        template: its source, and names of special tokens.
+
+    Examples:
+        >>> format_of("... <think> ... <tool_call> ...").name
+        'hermes'
+        >>> format_of("{{ message.content }}").name
+        'plain'
+    """
+    if "<|channel|>" in template and "<|message|>" in template:
+        return ReplyFormat("harmony", _harmony)
+    tags = next((t for t in _THOUGHTS if t[1] in template or t[0].strip() in template), None)
+    for name, marks, read in _NOTATIONS:
+        if all(mark in template for mark in marks):
+            return ReplyFormat(name, _with_thoughts(tags, read), tags)
+    name = "plain" if tags is None else "thoughts"
+    return ReplyFormat(name, _with_thoughts(tags, n.no_calls), tags)
+
+
+def _with_thoughts(
+    tags: tuple[str, str] | None, read: n.Read
+) -> Callable[[str, str, ToolTypes], ParsedReply]:
+    """Thoughts first, if the family has any, then content and calls."""
+
+    def parse(text: str, before: str, types: ToolTypes) -> ParsedReply:
+        thoughts, rest = (None, text) if tags is None else _split_thoughts(text, before, tags)
+        content, calls = read(rest, types)
+        if thoughts is not None:
+            content = content.strip()
+        return ParsedReply(content, thoughts, calls)
+
+    return parse
+
+
+def _split_thoughts(text: str, before: str, tags: tuple[str, str]) -> tuple[str | None, str]:
+    """The thoughts at the beginning, which the prompt may have opened, and what follows them.
+
+    The end of thoughts tells that there were some, whether their beginning can be seen or not.
+    """
+    opening, closing = (tag.strip() for tag in tags)
+    inside = text.lstrip()
+    if inside.startswith(opening):
+        inside = inside[len(opening) :]
+    elif not before.rstrip().endswith(opening):
+        first, ended, _ = text.partition(closing)
+        if not ended or opening in first:
+            return None, text
+    thoughts, _, rest = inside.partition(closing)
+    return thoughts.strip(), rest
+
+
+_MESSAGE = re.compile(
+    r"\s*(?:<\|start\|>assistant)?(?P<header>.*?)<\|message\|>"
+    r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _harmony(text: str, before: str, types: ToolTypes) -> ParsedReply:
+    """OpenAI's: messages on channels; thoughts are analysis, calls have a recipient."""
+    if "<|message|>" not in text:
+        return ParsedReply(text)
+    said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
+    calls, at = [], 0
+    while text[at:].strip():
+        message = _MESSAGE.match(text, at)
+        if message is None:
+            raise MalformedError(f"no message: {text[at:][:80]!r}")
+        header, body, at = message["header"], message["body"], message.end()
+        if recipient := re.search(r"\bto=([^\s<]+)", header):
+            calls.append(make_call(recipient[1].removeprefix("functions."), body))
+            continue
+        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        if channel is None or channel[1] not in said:
+            raise MalformedError(f"no channel: {header[:80]!r}")
+        said[channel[1]].append(body)
+    content = "\n".join(part.strip() for part in (*said["commentary"], *said["final"]))
+    thoughts = "\n".join(map(str.strip, said["analysis"])) if said["analysis"] else None
+    return ParsedReply(content, thoughts, calls)

@@ -1,0 +1,357 @@
+"""How families of models write tool calls and replies: one small reader each.
+
+A reader takes the text behind the thoughts and gives the content and the calls, or raises
+``MalformedError`` where a call is begun that cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torchrl_mt.chat.replies.reply import (
+    MalformedError,
+    ToolTypes,
+    as_calls,
+    decode_json,
+    make_call,
+    python_calls,
+)
+
+__all__ = [
+    "Read",
+    "cohere",
+    "deepseek",
+    "dsml",
+    "function_xml",
+    "gemma",
+    "glm",
+    "json_calls",
+    "kimi",
+    "llama_json",
+    "llama_python",
+    "minimax",
+    "mistral",
+    "no_calls",
+    "python_block",
+]
+
+Calls: TypeAlias = list[dict[str, Any]]
+Read: TypeAlias = Callable[[str, ToolTypes], tuple[str, Calls]]
+"""Content and calls of a text."""
+
+_DECODER = json.JSONDecoder()
+
+
+def no_calls(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """A family without a notation for calls."""
+    return text, []
+
+
+def json_calls(opening: str, closing: str | None) -> Read:
+    """JSON between two marks: an object, or a list of them (Hermes, Qwen, Granite, Phi, Nemotron...).
+
+    Args:
+        opening: stands before each object or list.
+        closing: stands behind it; nothing does if ``None``.
+    """
+
+    def read(text: str, types: ToolTypes) -> tuple[str, Calls]:
+        outside, calls, at = [], [], 0
+        while (start := text.find(opening, at)) >= 0:
+            outside.append(text[at:start])
+            value, at = _json_at(text, start + len(opening))
+            if closing is not None:
+                at = _behind(text, at, closing)
+            calls += as_calls(value)
+        return _content(text, [*outside, text[at:]], calls, closing), calls
+
+    return read
+
+
+def function_xml(opening: str, closing: str) -> Read:
+    """``<function=name><parameter=key>`` between two marks (Qwen3-Coder, Qwen3.5, Nemotron 3, Seed)."""
+
+    def read_call(body: str, types: ToolTypes) -> Calls:
+        (name, inside), *others = _elements(_FUNCTION, body)
+        if others:
+            raise MalformedError("more than one function in a call")
+        pairs = _elements(_PARAMETER, inside)
+        return [make_call(name, _values(name.strip(), pairs, types))]
+
+    return _blocks(opening, closing, read_call)
+
+
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+def glm() -> Read:
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``."""
+
+    def read_call(body: str, types: ToolTypes) -> Calls:
+        name, key, rest = body.partition("<arg_key>")
+        pairs = _elements(_ARGUMENT, key + rest)
+        return [make_call(name, _values(name.strip(), pairs, types, trim=False))]
+
+    return _blocks("<tool_call>", "</tool_call>", read_call)
+
+
+_ARGUMENT = re.compile(
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    re.DOTALL,
+)
+
+
+def minimax() -> Read:
+    """``<minimax:tool_call>`` with ``<invoke name="..."><parameter name="...">``."""
+
+    def read_call(body: str, types: ToolTypes) -> Calls:
+        return [
+            make_call(name, _values(name, _elements(_NAMED_PARAMETER, inside), types, trim=False))
+            for name, inside in _elements(_INVOKE, body)
+        ]
+
+    return _blocks("<minimax:tool_call>", "</minimax:tool_call>", read_call)
+
+
+_INVOKE = re.compile(r'<invoke name="([^"\n]+)">(.*?)</invoke>', re.DOTALL)
+_NAMED_PARAMETER = re.compile(r'<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
+
+
+def dsml() -> Read:
+    """DeepSeek V3.2's: MiniMax' shape, and each parameter says whether it is text."""
+
+    def read_call(body: str, types: ToolTypes) -> Calls:
+        calls = []
+        for name, inside in _elements(_DSML_INVOKE, body):
+            parts = _elements(_DSML_PARAMETER, inside)
+            arguments = {k: v if text == "true" else decode_json(v) for k, text, v in parts}
+            calls.append(make_call(name, arguments))
+        return calls
+
+    return _blocks("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", read_call)
+
+
+_DSML_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
+_DSML_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>',
+    re.DOTALL,
+)
+
+
+def deepseek(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """DeepSeek V3 and R1 (the arguments in a fence, the name behind the type) and V3.1 (plain JSON)."""
+
+    def read_call(body: str) -> dict[str, Any]:
+        head, found, tail = body.partition("<｜tool▁sep｜>")
+        if not found:
+            raise MalformedError("a call without <｜tool▁sep｜>")
+        name, fence, arguments = tail.partition("\n```json\n")
+        if not fence:
+            return make_call(head, tail)
+        arguments, closed, rest = arguments.rpartition("\n```")
+        if not closed or rest.strip():
+            raise MalformedError("arguments without the end of their fence")
+        return make_call(name, arguments)
+
+    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    return _section(text, *section, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read_call)
+
+
+def kimi(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """Kimi K2's: a call's id is ``functions.name:number``."""
+
+    def read_call(body: str) -> dict[str, Any]:
+        id, found, arguments = body.partition("<|tool_call_argument_begin|>")
+        if not found:
+            raise MalformedError("a call without <|tool_call_argument_begin|>")
+        id = id.strip()
+        return make_call(id.removeprefix("functions.").rpartition(":")[0] or id, arguments, id)
+
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    return _section(text, *section, "<|tool_call_begin|>", "<|tool_call_end|>", read_call)
+
+
+def mistral(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """``[TOOL_CALLS]`` before a list of JSON, or before each ``name[CALL_ID]id[ARGS]{...}``."""
+    content, *pieces = text.split("[TOOL_CALLS]")
+    calls: Calls = []
+    for piece in map(str.strip, pieces):
+        if piece.startswith(("[{", "{", "[ {")):
+            calls += as_calls(decode_json(piece))
+            continue
+        head, brace, arguments = piece.partition("{")
+        named = _MISTRAL_HEAD.fullmatch(head.strip())
+        if named is None:
+            raise MalformedError(f"no name of a tool: {head[:80]!r}")
+        calls.append(make_call(named[1], brace + arguments, named[2]))
+    return (content.strip() if calls else content), calls
+
+
+_MISTRAL_HEAD = re.compile(r"([\w.\-]+?)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?")
+
+
+def cohere(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """Command's: an action as JSON, and what is said between marks of its own."""
+    content, calls = json_calls("<|START_ACTION|>", "<|END_ACTION|>")(text, types)
+    for kind in ("RESPONSE", "TEXT"):
+        content = content.replace(f"<|START_{kind}|>", "").replace(f"<|END_{kind}|>", "")
+    return content, calls
+
+
+def gemma(opening: str, closing: str, quote: str) -> Read:
+    """Gemma's: ``call:name{key:value}`` with texts in marks of their own.
+
+    Args:
+        opening: stands before a call.
+        closing: stands behind it.
+        quote: stands on both sides of a text.
+    """
+
+    def read_call(body: str, types: ToolTypes) -> Calls:
+        name, brace, arguments = body.strip().removeprefix("call:").partition("{")
+        parts = (brace + arguments).split(quote)
+        if len(parts) % 2 == 0:
+            raise MalformedError("a text without its end")
+        for k, part in enumerate(parts):
+            parts[k] = json.dumps(part) if k % 2 else _bare_to_json(part)
+        return [make_call(name, "".join(parts))]
+
+    return _blocks(opening, closing, read_call)
+
+
+def _bare_to_json(part: str) -> str:
+    """JSON of what stands outside texts: names in quotes, constants by JSON's names."""
+    part = re.sub(r"(?<=[{,])\s*([\w.\-]+)\s*:", r'"\1":', part)
+    return re.sub(
+        r"\b(True|False|None)\b",
+        lambda word: json.dumps(_PYTHONS[word.group()]),
+        part,
+    )
+
+
+_PYTHONS = {"True": True, "False": False, "None": None}
+
+
+def llama_json(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """Llama 3's: the reply is nothing but ``{"name": ..., "parameters": ...}``, or several by ``;``."""
+    rest = text.strip().removeprefix("<|python_tag|>").lstrip()
+    if not re.match(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"\s*:', rest):
+        return text, []
+    calls, at = [], 0
+    while at < len(rest):
+        value, at = _json_at(rest, at)
+        calls += as_calls(value)
+        at = at if at == len(rest) else _behind(rest, at, ";", or_end=True)
+    return "", calls
+
+
+def llama_python(text: str, types: ToolTypes) -> tuple[str, Calls]:
+    """Llama 4's: the reply is nothing but a list of calls in Python's notation, or Llama 3's JSON."""
+    inside = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", inside):
+        content, calls = llama_json(inside, types)
+        return (content, calls) if calls else (text, [])
+    return "", python_calls(inside)
+
+
+def python_block(opening: str, closing: str) -> Read:
+    """Calls in Python's notation between two marks (LFM2, OLMo 3)."""
+    return _blocks(opening, closing, lambda body, types: python_calls(body))
+
+
+def _blocks(opening: str, closing: str, read: Callable[[str, ToolTypes], Calls]) -> Read:
+    """What stands between two marks is one call or more; the rest is content."""
+
+    def read_all(text: str, types: ToolTypes) -> tuple[str, Calls]:
+        outside, calls, at = [], [], 0
+        while (start := text.find(opening, at)) >= 0:
+            end = text.find(closing, start)
+            if end < 0:
+                raise MalformedError(f"{opening} without {closing}")
+            outside.append(text[at:start])
+            found = read(text[start + len(opening) : end], types)
+            if not found:
+                raise MalformedError(f"no call in {opening}")
+            calls += found
+            at = end + len(closing)
+        return _content(text, [*outside, text[at:]], calls, closing), calls
+
+    return read_all
+
+
+def _section(
+    text: str,
+    begin: str,
+    end: str,
+    opening: str,
+    closing: str,
+    read: Callable[[str], dict[str, Any]],
+) -> tuple[str, Calls]:
+    """Calls between marks of their own, all of them in one section."""
+
+    def read_section(body: str, types: ToolTypes) -> Calls:
+        found = _blocks(opening, closing, lambda call, types: [read(call)])(body, types)
+        if found[0].strip():
+            raise MalformedError(f"text between calls: {found[0][:80]!r}")
+        return found[1]
+
+    return _blocks(begin, end, read_section)(text, ToolTypes())
+
+
+def _content(text: str, outside: list[str], calls: Calls, closing: str | None) -> str:
+    """What is said beside the calls; the text as it is if there are none."""
+    if closing is not None and any(closing in part for part in outside):
+        raise MalformedError(f"{closing} without its beginning")
+    if not calls:
+        return text
+    return "\n".join(part.strip() for part in outside if part.strip())
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place, and where it ends."""
+    start = at + len(text[at:]) - len(text[at:].lstrip())
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"no JSON: {text[start : start + 80]!r}") from error
+
+
+def _behind(text: str, at: int, mark: str, *, or_end: bool = False) -> int:
+    """The place behind a mark that must come next."""
+    rest = text[at:].lstrip()
+    if or_end and not rest:
+        return len(text)
+    if not rest.startswith(mark):
+        raise MalformedError(f"{mark} is missing: {rest[:80]!r}")
+    return len(text) - len(rest) + len(mark)
+
+
+def _elements(pattern: re.Pattern[str], text: str) -> list[Any]:
+    """All matches, between which there may be nothing but white space; at least what the text needs.
+
+    A pattern's last group is lazy: it ends at the first closing tag.
+    """
+    found, at = [], 0
+    for match in pattern.finditer(text):
+        if text[at : match.start()].strip():
+            break
+        found.append(match.groups())
+        at = match.end()
+    if text[at:].strip() or (not found and pattern in (_FUNCTION, _INVOKE, _DSML_INVOKE)):
+        raise MalformedError(f"not understood: {text[at:][:80]!r}")
+    return found
+
+
+def _values(
+    tool: str, pairs: list[tuple[str, str]], types: ToolTypes, *, trim: bool = True
+) -> dict[str, Any]:
+    """Arguments by name; a line's end on either side of a value belongs to the notation."""
+    arguments = {}
+    for key, text in pairs:
+        value = text.removeprefix("\n").removesuffix("\n") if trim else text
+        arguments[key.strip()] = types.value(tool, key.strip(), value)
+    return arguments

@@ -1,0 +1,172 @@
+"""Parse a model's reply by the tokenizer's own response template, or by its family's notation.
+
+Whatever is sampled, parsing returns: what cannot be read is content.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_mt.chat.replies.formats import TURN_ENDS, format_of
+from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply, ToolTypes, as_calls
+
+__all__ = ["ReplyParser", "decode", "parse_tool_calls"]
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that response templates have for thoughts."""
+
+
+def parse_tool_calls(
+    text_or_ids: str | Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Iterable[Any] | None = None,
+    *,
+    prefix: str | None = None,
+) -> ParsedReply:
+    """Take a reply apart: content, reasoning, tool calls.
+
+    The tokenizer's response template says how, if it has one and transformers can read it; else the
+    marks in its chat template do.
+
+    Args:
+        text_or_ids: the reply as text, special tokens included, or as tokens; with or without the stop
+            token.
+        tokenizer: the model's tokenizer.
+        tools: what the model was offered, as chat templates take it: arguments that are written without
+            quotes then get the types that a tool declares.
+        prefix: the end of the prompt, where thoughts may have been opened. Where it is not given, the
+            end of thoughts tells that there were some.
+
+    Returns:
+        The reply. It is wholly plain content if a part of it cannot be read.
+
+    Examples:
+        >>> from torchrl_mt.testing import tiny_chat_tokenizer
+        >>> tokenizer = tiny_chat_tokenizer("hello")
+        >>> tokenizer.chat_template += "{# <tool_call> #}"
+        >>> reply = parse_tool_calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>', tokenizer)
+        >>> reply.tool_calls
+        [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]
+        >>> parse_tool_calls("<tool_call>{", tokenizer).content
+        '<tool_call>{'
+    """
+    text = text_or_ids if isinstance(text_or_ids, str) else decode(tokenizer, text_or_ids)
+    for end in (tokenizer.eos_token, *TURN_ENDS):
+        if end and text.endswith(end):
+            text = text[: -len(end)]
+            break
+    return ReplyParser(tokenizer, tools).parse(text, prefix)
+
+
+class ReplyParser:
+    """Parses the replies of one model.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        tools: what the model was offered, as chat templates take it.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Iterable[Any] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = None if tools is None else list(tools)
+        self._types = ToolTypes(self._tools)
+        self._format = format_of("\n".join([_source(tokenizer), *_special_names(tokenizer)]))
+
+    @property
+    def family(self) -> str:
+        """The name of the notation that the chat template has marks of."""
+        return self._format.name
+
+    def parse(self, text: str, prefix: str | None) -> ParsedReply:
+        """Parse a reply.
+
+        Args:
+            text: the reply, special tokens included, without the stop token.
+            prefix: the end of the prompt; ``None`` if it is not known.
+        """
+        try:
+            if self._host() is not None:
+                known = _generation_prompt(self._tokenizer) if prefix is None else prefix
+                return self._parse_by_host(text, known)
+            return self._format.parse(text, prefix or "", self._types)
+        except (ValueError, RecursionError, MemoryError):
+            return ParsedReply(text)
+
+    def opened_by(self, prefix: str) -> str:
+        """What a prompt ends with that opens the thoughts; empty if it does not."""
+        opening = self._format.tags[0].strip() if self._format.tags else None
+        if opening is None or not prefix.rstrip().endswith(opening):
+            return ""
+        return prefix[prefix.rindex(opening) :]
+
+    def is_closed_by(self, prefix: str) -> bool:
+        """Whether a prompt ends with thoughts that it has ended itself."""
+        tags = self._format.tags
+        return tags is not None and prefix.rstrip().endswith(tags[1].strip())
+
+    def _host(self) -> Any:
+        """The tokenizer's own rule: a response template, or a schema in earlier transformers."""
+        if not hasattr(self._tokenizer, "parse_response"):
+            return None
+        template = getattr(self._tokenizer, "response_template", None)
+        return template or getattr(self._tokenizer, "response_schema", None)
+
+    def _parse_by_host(self, text: str, prefix: str) -> ParsedReply:
+        """What transformers makes of it."""
+        known = inspect.signature(self._tokenizer.parse_response).parameters
+        given: dict[str, Any] = {"prefix": prefix, "tools": self._tools}
+        try:
+            found = self._tokenizer.parse_response(
+                text, **{name: value for name, value in given.items() if name in known}
+            )
+        except Exception as error:  # Of any kind: it runs rules that came with the model.
+            raise MalformedError(str(error)) from error
+        if not isinstance(found, Mapping):
+            raise MalformedError(f"no message: {type(found).__name__}")
+        content = found.get("content") or ""
+        thoughts = next((found[name] for name in _THOUGHTS if name in found), None)
+        calls = as_calls(list(found.get("tool_calls") or []))
+        if not isinstance(content, str) or not isinstance(thoughts, str | None):
+            raise MalformedError("content and thoughts must be text")
+        if not content and thoughts is None and not calls:
+            return ParsedReply(text)  # It drops what no rule is for.
+        return ParsedReply(content, thoughts, calls)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Text of tokens, special ones included."""
+    return str(
+        tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
+
+
+def _source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template's source, or all of them if there are several."""
+    template = tokenizer.chat_template or ""
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
+def _special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Names of the special tokens."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
+
+
+def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The end of a prompt, as the chat template writes it."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True
+            )
+        )
+    except Exception:  # There is no template, or it wants another dialogue.
+        return ""

@@ -1,0 +1,423 @@
+"""From chat messages to tokens, without drift.
+
+The opening is rendered by the tokenizer's chat template. Every later message is rendered against a
+fixed context and appended as tokens, so a prompt is exactly the previous prompt, the response as
+sampled, and the new tokens. Only where the template itself rewrites a dialogue may a prompt begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Literal, TypeAlias, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_mt.chat.replies.formats import TURN_ENDS
+from torchrl_mt.chat.replies.parsing import decode
+from torchrl_mt.chat.template import (
+    ANSWER,
+    BREAK,
+    ChatTemplate,
+    RefusedDialogueError,
+    common_length,
+    special_tokens,
+)
+
+__all__ = ["Answer", "ChatTokens", "OnBreak", "Template"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+Template: TypeAlias = Literal["original", "training"]
+"""The tokenizer's chat template, or that with what makes it rewrite dialogues taken out."""
+
+OnBreak: TypeAlias = Literal["fork", "append"]
+"""What to do where a template rewrites what the model was shown or has said."""
+
+_CACHE_SIZE = 1024
+_LONGEST_CACHED = 1000
+"""Characters; a tool's long answer is rarely seen twice and would fill memory."""
+
+_PROMPT_END = 32
+"""Tokens at the end of a prompt by which an answer is parsed: they may open its thoughts."""
+
+_Key: TypeAlias = tuple[tuple[tuple[str, Any], ...], ...]
+"""Messages as something that can be hashed."""
+_Renderer: TypeAlias = Callable[[_Key], list[int]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response in the forms that it is needed in."""
+
+    text: str
+    """All that was sampled but the stop token, special tokens included."""
+    message: dict[str, Any]
+    """Its parts: ``content``, and where there are such ``reasoning_content`` and ``tool_calls``, each
+    with an ``id``."""
+    in_dialogue: dict[str, Any]
+    """The message that stands for it where the chat template renders the dialogue."""
+
+
+class ChatTokens:
+    """Tokens of chat messages, as a conversation grows.
+
+    Whether the template is prefix-stable is found out once, here, on short dialogues. Special tokens'
+    names within a message (``"<|im_end|>"`` in a user's text) are encoded as ordinary text: no message
+    can end its own turn or begin another's. Neither can a tool or a document in ``template_kwargs``.
+
+    Args:
+        tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
+        on_break: what :meth:`follow` does with a template that is not prefix-stable. ``"fork"``
+            renders a dialogue again, but only if the template would rewrite this one; ``"append"``
+            never does, so that everything stays in view as the model saw and said it.
+        template: ``"training"`` renders by a template of the same family that shows the model the
+            same opening, and keeps the thoughts of earlier turns. It is made from the tokenizer's own;
+            :attr:`source` has it.
+        template_kwargs: what else ``tokenizer.apply_chat_template`` is given whenever it renders
+            anything: ``tools`` (JSON schemas or functions), ``documents``, and any variable of the
+            template, such as ``enable_thinking``. One that the template does not read changes nothing.
+
+    Raises:
+        TypeError: if ``template_kwargs`` is no mapping, or holds what is no plain data (text, numbers,
+            booleans, ``None``, and mappings and lists of them) nor a function among ``tools``.
+        ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
+            write the assistant's content, if ``on_break`` or ``template`` is unknown, if there is no
+            training template for it, or if ``template_kwargs`` has a name that says how a template is
+            rendered (``tokenize``, ``add_generation_prompt``...).
+
+    Examples:
+        >>> from torchrl_mt.testing import tiny_chat_tokenizer
+        >>> tokenizer = tiny_chat_tokenizer("guess higher 8")
+        >>> chat = ChatTokens(tokenizer)
+        >>> dialogue = [{"role": "user", "content": "guess"}]
+        >>> prompt, answer = chat.open(dialogue), tokenizer("8<end>")["input_ids"]
+        >>> dialogue.append(chat.read(answer, prompt_ids=prompt).in_dialogue)
+        >>> hint = [{"role": "user", "content": "higher"}]
+        >>> longer = chat.next_prompt(dialogue, hint, prompt, answer, last_token=answer[-1])
+        >>> tokenizer.decode(longer)
+        '<user> guess <end> <assistant> 8 <end> <user> higher <end> <assistant>'
+        >>> chat.stable
+        True
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        on_break: OnBreak = "fork",
+        template: Template = "original",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise ValueError(
+                f"tokenizer ({type(tokenizer).__name__}) must have a chat template, got none: "
+                "set tokenizer.chat_template, or use a chat model's tokenizer."
+            )
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                f"tokenizer ({type(tokenizer).__name__}) must have an end-of-turn token, got "
+                "eos_token=None: set tokenizer.eos_token."
+            )
+        if on_break not in get_args(OnBreak):
+            raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
+        if template not in get_args(Template):
+            raise ValueError(f"template must be one of {get_args(Template)}, got {template!r}.")
+        self._tokenizer = tokenizer
+        self.on_break = on_break
+        self._has_warned = False
+        self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special_tokens(tokenizer)}
+        ends = {*TURN_ENDS}.intersection(special_tokens(tokenizer))
+        self._stop_ids = {tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.eos_token, *ends)}
+        self._anchors = self._find_anchors()
+        self._template = ChatTemplate(tokenizer, template_kwargs)
+        if template == "training":
+            self._template = self._template.for_training()
+        self._closing = self._end_of_turn(self._encode_behind(self._template.closing))
+        self._stop_ids |= self._special_ids.intersection(self._closing)
+        # Conversations repeat themselves: the same rules, the same hints.
+        self._open_cached = lru_cache(_CACHE_SIZE)(self._open)
+        self._extend_cached = lru_cache(_CACHE_SIZE)(self._extend)
+
+    @property
+    def stable(self) -> bool:
+        """Whether the template is prefix-stable: it never rewrites what a dialogue began with."""
+        return self._template.breaks is None
+
+    @property
+    def breaks(self) -> str | None:
+        """How the template rewrites a dialogue, by example; ``None`` if it is prefix-stable."""
+        return self._template.breaks
+
+    @property
+    def source(self) -> str:
+        """The chat template in use. To have a trained model served with the same dialogues that it was
+        trained on, set ``tokenizer.chat_template`` to it and save the tokenizer.
+        """
+        return self._template.source
+
+    def announce(self) -> None:
+        """Log what the template does to episodes of many turns, and what that costs."""
+        if self.breaks is None:
+            _logger.info("the chat template is prefix-stable: an episode is one row.")
+        elif self.on_break == "append":
+            self._warn(
+                "an episode is one row, whose earlier turns stay as the model saw and said them"
+            )
+        else:
+            self._warn(
+                "every turn where it does so begins a row of its own: an episode of T turns is up to T "
+                'rows, which repeat its beginning. template="training" and on_break="append" keep one'
+            )
+
+    def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Render the beginning of a conversation, up to where the model is to answer.
+
+        Args:
+            messages: the opening messages, at least one.
+
+        Returns:
+            The prompt's tokens.
+
+        Raises:
+            ValueError: if there are no messages, or if the template refuses one of them.
+            TypeError: if a message holds what is no plain data.
+        """
+        if len(messages) == 0:
+            raise ValueError("messages must hold at least one message to open with, got none.")
+        return self._look_up(self._open_cached, self._open, messages)
+
+    def extend(self, messages: Sequence[Mapping[str, Any]], *, last_token: int | None) -> list[int]:
+        """Render messages that follow a response, up to where the model is to answer again.
+
+        Args:
+            messages: what the environment answered; may be none.
+            last_token: the stop token that the response ends with, which is not written twice;
+                ``None`` if the response was cut, so that the template's own ending is added whole.
+
+        Returns:
+            The tokens between that response and the next one.
+
+        Raises:
+            ValueError: if the template refuses one of the messages.
+            TypeError: if a message holds what is no plain data.
+        """
+        ids = self._look_up(self._extend_cached, self._extend, messages)
+        return self._without_sampled(ids, last_token)
+
+    def next_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        new_messages: Sequence[Mapping[str, Any]],
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        *,
+        last_token: int | None,
+    ) -> list[int]:
+        """Tokens of the prompt that follows a response.
+
+        Args:
+            messages: the whole dialogue, the response as the last message: its text, or what
+                :meth:`read` gives.
+            new_messages: what the environment answered; may be none.
+            prompt_ids: the prompt that the response was sampled from.
+            answer_ids: the response as it was sampled.
+            last_token: the stop token that the response ends with; ``None`` if it was cut.
+
+        Returns:
+            The next prompt. It begins with ``prompt_ids`` and ``answer_ids`` unless ``on_break`` is
+            ``"fork"`` and the template rewrites this very dialogue.
+
+        Raises:
+            ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
+                the template refuses the dialogue.
+        """
+        goes_on, ids = self.follow(messages, new_messages, answer_ids, last_token=last_token)
+        return [*prompt_ids, *answer_ids, *ids] if goes_on else ids
+
+    def follow(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        new_messages: Sequence[Mapping[str, Any]],
+        answer_ids: Sequence[int],
+        *,
+        last_token: int | None,
+    ) -> tuple[bool, list[int]]:
+        """Whether the next prompt goes on from a response, and its tokens.
+
+        The cost is linear in the new messages alone if the template is prefix-stable or ``on_break``
+        is ``"append"``.
+
+        Args:
+            messages: the whole dialogue, the response as the last message: its text, or what
+                :meth:`read` gives.
+            new_messages: what the environment answered; may be none.
+            answer_ids: the response as it was sampled.
+            last_token: the stop token that the response ends with; ``None`` if it was cut.
+
+        Returns:
+            ``True`` and the tokens behind the response; or ``False`` and the whole next prompt, if
+            ``on_break`` is ``"fork"`` and the template rewrites this very dialogue.
+
+        Raises:
+            ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
+                the template refuses the dialogue.
+        """
+        if len(messages) < 2 or messages[-1].get("role") != "assistant":
+            raise ValueError(
+                "messages must hold the dialogue up to the response, whose role is 'assistant', got "
+                f"the roles {[message.get('role') for message in messages]}."
+            )
+        text = self.text(answer_ids, last_token=last_token)
+        stop = "" if last_token is None else decode(self._tokenizer, [last_token])
+        # A template that never rewrites may still lack a field for a part of this very answer.
+        stable = self.stable and not self._template.loses(messages[-1])
+        if stable or self.on_break == "append":
+            if not stable:
+                self._warn("earlier turns stay in view as the model saw and said them")
+            if messages[-1].get("tool_calls") and any(
+                m.get("role") == "tool" for m in new_messages
+            ):
+                # What a tool's answer looks like may depend on the call.
+                behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
+                if behind is not None:
+                    return True, self._without_sampled(self._encode_behind(behind), last_token)
+            try:
+                return True, self.extend(new_messages, last_token=last_token)
+            except RefusedDialogueError:
+                # What the fixed context does not allow may have its place in this dialogue: a tool's
+                # answer, say, only behind its call.
+                pass
+        whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
+        if behind is not None:
+            return True, self._without_sampled(self._encode_behind(behind), last_token)
+        if self.on_break == "append":
+            return True, self.extend(new_messages, last_token=last_token)
+        self._warn("such a dialogue is rendered again and goes on in a row of its own")
+        return False, self._encode(whole)
+
+    def read(
+        self,
+        answer_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]] = (),
+        last_token: int | None = None,
+    ) -> Answer:
+        """Parse a response.
+
+        Args:
+            answer_ids: the response as it was sampled.
+            prompt_ids: the prompt that it was sampled from, or its end: it may open the thoughts.
+            messages: the dialogue so far, whose tool calls are counted for the ids of new ones.
+            last_token: see :meth:`text`.
+
+        Returns:
+            The response as text and as messages. Its content is the whole text if a part of it cannot
+            be read; see :func:`~torchrl_mt.chat.replies.parse_tool_calls`.
+        """
+        text = self.text(answer_ids, last_token=last_token)
+        before = decode(self._tokenizer, list(prompt_ids[-_PROMPT_END:]))
+        reply, in_dialogue = self._template.read(text, before, messages)
+        return Answer(text, reply.message(), in_dialogue)
+
+    def text(self, token_ids: Sequence[int], *, last_token: int | None = None) -> str:
+        """Decode a response, special tokens included, but for the stop token.
+
+        Args:
+            token_ids: the response as it was sampled.
+            last_token: the stop token that it ends with, if that is none by which the tokenizer's
+                family or its chat template ends a turn.
+        """
+        ids = list(token_ids)
+        if ids and (ids[-1] in self._stop_ids or ids[-1] == last_token):
+            ids.pop()
+        return decode(self._tokenizer, ids)
+
+    def _look_up(
+        self, cached: _Renderer, plain: _Renderer, messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Tokens from the cache if the messages are short plain strings throughout, else rendered."""
+        key = tuple(tuple(message.items()) for message in messages)
+        values = [value for message in key for _, value in message]
+        short = all(isinstance(value, str) for value in values) and (
+            sum(map(len, values)) <= _LONGEST_CACHED
+        )
+        return list(cached(key) if short else plain(key))
+
+    def _open(self, key: _Key) -> list[int]:
+        """Tokens of an opening."""
+        return self._encode(self._template.render(_messages(key)))
+
+    def _extend(self, key: _Key) -> list[int]:
+        """Tokens of everything between an answer's last word and the next answer."""
+        return self._encode_behind(self._template.after_context(_messages(key)))
+
+    def _without_sampled(self, ids: list[int], last_token: int | None) -> list[int]:
+        """The tokens behind an answer less those that it ended with itself."""
+        # Some models end a turn by the token that begins the next.
+        closing = ids[: max(common_length(self._closing, ids), 1)]
+        sampled = closing.index(last_token) + 1 if last_token in closing else 0
+        return ids[sampled:]
+
+    def _end_of_turn(self, closing: list[int]) -> list[int]:
+        """The tokens that end a turn, less what the template writes behind the last special one."""
+        special = [k for k, token in enumerate(closing) if token in self._special_ids]
+        return closing[: special[-1] + 1] if special else closing
+
+    def _warn(self, consequence: str) -> None:
+        """Say once that the template is not prefix-stable."""
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "the tokenizer's chat template is not prefix-stable: %s. With on_break=%r %s.",
+                *(self.breaks or "it rewrites this dialogue", self.on_break, consequence),
+            )
+
+    def _find_anchors(self) -> list[tuple[str, list[int]]]:
+        """Texts that may stand before another while it is encoded, with their tokens.
+
+        A word is the true context, but a tokenizer that does not know it would not tell it from a
+        longer one.
+        """
+        end = str(self._tokenizer.eos_token)
+        anchors = [(end, self._encode_plain(end))]
+        try:
+            word = self._encode_plain(ANSWER)
+        except Exception:  # A tokenizer may refuse what it does not know.
+            return anchors
+        known = not self._special_ids.intersection(word)
+        return [(ANSWER, word), *anchors] if known else anchors
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of rendered text that begins a prompt."""
+        first, *others = text.split(BREAK)
+        return [*self._encode_plain(first), *chain.from_iterable(map(self._encode_part, others))]
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """Tokens of rendered text that follows an answer."""
+        return list(chain.from_iterable(map(self._encode_part, text.split(BREAK))))
+
+    def _encode_part(self, text: str) -> list[int]:
+        """Tokens of text within a prompt.
+
+        Many tokenizers treat the beginning of a text unlike its middle (a space put in front), so
+        another goes before it, unless the tokens of the two cannot be told apart.
+        """
+        for anchor, expected in self._anchors:
+            ids = self._encode_plain(anchor + text)
+            if ids[: len(expected)] == expected:
+                return ids[len(expected) :]
+        return self._encode_plain(text)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Tokens of a text by itself; the template writes all special tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _messages(key: _Key) -> list[dict[str, Any]]:
+    """The messages that a key was made of."""
+    return [dict(message) for message in key]

@@ -1,0 +1,1 @@
+"""What the storage holds: whole episodes in columns, without TorchRL."""

@@ -1,0 +1,1 @@
+"""Columns: how entries of stored steps lie in memory."""

@@ -1,0 +1,455 @@
+"""Columns: how each entry of the stored steps lies in the rows of the storage's ring.
+
+What is read equals, bit for bit, what was written. A column knows rows, not episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.columns.memory import Memory
+from torchrl_mt.data._store.columns.records import Record
+from torchrl_mt.data._store.columns.rows import RowPlan, Windows, plan_rows, plan_values, run
+from torchrl_mt.data._store.columns.unshared_next import Exceptions
+from torchrl_mt.data._store.files.column_files import Part, SavedParts
+from torchrl_mt.data._store.ring import Blocks, Moves, Ring
+from torchrl_mt.data._store.schema import Entry, as_array
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, own, step_tensors
+
+__all__ = [
+    "Change",
+    "DenseColumn",
+    "NextColumn",
+    "ObjectColumn",
+    "RaggedColumn",
+    "ReadPlan",
+    "RecordColumn",
+    "StoredColumn",
+]
+
+
+class ReadPlan(Protocol):
+    """What the store asks of a read: how many steps it gives, and each entry of them."""
+
+    def __len__(self) -> int:
+        """Number of steps."""
+
+    def read(self, path: Path, column: StoredColumn) -> Column:
+        """The entry ``path``, which ``column`` stores, at these steps, as new memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one write does to the rows: the oldest episodes leave, others come."""
+
+    written: Blocks
+    """The rows of the episodes that come."""
+    evicts: bool = False
+    """Whether episodes leave."""
+    first: int | None = None
+    """If so, the oldest row that stays, None if none does."""
+    left: Blocks | None = None
+    """The rows of those that leave, for objects and exceptions to be dropped, unless all rows were
+    laid out anew without them.
+    """
+    odd: Mapping[Path, Tensor] = field(default_factory=dict)
+    """bool ``[E]``: which written episodes disagree with the rows that such an entry shares."""
+
+
+class StoredColumn(Protocol):
+    """What the storage asks of a column.
+
+    To be saved, a column names its ``parts``: each tensor that it needs to be made again, as the live
+    rows of it, oldest first. :mod:`~torchrl_mt.data._store.files.column_files` writes them to files, a
+    few megabytes at a time. ``load`` gets them back: a column made for rows 0, 1, 2... of a ring takes
+    each part ``into`` the tensor that it has for it, and keeps what that returns, which is another
+    tensor where files are mapped. So the form in a file is that of the entry, however a column lays
+    out its memory.
+    """
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes.
+
+        Whatever can fail, fails now and changes nothing; what is returned only copies and assigns.
+        """
+
+    def read(self, plan: RowPlan) -> Column:
+        """The rows of ``plan``, as new memory."""
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Let go of the oldest episodes; ``first`` is the oldest row that stays, None if none."""
+
+    def laid_out(self, moves: Moves, capacity: int) -> StoredColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """What it is made of, by name.
+
+        Args:
+            live: where its live rows are.
+        """
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold, from row 0 on, these rows of what :meth:`parts` gave: those of the newest episodes.
+
+        Called once, before anything is written.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+
+
+class DenseColumn:
+    """Tensors of one shape: row ``r`` of ``data`` is the value at ring row ``r``."""
+
+    def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
+        self._memory = memory
+        self._hold(memory.empty((capacity, *entry.shape), entry.dtype))
+
+    def _hold(self, data: Tensor) -> None:
+        self.data = data
+        self._windows = Windows(data, self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self.data.numel() * self.data.element_size()
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes."""
+        return plan_values(self.data, change.written, column)
+
+    def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
+        """The rows of ``plan``, each ``shift`` rows further on."""
+        return self._windows.read(plan, shift)
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Nothing to let go of: rows are overwritten."""
+
+    def laid_out(self, moves: Moves, capacity: int) -> DenseColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        new = copy(self)
+        new._hold(self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype))
+        moves.rows(self.data, new.data)
+        return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The values."""
+        return {"values": Part(live.pieces(self.data))}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        self._hold(saved.into("values", rows, self.data))
+
+
+class RecordColumn:
+    """An entry that is part of each row's record."""
+
+    nbytes = 0
+    """The record's memory is counted by who holds it."""
+
+    def __init__(self, record: Record, path: Path) -> None:
+        self.path = path
+        self.follow(record)
+
+    def follow(self, record: Record) -> None:
+        """Take the values from this record."""
+        self.record = record
+        self.data = record.entries(record.data)[self.path]
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes; all of a record at once: :meth:`Record.plan`."""
+        return plan_values(self.data, change.written, column)
+
+    def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
+        """The rows of ``plan``, each ``shift`` rows further on."""
+        return plan.entries(self.record, shift)[self.path]
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Nothing to let go of: rows are overwritten."""
+
+    def laid_out(self, moves: Moves, capacity: int) -> RecordColumn:
+        """A column that is yet to follow the records to where they have moved."""
+        return copy(self)
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The values."""
+        return {"values": Part(live.pieces(self.data))}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        saved.into("values", rows, self.data)
+
+
+class NextColumn:
+    """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more.
+
+    An episode in which they disagree has rows of its own, aside.
+    """
+
+    source: DenseColumn | RecordColumn
+    """Set by the store."""
+
+    def __init__(self, path: Path, memory: Memory) -> None:
+        self.path = path
+        self.exceptions = Exceptions(memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held: those of the exceptions."""
+        return self.exceptions.nbytes
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores each episode's last value in the row after its last."""
+        store_last, odd = self._plan_last(change, column), change.odd.get(self.path)
+        if odd is None and not len(self.exceptions):
+            return store_last
+        store_exceptions = self.exceptions.plan(change, odd, column)
+
+        def commit() -> None:
+            store_last()
+            store_exceptions()
+
+        return commit
+
+    def _plan_last(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores each episode's last value."""
+        blocks = change.written
+        ends = [i - 1 for i in accumulate(blocks.lengths)]
+        places = [
+            start + length for start, length in zip(blocks.starts, blocks.lengths, strict=True)
+        ]
+        to = as_array(self.source.data)
+        of = None if isinstance(column, Rows) else as_array(column)
+        if to is not None and of is not None:
+            return partial(to.__setitem__, places, of[ends])
+        if len(ends) == 1:
+            value = column.items[-1] if isinstance(column, Rows) else column[-1]
+            return partial(run, [partial(self.source.data[places[0]].copy_, value)])
+        if isinstance(column, Rows):
+            values = torch.stack([column.items[i] for i in ends])
+        else:
+            values = column.index_select(0, torch.tensor(ends, device=column.device))
+        return plan_rows(self.source.data, torch.tensor(places, device="cpu"), values)
+
+    def read(self, plan: RowPlan) -> Tensor:
+        """The rows of ``plan``, as new memory."""
+        values = self.source.read(plan, shift=1)
+        if len(self.exceptions):
+            self.exceptions.put(plan.rows(), values)
+        return values
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Let go of the exceptions among the oldest episodes."""
+        if len(self.exceptions):
+            self.exceptions.release(set(blocks.starts))
+
+    def laid_out(self, moves: Moves, capacity: int) -> NextColumn:
+        """A column that is yet to be told its source."""
+        new = copy(self)
+        new.exceptions = self.exceptions.moved(moves)
+        return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The exceptions: the other rows are the source's."""
+        return self.exceptions.parts(live)
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold the exceptions among these rows."""
+        self.exceptions.load(saved, rows)
+
+    def unshared(self, memory: Memory) -> DenseColumn:
+        """The same values in rows of their own."""
+        here = self.source.data
+        column = DenseColumn(Entry("dense", tuple(here.shape[1:]), here.dtype), len(here), memory)
+        column.data[:-1].copy_(here[1:])
+        self.exceptions.put(torch.arange(len(here), device="cpu"), column.data)
+        return column
+
+
+class ObjectColumn:
+    """Python objects; tensorclasses and tensors among them are given out as copies."""
+
+    def __init__(self, capacity: int) -> None:
+        self.data = np.empty(capacity, dtype=object)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, the objects themselves not counted."""
+        return self.data.nbytes
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes, and drops those that leave."""
+        rows, items = change.written.rows.tolist(), column.items
+
+        def commit() -> None:
+            if change.left is not None:
+                self.release(change.left, change.first)
+            for row, item in zip(rows, items, strict=True):
+                self.data[row] = item
+
+        return commit
+
+    def read(self, plan: RowPlan) -> Objects:
+        """The rows of ``plan``."""
+        return Objects([own(self.data[row]) for row in plan.rows().tolist()])
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Drop the objects of the episodes."""
+        for row, begin, stop in blocks.pieces:
+            self.data[row : row + stop - begin] = None
+
+    def laid_out(self, moves: Moves, capacity: int) -> ObjectColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        new = ObjectColumn(capacity)
+        new.data[: moves.upper] = self.data[moves.start : moves.start + moves.upper]
+        new.data[moves.upper : moves.upper + moves.lower] = self.data[: moves.lower]
+        return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The objects."""
+        upper = self.data[live.start : live.start + live.upper]
+        return {"objects": Objects([*upper, *self.data[: live.lower]])}
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        items = saved.objects("objects", rows)
+        if len(items) > len(self.data):
+            self.data = np.empty(len(items), dtype=object)
+        for row, item in enumerate(items):
+            self.data[row] = item
+
+
+class RaggedColumn:
+    """Tensors of varying shape: their elements lie one after the other in a ring of their own.
+
+    Where a step's elements begin and what shape they have is kept per row, on the CPU.
+    """
+
+    def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
+        self._memory = memory
+        self.values = memory.empty((0,), entry.dtype)
+        self.ring = Ring(0)
+        self.offset = torch.empty(capacity, dtype=torch.int64, device="cpu")
+        self.shape = torch.empty(capacity, len(entry.shape), dtype=torch.int64, device="cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        tensors = (self.values, self.offset, self.shape)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        """What stores a column of whole episodes, after those that leave."""
+        blocks, items = change.written, step_tensors(column)
+        lengths = torch.tensor(blocks.lengths, dtype=torch.int64, device="cpu")
+        shapes = torch.tensor([item.shape for item in items], dtype=torch.int64, device="cpu")
+        sizes = shapes.view(len(items), -1).prod(1)
+        before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        ends = before[lengths.cumsum(0)]
+        totals = ends.diff(prepend=ends.new_zeros(1))
+        # An episode without elements takes one all the same: a block in a ring is never empty.
+        ring, values, offset = replace(self.ring), self.values, self.offset
+        if change.evicts:
+            ring.pop(next_start=None if change.first is None else int(offset[change.first]))
+        blocks_of_elements = totals.clamp_min(1).tolist()
+        places = ring.push_all(blocks_of_elements)
+        if places is None:
+            moves, values = self._with_room(ring, sum(blocks_of_elements))
+            offset = moves.positions(offset)
+            places = ring.push_all(blocks_of_elements)
+            assert places is not None
+        starts = torch.tensor(places, device="cpu")
+        flat = torch.cat([item.reshape(-1) for item in items])
+        shift = torch.repeat_interleave(starts - ends + totals, lengths)
+        rows, offsets, forms = blocks.rows, before[:-1] + shift, shapes.view(len(items), -1)
+        pieces = [
+            (values[row : row + stop - first], flat[first:stop])
+            for row, first, stop in Blocks(places, totals.tolist()).pieces
+        ]
+
+        def commit() -> None:
+            self.ring, self.values, self.offset = ring, values, offset
+            for place, elements in pieces:
+                place.copy_(elements)
+            self.offset[rows] = offsets
+            self.shape[rows] = forms
+
+        return commit
+
+    def read(self, plan: RowPlan) -> Column:
+        """The rows of ``plan``, as views of one new tensor."""
+        rows = plan.rows()
+        if not len(rows):
+            return self.values.new_zeros((0,) * (1 + self.shape.shape[1]))
+        offsets, shapes = self.offset[rows], self.shape[rows]
+        sizes = shapes.prod(1)
+        ends = offsets + sizes
+        breaks = torch.ones(rows.shape[0], dtype=torch.bool, device="cpu")
+        breaks[1:] = offsets[1:] != ends[:-1]
+        first = breaks.nonzero().squeeze(1)
+        last = torch.cat([first[1:], torch.tensor([rows.shape[0]], device="cpu")]) - 1
+        pieces = [
+            self.values[start:stop]
+            for start, stop in zip(offsets[first].tolist(), ends[last].tolist(), strict=True)
+        ]
+        flat = torch.cat(pieces) if pieces else self.values[:0]
+        items: Any = flat.split(sizes.tolist())
+        if shapes.shape[1] != 1:
+            items = (i.view(s) for i, s in zip(items, shapes.tolist(), strict=True))
+        return Rows(list(items))
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Free the elements of the oldest episodes."""
+        next_start = None if first is None else int(self.offset[first])
+        self.ring.pop(next_start=next_start)
+
+    def laid_out(self, moves: Moves, capacity: int) -> RaggedColumn:
+        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        new = copy(self)
+        new.offset = moves.laid_out(self.offset, capacity)
+        new.shape = moves.laid_out(self.shape, capacity)
+        return new
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        """The elements, and of each row where they begin and what shape they have."""
+        elements = self.ring.layout()
+        return {
+            "values": Part(elements.pieces(self.values)),
+            "offset": Part(live.pieces(self.offset), elements.positions),
+            "shape": Part(live.pieces(self.shape)),
+        }
+
+    def load(self, saved: SavedParts, rows: range) -> None:
+        """Hold these rows."""
+        self.offset = saved.into("offset", rows, self.offset)
+        self.shape = saved.into("shape", rows, self.shape)
+        elements = saved.rows("values")
+        begin = int(self.offset[0]) if rows else elements
+        if rows and begin:
+            self.offset -= begin
+        self.values = saved.new("values", range(begin, elements), self._memory)
+        size = len(self.values)
+        self.ring = Ring(size, tail=size, upper_end=size)
+
+    def _with_room(self, ring: Ring, more: int) -> tuple[Moves, Tensor]:
+        """Lay ``ring`` out with room for ``more`` elements, an eighth as much again at least: the
+        moves, and the elements so laid out.
+        """
+        live = ring.layout()
+        needed = live.upper + live.lower + more
+        capacity = max(needed, ring.capacity * 9 // 8)
+        values = self._memory.empty((capacity,), self.values.dtype)
+        moves = ring.resize(capacity)
+        moves.rows(self.values, values)
+        return moves, values

@@ -1,0 +1,337 @@
+"""The schema of stored steps: what every entry of every episode looks like.
+
+The first episode fixes it. An episode that does not fit is refused by name before anything is
+written; what may change (a variable length shows up, a next entry stops agreeing) is returned as a
+new schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of
+
+__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "as_array", "bits"]
+
+PROMPT: Path = ("tokens", "prompt")
+RESPONSE: Path = ("tokens", "response")
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Kind = Literal["dense", "ragged", "object"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one entry looks like in every step."""
+
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    """Per-step shape; of a ragged entry, as many -1 as it has dimensions."""
+    dtype: torch.dtype | None = None
+    lazy: bool = False
+    """Came in a lazy stack once: its shape may yet turn out to vary."""
+    shared: bool = False
+    """A ``("next", k)`` that is read from the rows of ``k``."""
+
+    def __str__(self) -> str:
+        if self.kind == "object":
+            return "a Python object per step"
+        if self.kind == "ragged":
+            return f"a {len(self.shape)}-dimensional {self.dtype} tensor per step, of any shape"
+        return f"{self.shape} {self.dtype} per step"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The entries of every stored step."""
+
+    entries: Mapping[Path, Entry]
+    root_class: type | None = None
+
+    @cached_property
+    def counted(self) -> frozenset[Path]:
+        """The entries whose elements may count as tokens."""
+
+        def counts(path: Path, entry: Entry) -> bool:
+            if entry.kind == "object":
+                return path == ("tokens",)  # It may be a tensorclass.
+            return entry.kind == "ragged" or path[0] == "tokens"
+
+        return frozenset(path for path, entry in self.entries.items() if counts(path, entry))
+
+    @cached_property
+    def has_turns(self) -> bool:
+        """Whether there are prompts and responses, as vectors of tokens: a prompt then counts what it
+        adds to the turn before.
+        """
+        prompt, response = self.entries.get(PROMPT), self.entries.get(RESPONSE)
+        if prompt is None or response is None or prompt.dtype is None:
+            return False
+        if prompt.dtype.is_floating_point or prompt.dtype.is_complex:
+            return False
+        vectors = len(prompt.shape) == len(response.shape) == 1
+        return vectors and response.dtype == prompt.dtype
+
+    @cached_property
+    def growing(self) -> bool:
+        """Whether each turn's prompt is stored as what it adds to the turn before: once prompts are
+        seen to differ in length.
+        """
+        return self.has_turns and self.entries[PROMPT].kind == "ragged"
+
+    @staticmethod
+    def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:
+        """The schema that the first episodes fix.
+
+        Args:
+            steps: whole episodes, one after the other.
+            lengths: int64 ``[E]``, steps of each.
+            share_next: whether a ``("next", k)`` that agrees with ``k`` is to be shared.
+
+        Raises:
+            ValueError: if the tensors of one entry differ in dtype or in number of dimensions.
+        """
+        entries = {path: _entry(path, column) for path, column in steps.columns.items()}
+        if share_next:
+            # Shorter paths first: an entry without rows of its own has none to share.
+            for path in sorted(entries, key=len):
+                source = entries.get(_source(path))
+                if source is None or source.shared:
+                    continue
+                odd = _disagreeing(steps, lengths, path)
+                if odd is not None and 4 * int(odd.sum()) <= len(odd):
+                    entries[path] = replace(entries[path], shared=True)
+        return Schema(entries, steps.root_class)
+
+    def unshared(self, paths: Iterable[Path] | None = None) -> Schema:
+        """The schema in which these entries have rows of their own; None stands for all."""
+        alone = set(self.entries if paths is None else paths)
+        return self._with(
+            {
+                path: replace(entry, shared=False) if entry.shared and path in alone else entry
+                for path, entry in self.entries.items()
+            }
+        )
+
+    def odd(self, steps: Steps, lengths: Tensor) -> dict[Path, Tensor]:
+        """Which episodes disagree with the rows that an entry shares: bool ``[E]`` for each entry
+        of which some do.
+
+        Args:
+            steps: whole episodes, one after the other, that this schema admits.
+            lengths: int64 ``[E]``, steps of each.
+        """
+        found: dict[Path, Tensor] = {}
+        for path, entry in self.entries.items():
+            if entry.shared and not _agrees(steps, lengths, path):
+                odd = _disagreeing(steps, lengths, path)
+                assert odd is not None
+                found[path] = odd
+        return found
+
+    def merge(self, other: Schema) -> Schema:
+        """The schema of the steps of both: this one, unless an entry has to change its kind.
+
+        Args:
+            other: what has to fit; whether it shares entries does not matter.
+
+        Raises:
+            ValueError: if it does not fit; names the key, what was expected and what came.
+        """
+        missing = self.entries.keys() - other.entries.keys()
+        if missing:
+            raise ValueError(
+                f"an episode must have the keys of the first one: {name_of(min(missing))} is "
+                f"missing"
+            )
+        extra = other.entries.keys() - self.entries.keys()
+        if extra:
+            raise ValueError(
+                f"an episode must have the keys of the first one: {name_of(min(extra))} is not "
+                f"among them"
+            )
+        if other.root_class is not self.root_class:
+            raise ValueError(
+                f"an episode must come in the class of the first one: expected "
+                f"{_class_name(self.root_class)}, got {_class_name(other.root_class)}"
+            )
+        return self._with(
+            {path: _merge(path, entry, other.entries[path]) for path, entry in self.entries.items()}
+        )
+
+    @cached_property
+    def has_objects(self) -> bool:
+        """Whether an entry holds Python objects."""
+        return any(entry.kind == "object" for entry in self.entries.values())
+
+    @cached_property
+    def shared(self) -> tuple[Path, ...]:
+        """The entries that are read from the rows of others."""
+        return tuple(path for path, entry in self.entries.items() if entry.shared)
+
+    def fits(self, steps: Steps, lengths: Tensor) -> bool:
+        """Whether episodes of dense tensors are as this schema says; False may yet be admitted."""
+        columns = steps.columns
+        if steps.root_class is not self.root_class or columns.keys() != self.entries.keys():
+            return False
+        for path, entry in self.entries.items():
+            column = columns[path]
+            if not isinstance(column, Tensor) or entry.kind != "dense":
+                return False
+            if column.dtype is not entry.dtype or column.shape[1:] != entry.shape:
+                return False
+        return all(_agrees(steps, lengths, path) for path in self.shared)
+
+    def admit(self, steps: Steps, lengths: Tensor) -> Schema:
+        """The schema after more episodes: this one, unless an entry has to change its kind.
+
+        Args:
+            steps: whole episodes, one after the other.
+            lengths: int64 ``[E]``, steps of each.
+
+        Raises:
+            ValueError: if they do not fit; names the key, what was expected and what came.
+        """
+        entries = self.merge(Schema.of(steps, lengths, share_next=False)).entries
+        return self._with(
+            {
+                path: replace(entry, shared=False)
+                if entry.shared
+                and (entries[path[1:]].kind != "dense" or _compared(steps, path) is None)
+                else entry
+                for path, entry in entries.items()
+            }
+        )
+
+    def _with(self, entries: dict[Path, Entry]) -> Schema:
+        """This schema with other entries; itself if they are the same."""
+        if all(entry is self.entries[path] for path, entry in entries.items()):
+            return self
+        return replace(self, entries=entries)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's memory as integers, which every operation takes as they are."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def as_array(tensor: Tensor) -> np.ndarray | None:
+    """The tensor's memory as an array, of its bits where NumPy has no such dtype; None if it is not in
+    the CPU's memory.
+    """
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        return None
+    try:
+        array: np.ndarray = tensor.numpy()
+    except TypeError:
+        if tensor.dtype.is_complex:
+            return None
+        array = bits(tensor).numpy()
+    return array
+
+
+def _source(path: Path) -> Path:
+    """The entry that ``path`` is the next of; () if none."""
+    return path[1:] if path[0] == "next" else ()
+
+
+def _compared(steps: Steps, path: Path) -> tuple[Tensor, Tensor] | None:
+    """The bits of the source of ``path`` and of ``path``; None if they cannot be compared."""
+    here, following = steps.columns[_source(path)], steps.columns[path]
+    if isinstance(here, Rows) and isinstance(following, Rows):
+        if len({(x.shape, x.dtype) for column in (here, following) for x in column.items}) > 1:
+            return None
+        here, following = torch.stack(here.items), torch.stack(following.items)
+    if not (isinstance(here, Tensor) and isinstance(following, Tensor)):
+        return None
+    if here.shape != following.shape or here.dtype != following.dtype:
+        return None
+    return bits(here), bits(following)
+
+
+def _disagreeing(steps: Steps, lengths: Tensor, path: Path) -> Tensor | None:
+    """In which episodes ``path`` is not its source one step later: bool ``[E]`` on the CPU; None if
+    they cannot be compared.
+    """
+    compared = _compared(steps, path)
+    if compared is None:
+        return None
+    here, following = compared
+    differs = here[1:] != following[:-1]
+    if differs.ndim > 1:
+        differs = differs.flatten(1).any(1)
+    differs = differs.cpu()
+    differs[lengths.cumsum(0)[:-1] - 1] = False
+    of = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)[:-1]
+    odd = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
+    odd[of[differs]] = True
+    return odd
+
+
+def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
+    """Whether ``path`` at each step is its source at the episode's next one, bit for bit."""
+    compared = _compared(steps, path)
+    if compared is None:
+        return False
+    here, following = compared
+    if lengths.shape[0] == 1:
+        return torch.equal(here[1:], following[:-1])
+    if here.is_cpu:
+        differs = here.numpy()[1:] != following.numpy()[:-1]
+        differs[[stop - 1 for stop in accumulate(lengths.tolist()[:-1])]] = False
+        return not differs.any()
+    goes_on = torch.ones(steps.length, dtype=torch.bool, device="cpu")
+    goes_on[lengths.cumsum(0) - 1] = False
+    step = goes_on.nonzero().squeeze(1).to(here.device)
+    return torch.equal(here.index_select(0, step + 1), following.index_select(0, step))
+
+
+def _entry(path: Path, column: Column) -> Entry:
+    """What one column of one episode looks like."""
+    if isinstance(column, Objects):
+        return Entry("object")
+    if isinstance(column, Tensor):
+        return Entry("dense", tuple(column.shape[1:]), column.dtype)
+    first = column.items[0]
+    shapes = {item.shape for item in column.items}
+    if len(shapes) == 1 and all(item.dtype == first.dtype for item in column.items):
+        return Entry("dense", tuple(first.shape), first.dtype, lazy=True)
+    for item in column.items:
+        if item.dtype != first.dtype or item.ndim != first.ndim:
+            raise ValueError(
+                f"{name_of(path)} must keep its dtype and number of dimensions: expected "
+                f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}"
+            )
+    return Entry("ragged", (-1,) * first.ndim, first.dtype, lazy=True)
+
+
+def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
+    """What the entry is once this episode is stored."""
+    same_form = len(expected.shape) == len(got.shape) and expected.dtype == got.dtype
+    if expected.kind == "ragged" and got.kind != "object" and same_form:
+        return expected
+    if expected.kind == "dense" and got.kind != "object" and same_form:
+        if expected.shape == got.shape:
+            return replace(expected, lazy=True) if got.lazy and not expected.lazy else expected
+        if expected.lazy and got.lazy:
+            return Entry("ragged", (-1,) * len(expected.shape), expected.dtype, lazy=True)
+    if expected.kind == got.kind == "object":
+        return expected
+    raise ValueError(
+        f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}"
+    )
+
+
+def _class_name(cls: type | None) -> str:
+    return "TensorDict" if cls is None else cls.__name__

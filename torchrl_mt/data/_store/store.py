@@ -1,0 +1,588 @@
+"""Episodes in columns: what the storage holds, without TorchRL.
+
+Whole episodes come in at one end and leave at the other, the oldest first, so that three budgets
+hold: of steps, of tokens and of episodes. ``admit`` refuses and changes nothing; ``append`` only
+stores what was admitted.
+
+An episode's rows are one block of the ring. What is written names its rows as ``Blocks``, the
+blocks in the order of the data; what is read as a ``RowPlan``, windows of rows in any order; a
+``Selection`` of the storage is a plan with the columns read so far; ``runs`` lists the rows of
+either one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.columns.columns import (
+    Change,
+    DenseColumn,
+    NextColumn,
+    ObjectColumn,
+    RaggedColumn,
+    ReadPlan,
+    RecordColumn,
+    StoredColumn,
+)
+from torchrl_mt.data._store.columns.memory import Memory
+from torchrl_mt.data._store.columns.prompt_column import PromptColumn, additions
+from torchrl_mt.data._store.columns.records import Record, records_for
+from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.columns.unshared_next import are_the_rule
+from torchrl_mt.data._store.files.column_files import Part, SavedParts, TensorParts
+from torchrl_mt.data._store.interrupts import undisturbed
+from torchrl_mt.data._store.ring import Blocks, Moves, Ring, runs
+from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Entry, Schema
+from torchrl_mt.data._store.steps import Column, Objects, Path, Steps, own, step_tensors
+from torchrl_mt.data._store.table import EpisodeTable
+from torchrl_mt.data._store.token_count import count_tokens
+
+__all__ = ["Admission", "EpisodeStore"]
+
+_USUAL_LENGTH = 32
+"""Episodes are taken to be at least this long on average until they prove shorter."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Episodes that can be stored, one after the other."""
+
+    schema: Schema
+    """The schema once they are stored."""
+    steps: Steps
+    """Their steps, each column in the form in which it is stored."""
+    lengths: Tensor
+    """int64 ``[E]``: steps of each."""
+    tokens: Tensor
+    """int64 ``[E]``: tokens of each."""
+    odd: Mapping[Path, Tensor] = field(default_factory=dict)
+    """Which of them disagree with the rows that such an entry shares; see :meth:`Schema.odd`."""
+
+
+class EpisodeStore:
+    """At most ``max_episodes`` whole episodes, ``max_steps`` steps of them and ``max_tokens`` tokens.
+
+    Every episode has one block of rows in a ring, of ``T`` rows, or ``T + 1`` where next entries
+    share the rows of their root entries; every column keeps its values by these rows.
+
+    Args:
+        max_steps: the budget, in steps.
+        device: where tensors are kept.
+        share_next: whether next entries may be shared.
+        max_tokens: the budget, in tokens; None for none.
+        max_episodes: the budget, in episodes; None for none.
+        scratch_dir: the folder for files that hold the tensors; None to hold them in memory.
+    """
+
+    def __init__(
+        self,
+        max_steps: int,
+        device: torch.device,
+        share_next: bool,
+        max_tokens: int | None = None,
+        max_episodes: int | None = None,
+        scratch_dir: str | FilePath | None = None,
+    ) -> None:
+        self.max_steps = max_steps
+        self.max_tokens = max_tokens
+        self.max_episodes = max_episodes
+        self.share_next = share_next
+        self.memory = Memory(device, scratch_dir)
+        self.schema: Schema | None = None
+        self.columns: dict[Path, StoredColumn] = {}
+        self.records: dict[Path, Record] = {}
+        """Where the small entries are; several have one record."""
+        self.table = EpisodeTable()
+        self._rows = _RingRows(Ring(0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns hold, Python objects not counted."""
+        records = sum(record.nbytes for record in set(self.records.values()))
+        return records + sum(column.nbytes for column in self.columns.values())
+
+    def admit(self, steps: Steps, lengths: Tensor) -> Admission:
+        """Check episodes before they are stored.
+
+        Args:
+            steps: the episodes, one after the other, on the store's device.
+            lengths: int64 ``[E]``, steps of each, at least one episode.
+
+        Raises:
+            ValueError: if one is empty, exceeds a budget or does not fit the schema.
+        """
+        sizes = lengths.tolist()
+        if min(sizes) < 1:
+            raise ValueError("an episode must have at least one step, got an empty one")
+        longest = max(sizes)
+        if longest > self.max_steps:
+            raise ValueError(
+                f"an episode of {longest} steps does not fit in max_steps={self.max_steps}: give "
+                f"EpisodeStorage a larger budget"
+            )
+        if self.schema is None:
+            schema = Schema.of(steps, lengths, share_next=self.share_next)
+        elif self.schema.fits(steps, lengths):
+            return self._admitted(self.schema, steps, lengths)
+        else:
+            schema = self.schema.admit(steps, lengths)
+        odd = schema.odd(steps, lengths)
+        if odd:
+            schema = schema.unshared(path for path in odd if self._is_rule(path, odd[path]))
+            odd = {path: odd[path] for path in odd if schema.entries[path].shared}
+        return replace(self._admitted(schema, steps, lengths), odd=odd)
+
+    def _is_rule(self, path: Path, odd: Tensor) -> bool:
+        """Whether episodes that disagree, with these, are too many to be exceptions."""
+        column = self.columns.get(path)
+        if not isinstance(column, NextColumn):
+            return False
+        exceptions = len(column.exceptions) + int(odd.sum())
+        return are_the_rule(exceptions, self.table.num_episodes + len(odd))
+
+    def append(self, admitted: Admission) -> None:
+        """Store what :meth:`admit` gave, after the oldest have made room.
+
+        Nothing is changed if that fails, or if it is interrupted.
+        """
+        commit = self._plan(admitted)
+        with undisturbed():
+            commit()
+
+    def evict(self, episodes: int) -> None:
+        """Let the oldest ``episodes`` leave; allocations stay."""
+        if not episodes:
+            return
+        first, blocks = self._first_after(episodes), self._oldest(episodes)
+        with undisturbed():
+            self.table.evict(episodes)
+            self._rows.ring.pop(next_start=first)
+            for column in self.columns.values():
+                column.release(blocks, first)
+
+    def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
+        """The steps of ``plan``; columns that are ``known`` are not read again.
+
+        Raises:
+            IndexError: if nothing was ever stored.
+        """
+        if self.schema is None:
+            raise IndexError("nothing is stored yet")
+        known = known or {}
+        columns = {
+            path: known[path] if path in known else plan.read(path, column)
+            for path, column in self.columns.items()
+        }
+        return Steps(len(plan), columns, self.schema.root_class)
+
+    def parts(self) -> dict[str, Any]:
+        """What the store is made of, of each column by name; nothing is copied."""
+        live = self._rows.ring.layout()
+        return {
+            "schema": self.schema,
+            "lengths": self.table.lengths.clone(),
+            "tokens": self.table.tokens,
+            "oldest": self.table.oldest,
+            "seen_steps": self.table.end,
+            "renumbered": self.table.renumbered,
+            "pad": self._rows.pad,
+            "columns": {path: column.parts(live) for path, column in self.columns.items()},
+            "budgets": {
+                "max_steps": self.max_steps,
+                "max_tokens": self.max_tokens,
+                "max_episodes": self.max_episodes,
+            },
+            "share_next": self.share_next,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything stored, as copies; entries that share rows do so there, too."""
+
+        def copied(part: Part | Objects) -> Tensor | Objects:
+            return part.whole() if isinstance(part, Part) else Objects([*map(own, part.items)])
+
+        state = self.parts()
+        state["columns"] = {
+            path: {name: copied(part) for name, part in parts.items()}
+            for path, parts in state["columns"].items()
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> int:
+        """Store what :meth:`state_dict` gave, in a store that holds nothing yet.
+
+        Returns:
+            how many of the oldest episodes are left out, since the budgets are smaller.
+
+        Raises:
+            ValueError: if not even the newest episode fits.
+        """
+        if "pad" not in state_dict:
+            return self._load_whole_columns(state_dict)
+        columns = {
+            path: TensorParts(parts, self.memory.device)
+            for path, parts in state_dict["columns"].items()
+        }
+        return self.load(state_dict, columns)
+
+    def load(
+        self, state: Mapping[str, Any], columns: Mapping[Path, SavedParts], *, mapped: bool = False
+    ) -> int:
+        """Store what :meth:`parts` gave, in a store that holds nothing yet.
+
+        Args:
+            state: as there; its columns are not looked at.
+            columns: the saved parts of each.
+            mapped: whether they come in memory of their own, without room for more.
+
+        Returns:
+            how many of the oldest episodes are left out, since the budgets are smaller.
+
+        Raises:
+            ValueError: if not even the newest episode fits.
+        """
+        schema: Schema | None = state["schema"]
+        left_out = self._beyond_budgets(state["lengths"], state["tokens"])
+        lengths, tokens = state["lengths"][left_out:], state["tokens"][left_out:]
+        sizes = lengths + state["pad"]
+        if schema is not None:
+            total, live = int((state["lengths"] + state["pad"]).sum()), int(sizes.sum())
+            self._rows = self._new_rows(schema, lengths, state["pad"])
+            capacity = live if mapped else max(live, self._rows.ring.capacity)
+            self._rows.ring = Ring(capacity, tail=live, upper_end=live)
+            stored, records = self._columns_for(
+                schema, 0 if mapped else capacity, packed=not mapped
+            )
+            for path, column in stored.items():
+                column.load(columns[path], range(total - live, total))
+            self.schema, self.columns, self.records = schema, stored, records
+            self.table.extend(lengths, sizes.cumsum(0) - sizes, tokens)
+            if not self.share_next and schema.shared:
+                self.schema = schema.unshared()
+                self.columns, self.records = self._columns_for(self.schema, capacity)
+        self._number(state, left_out)
+        return left_out
+
+    def _load_whole_columns(self, state: dict[str, Any]) -> int:
+        """Store what earlier versions saved: each entry with rows of its own, prompts as a whole."""
+        schema, lengths, left_out = state["schema"], state["lengths"], 0
+        if schema is not None:
+            schema = schema if self.share_next else schema.unshared()
+            if length := int(lengths.sum()):
+                steps = Steps(length, state["columns"], schema.root_class).on(self.memory.device)
+                tokens = count_tokens(schema, _taken_apart(schema, steps, lengths), lengths)
+                left_out = self._beyond_budgets(lengths, tokens)
+                lengths, left = lengths[left_out:], int(lengths[:left_out].sum())
+                steps = steps[left:]
+                admitted = self._admitted(schema, steps, lengths)
+                self.append(replace(admitted, odd=schema.odd(steps, lengths)))
+            else:
+                # An empty storage knows what its steps look like, too.
+                self.schema, self._rows = schema, self._new_rows(schema, lengths)
+                self.columns, self.records = self._columns_for(schema, self._rows.ring.capacity)
+        self._number(state, left_out)
+        return left_out
+
+    def _number(self, state: Mapping[str, Any], left_out: int) -> None:
+        """Give the loaded episodes the ordinals, and their steps the numbers, that they had."""
+        oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
+        self.table.renumber(oldest, first, state.get("renumbered", 0))
+
+    def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
+        """How many of the oldest episodes must be left out, so that the others fit.
+
+        Raises:
+            ValueError: if not even the newest fits.
+        """
+        left_out = max(self._not_kept(lengths, tokens).values())
+        if left_out and left_out == len(lengths):
+            budget = "max_steps" if int(lengths[-1]) > self.max_steps else "max_tokens"
+            size = int(lengths[-1] if budget == "max_steps" else tokens[-1])
+            raise ValueError(
+                f"the newest episode that was saved has {size} {budget[4:]}, more than "
+                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget"
+            )
+        return left_out
+
+    def _admitted(self, schema: Schema, steps: Steps, lengths: Tensor) -> Admission:
+        """Episodes that fit the schema, in the form in which they are stored.
+
+        Raises:
+            ValueError: if one is longer than ``max_tokens``.
+        """
+        taken_apart = _taken_apart(schema, steps, lengths)
+        tokens = count_tokens(schema, taken_apart, lengths)
+        if schema.growing:
+            steps = taken_apart
+        if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
+            raise ValueError(
+                f"an episode of {int(tokens.max())} tokens does not fit in "
+                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget"
+            )
+        return Admission(schema, steps, lengths, tokens)
+
+    def _plan(self, admitted: Admission) -> Callable[[], None]:
+        """What stores the episodes; whatever can fail has failed before it is returned."""
+        schema, table = admitted.schema, self.table
+        steps, lengths, tokens = admitted.steps, admitted.lengths, admitted.tokens
+        skipped = max(self.not_kept(admitted).values()) if len(lengths) > 1 else 0
+        if skipped:
+            lengths, tokens = lengths[skipped:], tokens[skipped:]
+            steps = steps[steps.length - int(lengths.sum()) :]
+        rows = self._rows if self.schema is not None else self._new_rows(schema, lengths)
+        columns, records, recount = self.columns, self.records, None
+        if schema is not self.schema:
+            columns, records = self._columns_for(schema, rows.ring.capacity)
+            recount = self._recount(schema, columns)
+        leaving = table.num_episodes
+        if not skipped:
+            leaving = self._leaving(len(lengths), steps.length, tokens, recount)
+        ring = rows.ring.copy()
+        rows = _RingRows(ring, rows.pad, rows.slack)
+        first, moves, left = self._first_after(leaving) if leaving else None, None, None
+        if leaving:
+            ring.pop(next_start=first)
+            if schema.has_objects or any(map(_has_exceptions, columns.values())):
+                left = self._oldest(leaving)
+        sizes = [length + rows.pad for length in lengths.tolist()]
+        starts = ring.push_all(sizes)
+        if starts is None:
+            moves = self._grow(rows, sizes)
+            columns = {
+                path: column.laid_out(moves, ring.capacity) for path, column in columns.items()
+            }
+            moved = {
+                record: record.laid_out(moves, ring.capacity) for record in set(records.values())
+            }
+            records = {path: moved[record] for path, record in records.items()}
+            _link(columns, records)
+            left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
+            starts = ring.push_all(sizes)
+            assert starts is not None
+        odd = {path: which[skipped:] for path, which in admitted.odd.items()}
+        change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left, odd)
+        commits = _plan_columns(change, steps, columns, records)
+
+        def commit() -> None:
+            if recount is not None:
+                table.recount(recount)
+            table.evict(leaving)
+            table.pass_over(skipped, admitted.steps.length - steps.length)
+            if moves is not None:
+                table.move(moves)
+            self.schema, self.columns, self.records, self._rows = schema, columns, records, rows
+            for store in commits:
+                store()
+            table.extend(lengths, starts, tokens)
+
+        return commit
+
+    def _leaving(self, episodes: int, steps: int, tokens: Tensor, recount: Tensor | None) -> int:
+        """How many of the stored episodes must leave for others, of so many steps and tokens."""
+        table = self.table
+        leaving = table.episodes_holding(table.num_steps + steps - self.max_steps)
+        if self.max_episodes is not None:
+            leaving = max(leaving, table.num_episodes + episodes - self.max_episodes)
+        if self.max_tokens is None:
+            return leaving
+        coming = int(tokens.sum()) - self.max_tokens
+        if recount is None:
+            return max(leaving, table.episodes_holding(0, table.num_tokens + coming))
+        held = recount.cumsum(0)
+        surplus = int(held[-1]) + coming
+        return max(leaving, int(torch.searchsorted(held, surplus)) + 1 if surplus > 0 else 0)
+
+    def not_kept(self, admitted: Admission) -> dict[str, int]:
+        """How many of the episodes leave again as the later ones of them come, for each budget."""
+        return self._not_kept(admitted.lengths, admitted.tokens)
+
+    def _not_kept(self, lengths: Tensor, tokens: Tensor) -> dict[str, int]:
+        """How many of the oldest of such episodes do not fit beside the later ones."""
+
+        def beyond(sizes: Tensor, budget: int) -> int:
+            if sum(sizes.tolist()) <= budget:
+                return 0
+            return int((sizes.flip(0).cumsum(0) > budget).sum())
+
+        skipped = {"max_steps": beyond(lengths, self.max_steps)}
+        if self.max_tokens is not None:
+            skipped["max_tokens"] = beyond(tokens, self.max_tokens)
+        if self.max_episodes is not None:
+            skipped["max_episodes"] = max(lengths.shape[0] - self.max_episodes, 0)
+        return skipped
+
+    def _oldest(self, episodes: int) -> Blocks:
+        """The rows of the oldest episodes."""
+        table = self.table
+        return Blocks(table.starts[:episodes].tolist(), table.lengths[:episodes].tolist())
+
+    def _first_after(self, episodes: int) -> int | None:
+        """The first row of the oldest episode but so many; None if there is none."""
+        stays = episodes < self.table.num_episodes
+        return int(self.table.starts[episodes]) if stays else None
+
+    def _new_rows(self, schema: Schema, lengths: Tensor, pad: int | None = None) -> _RingRows:
+        """Rows for a store that begins with episodes of these lengths."""
+        if pad is None:
+            pad = int(any(entry.shared for entry in schema.entries.values()))
+        if not len(lengths):
+            lengths = torch.ones(1, device="cpu")
+        slack = int(lengths.max()) + pad
+        usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
+        return _RingRows(
+            Ring(self.max_steps + pad * math.ceil(self.max_steps / usual) + slack), pad, slack
+        )
+
+    def _columns_for(
+        self, schema: Schema, capacity: int, *, packed: bool = True
+    ) -> tuple[dict[Path, StoredColumn], dict[Path, Record]]:
+        """Columns that fit ``schema``, with what is stored; those that fit already as they are."""
+        records = self.records
+        if packed and not self.columns:
+            records = records_for(schema.entries, capacity, self.memory)
+        columns: dict[Path, StoredColumn] = {}
+        for path, entry in schema.entries.items():
+            column = copy(self.columns.get(path))
+            if isinstance(column, NextColumn) and not entry.shared:
+                column = column.unshared(self.memory)
+            if isinstance(column, (DenseColumn, RecordColumn)) and entry.kind == "ragged":
+                column = self._as_ragged(column, entry, capacity)
+            if column is None and path in records:
+                column = RecordColumn(records[path], path)
+            if column is None:
+                column = self._new_column(path, entry, capacity)
+            columns[path] = column
+        if schema.growing and not isinstance(columns[PROMPT], PromptColumn):
+            columns[PROMPT] = self._as_growing(
+                columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT], capacity
+            )
+        _link(columns, records)
+        return columns, records
+
+    def _new_column(self, path: Path, entry: Entry, capacity: int) -> StoredColumn:
+        """An empty column for ``entry``."""
+        if entry.shared:
+            return NextColumn(path, self.memory)
+        if entry.kind == "object":
+            return ObjectColumn(capacity)
+        if entry.kind == "dense":
+            return DenseColumn(entry, capacity, self.memory)
+        return RaggedColumn(entry, capacity, self.memory)
+
+    def _as_ragged(
+        self, dense: DenseColumn | RecordColumn, entry: Entry, capacity: int
+    ) -> RaggedColumn:
+        """A dense column's episodes, stored as ragged ones."""
+        ragged = RaggedColumn(entry, capacity, self.memory)
+        if self.table.num_episodes:
+            stored = self._oldest(self.table.num_episodes)
+            ragged.plan(Change(stored), dense.read(RowPlan(stored.rows)))()
+        return ragged
+
+    def _as_growing(
+        self, whole: StoredColumn, responses: StoredColumn, entry: Entry, capacity: int
+    ) -> PromptColumn:
+        """The prompts of a column, stored as what they add."""
+        growing = PromptColumn(entry, capacity, self.memory)
+        if self.table.num_episodes:
+            stored = self._oldest(self.table.num_episodes)
+            plan = RowPlan(stored.rows)
+            prompts, answers = (step_tensors(column.read(plan)) for column in (whole, responses))
+            growing.plan(
+                Change(stored),
+                additions(prompts, answers, torch.tensor(stored.lengths, device="cpu")),
+            )()
+        return growing
+
+    def _recount(self, schema: Schema, columns: dict[Path, StoredColumn]) -> Tensor | None:
+        """The tokens of the stored episodes under another schema, if they count otherwise."""
+        before, lengths = self.schema, self.table.lengths
+        if before is None or not len(lengths) or before.counted == schema.counted:
+            return None
+        plan = RowPlan(runs(self.table.starts, lengths))
+        counted = {path: plan.read(path, columns[path]) for path in schema.counted}
+        stored = Steps(len(plan), counted, schema.root_class)
+        return count_tokens(schema, _taken_apart(schema, stored, lengths), lengths)
+
+    def _grow(self, rows: _RingRows, sizes: list[int]) -> Moves:
+        """Make the ring larger, so that blocks of these sizes find a place.
+
+        The budget counts steps, and a row more per episode where next entries are shared: the
+        ring aims at the rows that episodes of the mean length so far need. The slack for the
+        longest episode grows by half at least, so that the cost per write stays constant.
+        """
+        longest = max(sizes)
+        if longest > rows.slack:
+            rows.slack = min(max(longest, rows.slack * 3 // 2), self.max_steps + rows.pad)
+        episodes = self.table.next + len(sizes)
+        mean = (self.table.end + sum(sizes) - rows.pad * len(sizes)) / episodes
+        wanted = self.max_steps + rows.pad * math.ceil(self.max_steps / mean) + rows.slack
+        moves = rows.ring.layout()
+        needed = moves.upper + moves.lower + sum(sizes)
+        if rows.ring.capacity >= wanted:
+            wanted = rows.ring.capacity + rows.ring.capacity // 16
+        return rows.ring.resize(max(wanted, needed))
+
+
+@dataclass
+class _RingRows:
+    """The ring, and what its size was made for."""
+
+    ring: Ring
+    pad: int = 0
+    """Rows that an episode has beyond its steps: 1 where next entries are shared."""
+    slack: int = 0
+    """Rows of the longest episode that the ring has room for beside the budget."""
+
+
+def _has_exceptions(column: StoredColumn) -> bool:
+    """Whether there are episodes that it has rows of their own for."""
+    return isinstance(column, NextColumn) and len(column.exceptions) > 0
+
+
+def _plan_columns(
+    change: Change,
+    steps: Steps,
+    columns: Mapping[Path, StoredColumn],
+    records: Mapping[Path, Record],
+) -> list[Callable[[], None]]:
+    """What stores each column of whole episodes; the entries of a record in one go."""
+    commits = []
+    apart = set(columns)
+    for record in set(records.values()):
+        if all(isinstance(columns[path], RecordColumn) for path in record.shapes):
+            commits.append(record.plan(change.written, steps.columns))
+            apart -= record.shapes.keys()
+    commits += [columns[path].plan(change, steps.columns[path]) for path in apart]
+    return commits
+
+
+def _link(columns: dict[Path, StoredColumn], records: dict[Path, Record]) -> None:
+    """Tell the columns that are read from others which those are."""
+    for path, column in columns.items():
+        if isinstance(column, RecordColumn):
+            column.follow(records[path])
+    for path, column in columns.items():
+        if isinstance(column, NextColumn):
+            source = columns[path[1:]]
+            assert isinstance(source, (DenseColumn, RecordColumn))
+            column.source = source
+        elif isinstance(column, PromptColumn):
+            column.responses = columns[RESPONSE]
+
+
+def _taken_apart(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
+    """The steps with each prompt given by what it adds."""
+    if not schema.has_turns:
+        return steps
+    prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
+    grown = cast(Column, additions(prompts, responses, lengths))
+    return replace(steps, columns={**steps.columns, PROMPT: grown})

@@ -1,0 +1,284 @@
+"""The episode table: which episodes are stored, how long they are and where they begin.
+
+First in, first out. Appending and evicting cost amortised O(1), finding the episode of a step or
+of a clip O(log E): no cost grows with the number of stored steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.ring import Moves
+
+__all__ = ["Choice", "EpisodeTable", "Unit", "search"]
+
+Unit = Literal["clips", "clips_or_whole", "episodes"]
+"""What is counted; see :class:`Choice`."""
+
+_MAX_TALLIES = 8
+
+
+class Choice(NamedTuple):
+    """What is chosen from: how many units of choice an episode of each length offers."""
+
+    span: int
+    """Steps per clip."""
+    unit: Unit = "clips"
+    """``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an episode shorter
+    than that as one clip, ``"episodes"`` counts 1 for each episode that holds a clip.
+    """
+    least: int = 1
+    """With ``"clips_or_whole"``, episodes of fewer steps count nothing."""
+    beyond: tuple[int, int] = (0, 0)
+    """How many steps of a clip may lie before its episode, and after it; one at least lies within."""
+
+    def units(self, lengths: np.ndarray) -> np.ndarray:
+        """The units of choice that episodes of these lengths offer: int64 ``[E]``.
+
+        Examples:
+            >>> Choice(3).units(np.array([2, 3, 5]))
+            array([0, 1, 3])
+        """
+        clips = lengths - (self.span - 1)
+        if any(self.beyond):
+            outside = np.minimum(lengths, self.span) - 1
+            more = np.minimum(outside, self.beyond[0]) + np.minimum(outside, self.beyond[1])
+            if self.unit == "clips":
+                return np.where(clips > 0, clips + more, 0)
+            return np.where(lengths >= self.least, np.maximum(clips, 1) + more, 0)
+        if self.unit == "clips":
+            return np.maximum(clips, 0)
+        if self.unit == "clips_or_whole":
+            return np.where(lengths >= self.least, np.maximum(clips, 1), 0)
+        return (clips > 0).astype(np.int64)
+
+
+def search(before: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The episode of each unit of choice.
+
+    Args:
+        before: what :meth:`EpisodeTable.before` gives.
+        units: int64 ``[n]``, units by age: 0 is the first of the oldest episode.
+
+    Returns:
+        int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` units within the
+        episodes.
+
+    Examples:
+        >>> search(np.array([7, 9, 9, 12]), np.array([0, 1, 2]))
+        (array([0, 0, 2]), array([0, 1, 0]))
+    """
+    units = units + before[0]
+    episodes = before.searchsorted(units, "right") - 1
+    return episodes, units - before[episodes]
+
+
+class EpisodeTable:
+    """Length and first row of every stored episode, oldest first.
+
+    Episodes have *ordinals*, and steps have *numbers*: 0 for the first ever stored, and never used
+    again. Other cumulative counts only matter by their differences, so that evicting changes none.
+    Episodes and steps are chosen by arrays, not tensors: they are few, and torch takes longer to begin.
+    """
+
+    def __init__(self) -> None:
+        self.oldest = 0
+        """Ordinal of the oldest stored episode."""
+        self.renumbered = 0
+        """How much larger the numbers of steps are than in the state that was loaded."""
+        self._head = 0
+        self._tail = 0
+        self._length = np.zeros(64, dtype=np.int64)
+        self._start = np.zeros(64, dtype=np.int64)
+        self._steps = np.zeros(65, dtype=np.int64)
+        """Number of the first step of each episode; after the last, of the step that comes next."""
+        self._tokens = np.zeros(65, dtype=np.int64)
+        """Tokens before each episode and after the last, counted from anywhere."""
+        self._tallies: OrderedDict[Choice, np.ndarray] = OrderedDict()
+        """Units of choice likewise, for the choices last asked for."""
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of stored episodes."""
+        return self._tail - self._head
+
+    @property
+    def num_steps(self) -> int:
+        """Number of stored steps."""
+        return int(self._steps[self._tail] - self._steps[self._head])
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest stored step; if there is none, of the step that comes next."""
+        return int(self._steps[self._head])
+
+    @property
+    def end(self) -> int:
+        """Number of the step that comes next."""
+        return int(self._steps[self._tail])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of stored tokens."""
+        return int(self._tokens[self._tail] - self._tokens[self._head])
+
+    @property
+    def next(self) -> int:
+        """Ordinal that the next episode will have."""
+        return self.oldest + self.num_episodes
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 ``[E]``: steps of each episode, oldest first (a view)."""
+        return torch.from_numpy(self._length[self._head : self._tail])
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 ``[E]``: first ring row of each episode, oldest first (a view)."""
+        return torch.from_numpy(self._start[self._head : self._tail])
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 ``[E]``: tokens of each episode, oldest first."""
+        return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
+
+    def places(
+        self, episodes: np.ndarray, offsets: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Number and ring row of steps.
+
+        Args:
+            episodes: int64 ``[n]``, positions of their episodes (0 is the oldest).
+            offsets: int64 ``[n]``, steps before them in their episodes; or one number for all.
+
+        Returns:
+            two times int64 ``[n]``.
+        """
+        of = episodes + self._head
+        return self._steps[of] + offsets, self._start[of] + offsets
+
+    def extend(self, lengths: Tensor, starts: Sequence[int], tokens: Tensor) -> None:
+        """Add the newest episodes.
+
+        Args:
+            lengths: int64 ``[n]``, steps of each.
+            starts: ``n``, first ring row of each.
+            tokens: int64 ``[n]``, tokens of each.
+        """
+        steps = lengths.numpy()
+        tail = self._tail + len(steps)
+        if tail > len(self._length):
+            self._compact(len(steps))
+            tail = self._tail + len(steps)
+        new = slice(self._tail, tail)
+        self._length[new] = steps
+        self._start[new] = starts
+        self._accumulate(self._steps, new, steps)
+        self._accumulate(self._tokens, new, tokens.numpy())
+        for choice, tally in self._tallies.items():
+            self._accumulate(tally, new, choice.units(steps))
+        self._tail = tail
+
+    def recount(self, tokens: Tensor) -> None:
+        """Replace the tokens of each stored episode: int64 ``[E]``."""
+        self._accumulate(self._tokens, slice(self._head, self._tail), tokens.numpy())
+
+    def pass_over(self, episodes: int, steps: int) -> None:
+        """Number episodes that came and left at once, and their steps, while none is stored."""
+        self.oldest += episodes
+        self._steps[self._head] += steps
+
+    def renumber(self, oldest: int, first: int, renumbered: int) -> None:
+        """Give the stored episodes ordinals from ``oldest`` on, and the steps numbers from ``first``."""
+        self.oldest, self.renumbered = oldest, renumbered
+        self._steps[self._head : self._tail + 1] += first - self._steps[self._head]
+
+    def number_from(self, least: int) -> None:
+        """Give the stored steps higher numbers, unless theirs begin at ``least`` or above."""
+        more = least - self.first
+        if more > 0:
+            self.renumber(self.oldest, least, self.renumbered + more)
+
+    def evict(self, episodes: int) -> None:
+        """Remove the oldest ``episodes``."""
+        self._head += episodes
+        self.oldest += episodes
+        if self._head == self._tail:
+            self._steps[0] = self._steps[self._tail]
+            self._head = self._tail = 0
+
+    def episodes_holding(self, steps: int, tokens: int = 0) -> int:
+        """The least number of oldest episodes that together hold so many steps and tokens."""
+        return max(self._holding(self._steps, steps), self._holding(self._tokens, tokens))
+
+    def find(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The episode of each stored step.
+
+        Args:
+            steps: int64 ``[n]``, places by age: 0 is the oldest stored step.
+
+        Returns:
+            int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
+            the episodes.
+        """
+        return search(self._steps[self._head : self._tail + 1], steps)
+
+    def before(self, choice: Choice) -> np.ndarray:
+        """int64 ``[E + 1]``: units of choice before each episode and after the last, counted from
+        anywhere (a view).
+        """
+        tally = self._tallies.get(choice)
+        if tally is None:
+            tally = np.zeros_like(self._steps)
+            stored = slice(self._head, self._tail)
+            self._accumulate(tally, stored, choice.units(self._length[stored]))
+            self._tallies[choice] = tally
+            if len(self._tallies) > _MAX_TALLIES:
+                self._tallies.popitem(last=False)
+        self._tallies.move_to_end(choice)
+        return tally[self._head : self._tail + 1]
+
+    def total(self, choice: Choice) -> int:
+        """Units of choice that the stored episodes offer together."""
+        before = self.before(choice)
+        return int(before[-1] - before[0])
+
+    def move(self, moves: Moves) -> None:
+        """Follow the rows to where the ring has moved them."""
+        self.starts.copy_(moves.positions(self.starts))
+
+    def _holding(self, counts: np.ndarray, wanted: int) -> int:
+        """The least number of oldest episodes that hold so many, by the counts before each."""
+        if wanted <= 0:
+            return 0
+        before = counts[self._head : self._tail + 1]
+        return int(before.searchsorted(before[0] + wanted))
+
+    @staticmethod
+    def _accumulate(counts: np.ndarray, new: slice, units: np.ndarray) -> None:
+        """Continue cumulative counts over the episodes at ``new``."""
+        counts[new.start + 1 : new.stop + 1] = counts[new.start] + units.cumsum()
+
+    def _compact(self, more: int) -> None:
+        """Make room for ``more`` episodes: move the live part to the front of enough memory."""
+        live, head = self.num_episodes, self._head
+        size = self._length.shape[0]
+        while size < 2 * live + more:
+            size *= 2
+
+        def moved(old: np.ndarray, extra: int) -> np.ndarray:
+            new = np.zeros(size + extra, dtype=np.int64)
+            new[: live + extra] = old[head : head + live + extra]
+            return new
+
+        self._length, self._start = moved(self._length, 0), moved(self._start, 0)
+        self._steps, self._tokens = moved(self._steps, 1), moved(self._tokens, 1)
+        for choice, tally in self._tallies.items():
+            self._tallies[choice] = moved(tally, 1)
+        self._head, self._tail = 0, live

@@ -1,0 +1,462 @@
+"""The steps of unfinished episodes, in one log.
+
+Batches are written one after the other, so that the rows of an episode increase with time; every row
+knows its episode. Small entries of one dtype lie side by side in one record per row, every other one in
+a tensor (or list) of its own. Rows whose episode has ended are free, and the log is laid out anew
+without them when it is full: it takes memory in proportion to the open steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.columns.memory import Memory
+from torchrl_mt.data._store.columns.records import Record, records_for
+from torchrl_mt.data._store.interrupts import undisturbed
+from torchrl_mt.data._store.schema import Schema, as_array, bits
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, step_tensors
+from torchrl_mt.data._writing.continuity import bits_at
+from torchrl_mt.data._writing.grouping import Segments
+
+__all__ = ["Label", "OpenSteps"]
+
+Label = Hashable
+"""What an open episode is called: its id; or ``(id, 2)``, ``(id, 3)``... if another has that id."""
+
+_FEW_SLOTS = 4
+"""Slots whose rows are found faster one by one."""
+_FEW = 1024
+"""A log of so few rows is never made smaller."""
+
+_MEMORY = Memory(torch.device("cpu"))
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+class OpenSteps:
+    """Open episodes, each in a *slot*: a number that another episode has later.
+
+    :meth:`put` writes a batch in rows that nothing counts yet; :meth:`commit` has them count.
+    """
+
+    def __init__(self) -> None:
+        self.schema: Schema | None = None
+        self.columns: dict[Path, _Tensors | _Items] = {}
+        self._records: list[tuple[Record, _Tensors]] = []
+        """Where the small ones are side by side, as the storage keeps them."""
+        self.tail = 0
+        """One past the last row that counts."""
+        self.owner = np.zeros(0, dtype=np.int32)
+        """The slot of each row; -1 if it is free."""
+        self.ids = self.first = self.last = self.length = self.batch = _NO_ROWS
+        """By slot: the id, the first and the last row, the number of steps, the batch of the last."""
+        self.is_open = np.zeros(0, dtype=bool)
+        """By slot: whether it is of an open episode."""
+        self._recent: tuple[np.ndarray, np.ndarray, list[int]] = (_NO_ROWS, _NO_ROWS, [])
+        """Of the last batch's segments: the ids, the slots, and which are open no more."""
+        self.slots: dict[Label, int] = {}
+        """The slot of every open episode."""
+        self.newest: dict[int, int] = {}
+        """For each id, the slot of the episode that began last."""
+        self.several: dict[int, list[int]] = {}
+        """Of ids with more than one episode: the slots, in the order in which the episodes began."""
+        self.labels: dict[int, Label] = {}
+        """What the episode in a slot is called."""
+        self.num_steps = 0
+        """Steps of all open episodes."""
+        self.batches = 0
+        """How many batches came."""
+        self._free: list[int] = []
+
+    def find(self, parts: Segments) -> np.ndarray:
+        """int64 ``[S]``: the slot that an id had in the last batch, if that episode is open still, else
+        that of its newest one; -1 where none is. Of an id with several the caller chooses.
+        """
+        ids, slots, ended = self._recent
+        if len(ids) != len(parts.ids):
+            return np.array([self.newest.get(key, -1) for key in parts.keys], dtype=np.int64)
+        found = slots.copy()
+        for i in [*np.flatnonzero(ids != parts.ids).tolist(), *ended]:
+            found[i] = self.newest.get(parts.keys[i], -1)
+        return found
+
+    def with_id(self, key: int) -> list[int]:
+        """The slots of the episodes with an id, in the order in which they began."""
+        if key in self.several:
+            return self.several[key]
+        return [self.newest[key]] if key in self.newest else []
+
+    def by_age(self) -> list[int]:
+        """The slots of the open episodes, by their last steps."""
+        slots = self._all()
+        ordered: list[int] = slots[np.argsort(self.last[slots], kind="stable")].tolist()
+        return ordered
+
+    def rows(self, slot: int) -> np.ndarray:
+        """int64 ``[T]``: the rows of an open episode."""
+        return self.rows_of([slot], self.tail)[0]
+
+    def rows_of(self, slots: Sequence[int], stop: int) -> list[np.ndarray]:
+        """int64 ``[T]`` each: the rows before ``stop`` that are of some slots."""
+        firsts = [int(self.first[slot]) if self.is_open[slot] else self.tail for slot in slots]
+        if len(slots) <= _FEW_SLOTS:
+            return [
+                np.flatnonzero(self.owner[first:stop] == slot) + first
+                for slot, first in zip(slots, firsts, strict=True)
+            ]
+        first = min(firsts)
+        owner = self.owner[first:stop]
+        chosen = np.zeros(len(self.ids) + 1, dtype=bool)  # Free rows have the slot -1: the last.
+        chosen[slots] = True
+        found = np.flatnonzero(chosen.take(owner, mode="wrap"))
+        owner = owner[found]
+        order = np.argsort(owner, kind="stable")
+        rows, owner = found[order] + first, owner[order]
+        starts, stops = (np.searchsorted(owner, slots, side).tolist() for side in ("left", "right"))
+        return [rows[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+    def take(self, rows: np.ndarray) -> Steps:
+        """The steps in some rows; dense tensors are copies, all else is what is kept."""
+        assert self.schema is not None
+        packed: dict[Path, Tensor] = {}
+        for record, tensors in self._records:
+            packed.update(record.entries(tensors.take(rows)))
+        columns = self._with(packed, lambda column: column.take(rows))
+        return Steps(len(rows), columns, self.schema.root_class)
+
+    def episode(self, slot: int) -> Steps:
+        """A copy of the steps of an episode."""
+        return self.take(self.rows(slot)).clone()
+
+    def bits_at(self, path: Path, rows: np.ndarray | slice) -> np.ndarray | None:
+        """The bits of an entry in some rows: integers ``[n, w]``; None if they are not all alike."""
+        column = self.columns.get(path)
+        return None if column is None else column.bits_at(rows)
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def put(self, steps: Steps, schema: Schema) -> int:
+        """Write a batch in rows that do not count yet; the first of them.
+
+        Args:
+            steps: the batch.
+            schema: what the steps look like together with those that are there.
+        """
+        if self.tail + steps.length > len(self.owner):
+            self._lay_out(steps.length)
+        if schema is not self.schema:
+            self._take_form(steps, schema)
+        first = self.tail
+        for path, column in steps.columns.items():
+            held = self.columns[path]
+            if isinstance(held, _Tensors) and not isinstance(column, Tensor):
+                held = self.columns[path] = held.as_items()
+            held.put(first, column)
+        return first
+
+    def assign(self, parts: Segments, order: np.ndarray | None, slots: np.ndarray) -> None:
+        """Say of the rows that :meth:`put` wrote which slots they are of; see :meth:`commit`."""
+        owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
+        place = self.owner[self.tail : self.tail + len(owners)]
+        place[slice(None) if order is None else order] = owners
+
+    def new_slots(self, number: int) -> list[int]:
+        """Slots for so many episodes; they are free until :meth:`commit`."""
+        lacking = number - len(self._free)
+        if lacking > 0:
+            known = len(self.ids)
+            size = max(known + lacking, 2 * known, 16)
+            longer = {}
+            for name in ("ids", "first", "last", "length", "batch", "is_open"):
+                held = getattr(self, name)
+                longer[name] = np.zeros(size, dtype=held.dtype)
+                longer[name][:known] = held
+            free = [*range(size - 1, known - 1, -1), *self._free]
+            with undisturbed():
+                self.__dict__.update(longer)
+                self._free = free
+        return self._free[len(self._free) - number :][::-1]
+
+    def commit(
+        self,
+        parts: Segments,
+        order: np.ndarray | None,
+        slots: np.ndarray,
+        fresh: Mapping[int, int],
+        gone: Mapping[int, np.ndarray],
+    ) -> None:
+        """Have the batch that :meth:`put` wrote and :meth:`assign` shared out count.
+
+        Args:
+            parts: its segments.
+            order: int64 ``[N]``, the order in which they take its steps; None for the one they have.
+            slots: int64 ``[S]``, the slot of each.
+            fresh: the slots of episodes that begin, and the first segment of each.
+            gone: the rows of the episodes that are no longer open, by their slots.
+        """
+        self.batches += 1
+        first, last = parts.starts, parts.stops - 1
+        if order is not None:
+            first, last = order[first], order[last]
+        number = int(parts.stops[-1])
+        for slot, i in fresh.items():
+            self.first[slot], self.length[slot] = first[i] + self.tail, 0
+        if parts.differ:
+            self.length[slots] += parts.sizes
+        else:
+            np.add.at(self.length, slots, parts.sizes)  # several may be of one slot
+        self.last[slots], self.batch[slots] = last + self.tail, self.batches
+        self.num_steps += number
+        self.tail += number
+        for slot, its in gone.items():
+            self._release(its)
+            if slot in self.labels:
+                self._end(slot)
+        if fresh:
+            self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
+        ended = np.flatnonzero(~self.is_open[slots]).tolist() if gone else []
+        self._recent = (parts.ids.copy(), slots, ended)  # They may be the user's own memory.
+        self._shrink()
+
+    def restore(self, key: int, label: Label, steps: Steps) -> None:
+        """Have one more open episode."""
+        lengths = torch.tensor([steps.length], device="cpu")
+        schema = Schema.of(steps, lengths, share_next=False)
+        if self.slots and self.schema is not None:
+            schema = self.schema.merge(schema)
+        self.put(steps, schema)
+        (slot,) = self.new_slots(1)
+        whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
+        self.assign(whole, None, np.array([slot]))
+        self.commit(whole, None, np.array([slot]), {slot: 0}, {})
+        del self.slots[self.labels[slot]]
+        self.labels[slot], self.slots[label] = label, slot
+
+    def discard(self, slot: int) -> None:
+        """Let go of an open episode."""
+        rows = self.rows(slot)
+        with undisturbed():
+            self._release(rows)
+            self._end(slot)
+            self._recent = (_NO_ROWS, _NO_ROWS, [])
+            self._shrink()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _begin(self, episodes: list[tuple[int, int]]) -> None:
+        """Have slots be those of episodes with these ids."""
+        taken = {slot for slot, _ in episodes}
+        if taken:
+            self._free = [slot for slot in self._free if slot not in taken]
+        for slot, key in episodes:
+            self.ids[slot], self.is_open[slot] = key, True
+            if key in self.newest:
+                self.several.setdefault(key, [self.newest[key]]).append(slot)
+            self.newest[key] = slot
+            label = _unused(key, self.slots)
+            self.labels[slot], self.slots[label] = label, slot
+
+    def _release(self, rows: np.ndarray) -> None:
+        """Let go of rows."""
+        self.owner[rows] = -1
+        self.num_steps -= len(rows)
+        for column in self.columns.values():
+            if isinstance(column, _Items):
+                column.release(rows)
+
+    def _end(self, slot: int) -> None:
+        """Have a slot be of no episode."""
+        del self.slots[self.labels.pop(slot)]
+        self._free.append(slot)
+        self.is_open[slot] = False
+        key = int(self.ids[slot])
+        if key not in self.several:
+            del self.newest[key]
+            return
+        left = self.several[key]
+        left.remove(slot)
+        self.newest[key] = left[-1]
+        if len(left) == 1:
+            del self.several[key]
+
+    def _shrink(self) -> None:
+        """Give memory back that the open steps do not need."""
+        if not self.slots:
+            self.tail = 0
+        if len(self.owner) > _FEW and len(self.owner) > 12 * self.num_steps:
+            self._lay_out(0)
+
+    def _all(self) -> np.ndarray:
+        """The slots of the open episodes."""
+        return np.fromiter(self.slots.values(), dtype=np.int64, count=len(self.slots))
+
+    def _take_form(self, steps: Steps, schema: Schema) -> None:
+        """Have columns for steps of a schema."""
+        size = len(self.owner)
+        records, columns = self._records, dict(self.columns)
+        if not self.slots:
+            small = {
+                path: schema.entries[path]
+                for path, column in steps.columns.items()
+                if isinstance(column, Tensor) and column.is_cpu and not _is_twin(path, schema)
+            }
+            records = _tensors_of(set(records_for(small, size, _MEMORY).values()))
+            columns = _columns_in(records)
+        for path, column in steps.columns.items():
+            if path not in columns:
+                fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
+                columns[path] = fresh or _Items(type(column), size)
+        with undisturbed():
+            self._records, self.columns, self.schema = records, columns, schema
+
+    def _with(self, packed: Mapping[Path, Any], other: Callable[[Any], Any]) -> dict[Path, Any]:
+        """What there is of the columns in records, and what ``other`` makes of those that are not."""
+        return {
+            path: packed[path] if path in packed and isinstance(column, _Tensors) else other(column)
+            for path, column in self.columns.items()
+        }
+
+    def _lay_out(self, more: int) -> None:
+        """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
+        live = np.flatnonzero(self.owner[: self.tail] >= 0)
+        size = max(64, 3 * (len(live) + more))
+        if size <= len(self.owner) <= 2 * size:
+            size = len(self.owner)  # Memory that is in use already is the fastest.
+        records = _tensors_of(record.like(size) for record, _ in self._records)
+        for (_, tensors), (_, before) in zip(records, self._records, strict=True):
+            tensors.put(0, before.take(live))
+        columns = self._with(_columns_in(records), lambda column: column.laid_out(live, size))
+        owner = np.full(size, -1, dtype=np.int32)
+        owner[: len(live)] = self.owner[live]
+        place = np.zeros(self.tail + 1, dtype=np.int64)
+        place[live] = np.arange(len(live))
+        slots, first, last = self._all(), self.first.copy(), self.last.copy()
+        first[slots], last[slots] = place[first[slots]], place[last[slots]]
+        with undisturbed():
+            self._records, self.columns = records, columns
+            self.first, self.last, self.owner, self.tail = first, last, owner, len(live)
+
+
+class _Tensors:
+    """An entry of one shape and dtype."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+        self._array = as_array(held)
+        self._bits = None if self._array is None else bits(held).numpy().reshape(len(held), -1)
+
+    @classmethod
+    def like(cls, column: Tensor, size: int) -> _Tensors:
+        """Room for ``size`` steps like those of a column."""
+        with torch.inference_mode(False):
+            shape = (size, *column.shape[1:])
+            return cls(torch.empty(shape, dtype=column.dtype, device=column.device))
+
+    def put(self, first: int, column: Any) -> None:
+        """Write the values of some steps."""
+        array = None if self._array is None else as_array(column)
+        if array is None or self._array is None:
+            self.held[first : first + len(column)].copy_(column)
+        else:
+            self._array[first : first + len(array)] = array
+
+    def take(self, rows: np.ndarray) -> Tensor:
+        """The values in some rows."""
+        if self._array is None:
+            return self.held.index_select(0, torch.from_numpy(rows).to(self.held.device))
+        taken = torch.from_numpy(_rows_at(self._array, rows))
+        return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
+
+    def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
+        """The bits in some rows: integers ``[n, w]``."""
+        if self._bits is None:
+            return bits_at(self.held, rows)
+        return self._bits[rows] if isinstance(rows, slice) else _rows_at(self._bits, rows)
+
+    def laid_out(self, rows: np.ndarray, size: int) -> _Tensors:
+        """The values in some rows, with room for ``size``."""
+        new = _Tensors.like(self.held, size)
+        new.put(0, self.take(rows))
+        return new
+
+    def as_items(self) -> _Items:
+        """The values one by one."""
+        items = _Items(Rows, len(self.held))
+        items.put(0, self.held)
+        return items
+
+
+class _Items:
+    """An entry of tensors of varying shape, or of Python objects."""
+
+    def __init__(self, kind: type, size: int) -> None:
+        self.kind = kind
+        self.items: list[Any] = [None] * size
+
+    def put(self, first: int, column: Any) -> None:
+        """Write the values of some steps: copies."""
+        if isinstance(column, Tensor):
+            column = Rows(list(step_tensors(column)))
+        copies = Steps(len(column.items), {("",): column}).clone().columns[("",)]
+        assert isinstance(copies, (Rows, Objects))
+        self.items[first : first + len(copies.items)] = copies.items
+
+    def take(self, rows: np.ndarray) -> Column:
+        """The values in some rows: themselves."""
+        column: Column = self.kind([self.items[row] for row in rows.tolist()])
+        return column
+
+    def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
+        """The bits in some rows: integers ``[n, w]``; None if they are not all alike."""
+        return bits_at(self.kind(self.items), rows)
+
+    def laid_out(self, rows: np.ndarray, size: int) -> _Items:
+        """The values in some rows, with room for ``size``."""
+        new = _Items(self.kind, size)
+        new.items[: len(rows)] = [self.items[row] for row in rows.tolist()]
+        return new
+
+    def release(self, rows: np.ndarray) -> None:
+        """Let go of the values."""
+        for row in rows.tolist():
+            self.items[row] = None
+
+
+def _tensors_of(records: Iterable[Record]) -> list[tuple[Record, _Tensors]]:
+    """Records with their memory."""
+    return [(record, _Tensors(record.data)) for record in records]
+
+
+def _columns_in(records: Iterable[tuple[Record, _Tensors]]) -> dict[Path, _Tensors | _Items]:
+    """The entries in records."""
+    return {
+        path: _Tensors(entry)
+        for record, _ in records
+        for path, entry in record.entries(record.data).items()
+    }
+
+
+def _rows_at(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Some rows of an array: a copy."""
+    # take() is the faster, but first copies the whole of an array that is part of another.
+    found: np.ndarray = array.take(rows, 0) if array.flags.c_contiguous else array[rows]
+    return found
+
+
+def _is_twin(path: Path, schema: Schema) -> bool:
+    """Whether an entry is the next of another one: the storage reads it from that one's rows."""
+    return path[0] == "next" and path[1:] in schema.entries
+
+
+def _unused(key: int, known: Mapping[Label, int]) -> Label:
+    """What to call an episode whose id may be that of others."""
+    label: Label = key
+    number = 2
+    while label in known:
+        label, number = (key, number), number + 1
+    return label

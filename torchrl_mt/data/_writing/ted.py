@@ -1,0 +1,137 @@
+"""What TorchRL's episode data format says of steps: where episodes begin and end; what is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, name_of
+
+__all__ = ["FLAGS", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
+
+FLAGS = ("done", "terminated", "truncated")
+"""Names of done flags: at the root of a step that was taken, they are false."""
+
+_END_KEYS: tuple[Path, ...] = tuple(("next", flag) for flag in FLAGS)
+_MASK: Path = ("collector", "mask")
+_INIT: Path = ("is_init",)
+
+
+@dataclass(frozen=True)
+class EndFlags:
+    """The flags that end an episode."""
+
+    keys: tuple[Path, ...] = ()
+    """Where they are; () for done, terminated and truncated under ``"next"``, those that there are."""
+    done_on_any: bool = True
+    """Whether a step with several flags of a kind, one per agent, ends its episode when one is true, or
+    when all are."""
+
+    def ended(self, steps: Steps) -> np.ndarray:
+        """Bool ``[N]``: the steps that end their episode.
+
+        Raises:
+            ValueError: if there is no flag, or one is no tensor.
+        """
+        found = [steps.columns[key] for key in self.keys or _END_KEYS if key in steps.columns]
+        missing = [key for key in self.keys if key not in steps.columns]
+        if missing or not found:
+            wanted = "(or terminated, truncated) "
+            name = name_of(missing[0]) if missing else '("next", "done")'
+            raise ValueError(
+                f"data must tell where episodes end: {name} {'' if missing else wanted}is "
+                f"missing; the keys are {names_of(steps)}"
+            )
+        # Flags of one shape are those of the same agents.
+        by_agents: dict[int, np.ndarray] = {}
+        for column in found:
+            flag = stacked(column)
+            if flag is None:
+                raise ValueError("done flags must be tensors, got Python objects")
+            values = _array(flag, steps.length)
+            width = values.shape[1]
+            by_agents[width] = values | by_agents[width] if width in by_agents else values
+        last: np.ndarray | None = None
+        for width, values in by_agents.items():
+            if width == 1:
+                reduced = values[:, 0]
+            else:
+                reduced = np.any(values, 1) if self.done_on_any else np.all(values, 1)
+            last = reduced if last is None else last | reduced
+        assert last is not None
+        return last
+
+    def truncate(self, steps: Steps, at: Sequence[int]) -> Steps:
+        """The steps, of which those at the positions ``at`` are marked truncated.
+
+        Raises:
+            ValueError: if there is no flag to mark.
+        """
+        columns = dict(steps.columns)
+        marked = self.marks(steps)
+        if not marked:
+            raise ValueError(
+                'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
+                'or ("next", "done")'
+            )
+        for key in marked:
+            flag = stacked(columns[key])
+            assert flag is not None
+            flag = flag.clone()
+            flag[list(at)] = True
+            columns[key] = flag
+        return replace(steps, columns=columns)
+
+    def marks(self, steps: Steps) -> list[Path]:
+        """The flags that say of a step that its episode was truncated."""
+        keys: dict[Path, None] = {}
+        for key in self.keys or _END_KEYS:
+            if key[-1] != "terminated":
+                keys[key] = None
+            if key[-1] in FLAGS:
+                keys.update(dict.fromkeys((*key[:-1], flag) for flag in ("done", "truncated")))
+        found = [key for key in keys if key in steps.columns]
+        return [key for key in found if stacked(steps.columns[key]) is not None]
+
+
+def begins(steps: Steps) -> np.ndarray | None:
+    """Bool ``[N]``: the steps with a true ``"is_init"``; None if there is none."""
+    column = steps.columns.get(_INIT)
+    flag = None if column is None else stacked(column)
+    if flag is None or flag.shape[0] != steps.length or not flag.numel():
+        return None
+    values = _array(flag, steps.length)
+    found = values[:, 0] if values.shape[1] == 1 else np.any(values, 1)
+    return found if found.any() else None
+
+
+def not_padding(steps: Steps) -> np.ndarray | None:
+    """Bool ``[N]``: the steps that are no padding; None if there is none."""
+    mask = stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
+    if mask is None or bool(mask.all()):
+        return None
+    return _array(mask, steps.length)[:, 0]
+
+
+def stacked(column: Column) -> Tensor | None:
+    """A column as one tensor; None if it holds objects."""
+    if isinstance(column, Rows):
+        return torch.stack(column.items)
+    return column if isinstance(column, Tensor) else None
+
+
+def names_of(steps: Steps) -> str:
+    """The entries of some steps as one writes them in code."""
+    return ", ".join(map(name_of, sorted(steps.columns)))
+
+
+def _array(flag: Tensor, length: int) -> np.ndarray:
+    """A flag of steps on the CPU: bool ``[N, *]``."""
+    if flag.dtype != torch.bool or not flag.is_cpu:
+        flag = flag.bool().cpu()
+    array: np.ndarray = flag.numpy()
+    return array.reshape(length, -1)

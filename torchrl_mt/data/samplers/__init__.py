@@ -1,0 +1,1 @@
+"""Samplers of clips and of whole episodes."""

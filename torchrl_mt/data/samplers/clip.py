@@ -1,0 +1,380 @@
+"""Clips: runs of consecutive steps that never cross from one episode into another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt.data._store.steps import path_of
+from torchrl_mt.data._store.table import Choice, EpisodeTable, Unit, search
+from torchrl_mt.data.checkpoint import load_state, save_state
+from torchrl_mt.data.samplers.base import (
+    draw_integers,
+    draw_uniform,
+    episode_storage,
+    require_episodes,
+)
+from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
+from torchrl_mt.data.samplers.strides import check_strides
+from torchrl_mt.data.storage import EpisodeStorage
+
+__all__ = ["ClipSampler", "Selector"]
+
+Selector = Callable[[int, EpisodeStorage, int, int], Tensor]
+"""``selector(step, storage, num_slices, span)``: the clips to sample, int64 ``[num_slices]``."""
+
+
+class ClipSampler(Sampler):
+    """Samples clips of consecutive steps, with the conventions of TorchRL's ``SliceSampler``.
+
+    ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
+    the other; or one clip per row, with ``layout="clips"``. The last step of each clip is marked
+    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample
+    itself, in the shape and dtype that these entries are stored with. The cost of choosing clips does
+    not grow with the number of stored steps.
+
+    Args:
+        slice_len: steps per clip. Exclusive with ``num_slices``.
+        num_slices: clips per sample, each of ``batch_size // num_slices`` steps.
+        stride: how many stored steps ``K`` make one sampled step, so that a clip spans
+            ``slice_len * K`` stored ones. Entries are those of the first of the ``K`` steps and,
+            under ``"next"``, of the last; ``action`` is all ``K``, one after the other (``[K * A]``
+            for ``[A]``), ``("next", "reward")`` their sum, and a done flag is set if one of the
+            ``K`` is. The sample's ``index`` is that of the first step. A ``("next", "return")``,
+            too, is the last step's: to learn from returns, store them outside ``"next"``, with
+            ``DiscountedReturn(gamma, out_key="return")``.
+        strict_length: if False, an episode shorter than a clip's span is sampled whole, and the
+            sample may be shorter than ``batch_size``. Of such an episode a stride takes as many
+            times ``K`` steps as there are; one of fewer than ``K`` is never sampled.
+        pad_output: whether clips that are shorter than others are padded to their length by their
+            last step again; ``("collector", "mask")``, bool, is then true for steps that are no
+            padding. For clips of varying length: ``strict_length=False`` or ``span``.
+        span: whether clips may begin before their episode (they hold fewer steps then, its first
+            ones) and end after it, so that its first and last steps are sampled as often as others:
+            False, True (down to a clip of one step), how many steps may be missing, or one of these
+            for each side. Only with ``stride=1``.
+        burn_in: how many of the first steps of a clip only warm up a recurrent state: ``"burn_in"``,
+            bool, is true for them, and the loss is to leave them out. A clip that begins where its
+            episode does has none, as its state is known there.
+        selector: chooses the clips in place of a random draw: ``selector(step, storage,
+            num_slices, span)`` gives integers ``[num_slices]``, clip indices in
+            ``[0, storage.num_clips(span))``, which count the clips of ``span`` stored steps from
+            the oldest on. ``step`` is how many samples were drawn before. Only with
+            ``strict_length=True``, ``weighting="clip"`` and no ``span``.
+        weighting: ``"clip"`` draws uniformly from all clips, ``"episode"`` an episode first and
+            then one of its clips (as ``SliceSampler`` does).
+        layout: ``"flat"`` gives ``[num_slices * slice_len]`` steps, ``"clips"``
+            ``[num_slices, slice_len]`` (only of clips of one length, or padded ones).
+        truncated_key: where the end of a clip is marked; None marks nothing.
+        init_key: where the start of a clip is marked, and under ``"next"``, too, so that a recurrent
+            network that runs over the next states begins afresh with each clip; None leaves these
+            entries as they are.
+
+    Raises:
+        TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given, or if
+            ``selector`` cannot be called.
+        ValueError: if an argument is out of range, or does not go with another.
+
+    Examples:
+        >>> sampler = ClipSampler(slice_len=16)
+        >>> sampler
+        ClipSampler(slice_len=16, num_slices=None, stride=1, strict_length=True,
+            weighting='clip', layout='flat')
+
+        Every clip in turn, oldest first:
+
+        >>> def in_turn(step, storage, num_slices, span):
+        ...     clips = torch.arange(step * num_slices, (step + 1) * num_slices)
+        ...     return clips % storage.num_clips(span)
+        >>> sampler = ClipSampler(slice_len=16, selector=in_turn)
+    """
+
+    __signature__ = ConstructorSignature()
+
+    def __init__(
+        self,
+        *,
+        slice_len: int | None = None,
+        num_slices: int | None = None,
+        stride: int = 1,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        span: bool | int | tuple[bool | int, bool | int] = False,
+        burn_in: int = 0,
+        selector: Selector | None = None,
+        weighting: Literal["clip", "episode"] = "clip",
+        layout: Literal["flat", "clips"] = "flat",
+        truncated_key: NestedKey | None = ("next", "truncated"),
+        init_key: NestedKey | None = "is_init",
+    ) -> None:
+        if (slice_len is None) == (num_slices is None):
+            raise TypeError(
+                f"give exactly one of slice_len and num_slices, got slice_len={slice_len} and "
+                f"num_slices={num_slices}"
+            )
+        counts = {"slice_len": slice_len, "num_slices": num_slices, "stride": stride}
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if weighting not in ("clip", "episode"):
+            raise ValueError(f'weighting must be "clip" or "episode", got {weighting!r}')
+        if layout not in ("flat", "clips"):
+            raise ValueError(f'layout must be "flat" or "clips", got {layout!r}')
+        self.span = _both_sides(span, slice_len)
+        varying = not strict_length or any(self.span)
+        if pad_output and not varying:
+            raise ValueError(
+                "pad_output=True pads clips that are shorter than others: use it with "
+                "strict_length=False or with span"
+            )
+        if layout == "clips" and varying and not pad_output:
+            raise ValueError(
+                'layout="clips" needs clips of one length: use strict_length=True without span, '
+                'pad_output=True, or layout="flat"'
+            )
+        if any(self.span) and stride > 1:
+            raise ValueError(f"span needs stride=1, got span={span} and stride={stride}")
+        if type(burn_in) is not int or burn_in < 0:
+            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+        if slice_len is not None:
+            _check_burn_in(burn_in, slice_len)
+        if selector is not None and not callable(selector):
+            raise TypeError(
+                f"selector must be a function (step, storage, num_slices, span) -> clip indices, "
+                f"got {type(selector).__name__}"
+            )
+        if selector is not None and (varying or weighting != "clip"):
+            raise ValueError(
+                f"selector chooses among the clips of full length: use strict_length=True, no span "
+                f'and weighting="clip", got strict_length={strict_length}, span={span} and '
+                f"weighting={weighting!r}"
+            )
+        self.slice_len = slice_len
+        self.num_slices = num_slices
+        self.stride = stride
+        self.strict_length = strict_length
+        self.pad_output = pad_output
+        self.burn_in = burn_in
+        self.selector = selector
+        self.weighting = weighting
+        self.layout = layout
+        self.truncated_key = truncated_key
+        self.init_key = init_key
+        init_keys = [] if init_key is None else [init_key, ("next", *path_of(init_key))]
+        self._marks = ClipMarks(truncated_key, init_keys, burn_in)
+        self._least = 1 if strict_length else stride
+        """Stored steps that an episode must have to be sampled whole."""
+        self._step = 0
+        """Samples drawn before the next one."""
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw clips of ``batch_size`` steps in all.
+
+        Args:
+            storage: an :class:`~torchrl_mt.data.EpisodeStorage`.
+            batch_size: number of steps.
+
+        Returns:
+            int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
+            ``layout="clips"``), and an empty ``info``: the marks are in what is read.
+
+        Raises:
+            TypeError: if ``storage`` is another kind of storage, or ``selector`` gives no tensor.
+            RuntimeError: if ``batch_size`` is not divisible into clips, or no stored episode holds
+                a clip.
+            ValueError: if ``selector`` gives another shape or dtype, or clips that are not stored,
+                or ``stride`` meets an action, reward or done flag whose shape varies.
+        """
+        storage = episode_storage(storage, self)
+        num_slices, slice_len, clips = self._clips(batch_size)
+        with storage.lock:
+            if self.stride > 1 and storage.schema is not None:
+                check_strides(storage.schema)
+            episodes, offsets = self._draw(storage, num_slices, clips)
+            if self.strict_length and not any(self.span):
+                cut = Cut(offsets, slice_len)
+            else:
+                cut = self._cut(storage.table, episodes, offsets, slice_len)
+            index, _ = storage.select(
+                episodes,
+                cut.offsets,
+                cut.spans,
+                stride=self.stride,
+                rectangular=self.layout == "clips",
+                padded_to=cut.width,
+                mark=partial(self._marks.mark, cut, storage.device),
+            )
+            self._step += 1
+            return index, self._facts(storage, episodes, cut, index)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether a clip of the length that ``batch_size`` asks for is stored."""
+        storage = episode_storage(storage, self)
+        _, slice_len, _ = self._clips(batch_size)
+        return storage.num_clips((slice_len if self.strict_length else 1) * self.stride) > 0
+
+    def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
+        storage = episode_storage(storage, self)
+        _, _, clips = self._clips(batch_size)
+        return storage.table.total(clips)
+
+    def _clips(self, batch_size: int) -> tuple[int, int, Choice]:
+        """Number of clips, steps per clip, and what to draw them from."""
+        name = "slice_len" if self.slice_len is not None else "num_slices"
+        divisor = self.slice_len if self.slice_len is not None else self.num_slices
+        assert divisor is not None
+        if batch_size < 1 or batch_size % divisor:
+            raise RuntimeError(
+                f"batch_size counts steps and must be a positive multiple of {name}, got "
+                f"batch_size={batch_size} and {name}={divisor}"
+            )
+        other = batch_size // divisor
+        num, steps = (other, divisor) if self.slice_len is not None else (divisor, other)
+        if self.burn_in:
+            _check_burn_in(self.burn_in, steps)
+        left, right = self.span
+        beyond = (steps - 1 if left is True else left, steps - 1 if right is True else right)
+        unit: Unit = "clips" if self.strict_length else "clips_or_whole"
+        return num, steps, Choice(steps * self.stride, unit, self._least, beyond)
+
+    def _cut(
+        self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
+    ) -> Cut:
+        """The clips that were drawn, without what lies before and after their episodes."""
+        held = table.lengths.numpy()[episodes]
+        spans = np.minimum(held // self.stride, slice_len)
+        if any(self.span):
+            stops = np.minimum(offsets + spans, held)
+            offsets = np.maximum(offsets, 0)
+            spans = stops - offsets
+        same = (spans == slice_len).all()
+        return Cut(offsets, slice_len if same else spans, slice_len if self.pad_output else None)
+
+    def _draw(
+        self, storage: EpisodeStorage, num: int, clips: Choice
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
+        table = storage.table
+        if self.weighting == "clip":
+            before, total = self._units(storage, clips)
+            if self.selector is None:
+                units = draw_integers(total, num, self._rng)
+            else:
+                chosen = self.selector(self._step, storage, num, clips.span)
+                units = _checked(chosen, num, clips.span, total)
+            episodes, offsets = search(before, units.numpy())
+        else:
+            holding = Choice(clips.span if self.strict_length else self._least, "episodes")
+            before, total = self._units(storage, holding)
+            episodes, _ = search(before, draw_integers(total, num, self._rng).numpy())
+            own = clips._replace(unit="clips_or_whole", least=1)
+            number = own.units(table.lengths.numpy()[episodes])
+            drawn = draw_uniform(num, self._rng).numpy() * number
+            offsets = np.minimum(drawn.astype(np.int64), number - 1)
+        if clips.beyond[0]:
+            outside = np.minimum(table.lengths.numpy()[episodes], clips.span) - 1
+            offsets = offsets - np.minimum(outside, clips.beyond[0])
+        return episodes, offsets
+
+    def _facts(
+        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
+    ) -> dict[Any, Any]:
+        """What else the sample's ``info`` says about the clips that were drawn."""
+        return {}
+
+    def _units(self, storage: EpisodeStorage, choice: Choice) -> tuple[np.ndarray, int]:
+        """Units to draw from before each episode and in all, at least one."""
+        before = storage.table.before(choice)
+        total = int(before[-1] - before[0])
+        if not total:
+            require_episodes(storage, "clips")
+            needed = choice.span if self.strict_length else self._least
+            raise RuntimeError(
+                f"no stored episode holds a clip of {needed} steps: the longest has "
+                f"{int(storage.table.lengths.max())}; use shorter clips, a smaller stride or "
+                f"strict_length=False"
+            )
+        return before, total
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many samples were drawn."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the count of samples where :meth:`state_dict` left it."""
+        self._step = state_dict["step"]
+
+    def dumps(self, path: Any) -> None:
+        """Save the state in the folder ``path``."""
+        save_state(self.state_dict(), path)
+
+    def loads(self, path: Any) -> None:
+        """Load the state from the folder ``path``."""
+        self.load_state_dict(load_state(path))
+
+    def _empty(self) -> None:
+        """Nothing to forget: the count of samples goes on."""
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(slice_len={self.slice_len}, num_slices={self.num_slices}, "
+            f"stride={self.stride}, strict_length={self.strict_length}, "
+            f"weighting={self.weighting!r}, layout={self.layout!r})"
+        )
+
+
+def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | int]:
+    """How far clips may reach before and after their episode: for both sides, or one each."""
+    sides = span if isinstance(span, tuple) else (span, span)
+    most = (slice_len or sys.maxsize) - 1
+    if len(sides) != 2 or any(type(s) not in (bool, int) or not 0 <= s <= most for s in sides):
+        raise ValueError(
+            f"span must be a bool, a number of steps below slice_len, or a tuple of two of them, "
+            f"got {span!r}"
+        )
+    return sides
+
+
+def _check_burn_in(burn_in: int, slice_len: int) -> None:
+    """Refuse clips that would only warm up a state."""
+    if burn_in >= slice_len:
+        raise ValueError(
+            f"burn_in must be less than the steps of a clip, {slice_len}, of which it is a part; got "
+            f"{burn_in}"
+        )
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:
+    """What a selector gave, on the CPU, if it is what a selector must give."""
+    given = torch.from_numpy(clips) if isinstance(clips, np.ndarray) else clips
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"selector must give clip indices as a tensor or array of integers, got "
+            f"{type(clips).__name__}"
+        )
+    integral = given.dtype in _INTEGERS
+    if not integral or given.shape != (num_slices,):
+        raise ValueError(
+            f"selector must give integers of shape ({num_slices},), got {given.dtype} and "
+            f"{tuple(given.shape)}"
+        )
+    clips = given.detach().cpu().long()
+    if bool(((clips < 0) | (clips >= stored)).any()):
+        raise ValueError(
+            f"selector must give clip indices in [0, {stored}): so many clips of {span} steps are "
+            f"stored; got values from {int(clips.min())} to {int(clips.max())}"
+        )
+    return clips

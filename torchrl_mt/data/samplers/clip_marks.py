@@ -1,0 +1,129 @@
+"""Marks of the clips in a sample: where each begins and ends, what is padding, what only warms up.
+
+The stored flags stay, beside the marks; each mark has the shape and dtype that its entry is stored
+with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl._utils import _replace_last
+
+from torchrl_mt.data._store.columns.memory import to_device
+from torchrl_mt.data._store.ring import within
+from torchrl_mt.data._store.steps import Path, Steps, path_of
+
+__all__ = ["ClipMarks", "Cut"]
+
+MASK = ("collector", "mask")
+BURN_IN = ("burn_in",)
+_FLAG = torch.zeros(0, 1, dtype=torch.bool, device="cpu")
+"""What flags look like if none is stored."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the steps of a sample are cut into clips."""
+
+    offsets: np.ndarray
+    """int64 ``[n]``: steps of its episode before each clip."""
+    spans: int | np.ndarray
+    """Steps of each clip: one number for all, or int64 ``[n]``."""
+    width: int | None = None
+    """Steps that each takes in the sample, with its padding; None if nothing is padded."""
+
+    def edges(self, device: torch.device) -> tuple[Any, Any]:
+        """Where the first and the last steps of the clips are."""
+        if isinstance(self.spans, int):
+            return slice(0, None, self.spans), slice(self.spans - 1, None, self.spans)
+        if self.width is None:
+            begins = self.spans.cumsum() - self.spans
+        else:
+            begins = np.arange(len(self.spans)) * self.width
+        first, last = torch.from_numpy(begins), torch.from_numpy(begins + self.spans - 1)
+        return to_device(first, device), to_device(last, device)
+
+    def mask(self) -> Tensor:
+        """Which steps are no padding: bool ``[N]``, of a sample that may be padded."""
+        assert self.width is not None
+        steps = np.broadcast_to(self.spans, len(self.offsets))
+        return torch.from_numpy((np.arange(self.width) < steps[:, None]).reshape(-1))
+
+    def first(self, steps: int) -> Tensor:
+        """The first ``steps`` of each clip that does not begin with its episode: bool ``[N]``."""
+        widths = np.broadcast_to(self.width or self.spans, len(self.offsets))
+        most = np.where(self.offsets > 0, steps, 0)
+        return torch.from_numpy(within(widths) < most.repeat(widths))
+
+
+class ClipMarks:
+    """Marks the clips of a sample.
+
+    ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags, set at
+    the ends and starts of clips, too; ``terminated`` is as stored. A flag that is not stored is like
+    the first of truncated, terminated and done that is.
+
+    Args:
+        truncated_key: where the end of a clip is marked; None marks nothing.
+        init_keys: where the start of a clip is marked, if stored.
+        burn_in: how many steps at the start of a clip are marked to only warm up a state.
+    """
+
+    def __init__(
+        self, truncated_key: NestedKey | None, init_keys: list[NestedKey], burn_in: int
+    ) -> None:
+        self._flags: list[Path] = []
+        """Truncated, terminated and done, beside each other."""
+        if truncated_key is not None:
+            others = (_replace_last(truncated_key, name) for name in ("terminated", "done"))
+            self._flags = [path_of(key) for key in (truncated_key, *others)]
+        self._inits = [path_of(key) for key in init_keys]
+        self._burn_in = burn_in
+        self._known_ends: tuple[Any, Any] = (None, None)
+        """What :meth:`_ends_of` last gave, and for what."""
+
+    def mark(self, cut: Cut, device: torch.device, steps: Steps) -> None:
+        """Put the marks in steps that were read on ``device``."""
+        columns = steps.columns
+        if self._flags:
+            truncated, terminated, done = self._flags
+            ends = self._ends_of(cut, device, steps)
+            columns[truncated] = ends.clone()
+            if terminated not in columns:
+                columns[terminated] = torch.zeros_like(ends)
+            flag = columns.get(done)
+            if not isinstance(flag, Tensor):
+                columns[done] = ends.clone()
+            elif flag.dtype == ends.dtype == torch.bool and flag.shape == ends.shape:
+                columns[done] = flag | ends
+            else:
+                flag[cut.edges(device)[1]] = True
+        for path in self._inits:
+            begins = columns.get(path)
+            if isinstance(begins, Tensor):
+                begins[cut.edges(device)[0]] = True
+        if cut.width is not None:
+            columns[MASK] = to_device(cut.mask(), device)
+        if self._burn_in:
+            columns[BURN_IN] = to_device(cut.first(self._burn_in), device)
+
+    def _ends_of(self, cut: Cut, device: torch.device, steps: Steps) -> Tensor:
+        """Flags ``[N, *shape]`` of the ends of clips; kept for clips of one length."""
+        stored = (steps.columns.get(path) for path in self._flags)
+        like = next((column for column in stored if isinstance(column, Tensor)), _FLAG)
+        shape, one_length = (steps.length, *like.shape[1:]), isinstance(cut.spans, int)
+        wanted = (shape, like.dtype, device, cut.spans)
+        known, ends = self._known_ends
+        if one_length and known == wanted:
+            return ends
+        ends = torch.zeros(shape, dtype=like.dtype, device=device)
+        ends[cut.edges(device)[1]] = True
+        if one_length:
+            self._known_ends = wanted, ends
+        return ends

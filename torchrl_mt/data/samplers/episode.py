@@ -1,0 +1,315 @@
+"""Whole episodes, or whole groups of episodes.
+
+Without replacement, every stored episode is given out exactly once per epoch, those that arrive
+during the epoch included; of groups with a size, every one that is stored with exactly that many.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.samplers.base import _SamplerMeta
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt.data.checkpoint import load_state, save_state
+from torchrl_mt.data.samplers.base import (
+    draw_integers,
+    draw_order,
+    episode_storage,
+    require_episodes,
+)
+from torchrl_mt.data.samplers.episode_groups import Groups
+from torchrl_mt.data.samplers.epoch import Epoch
+from torchrl_mt.data.storage import EpisodeStorage
+
+__all__ = ["EpisodeSampler"]
+
+
+class _KeepReplacement(_SamplerMeta):
+    """Passes ``replacement`` on: TorchRL's metaclass would take it for a choice of class."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super(_SamplerMeta, cls).__call__(*args, **kwargs)
+
+
+class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
+    """Samples whole episodes, or whole groups of episodes.
+
+    ``batch_size`` counts episodes (groups, with ``group_key``). The sample is flat, ``[sum of T]``:
+    one episode after the other, each one's steps in order, the episodes of a group next to each
+    other and oldest first.
+
+    Args:
+        replacement: if True, each draw is independent. If False, each stored episode is given out
+            once per epoch in random order; the last batch of an epoch may hold fewer, and
+            iterating over the buffer ends with the epoch. It counts as given out once it is chosen:
+            should reading it fail (out of memory, say), it does not come again in that epoch.
+        group_key: entry that tells the group of an episode (one value per episode); groups are then
+            drawn whole: all episodes of the group that are stored (without replacement: and not
+            given out yet). As the oldest episodes leave one by one, the oldest group may be a part
+            of what it was.
+        group_size: only groups of exactly so many stored episodes are drawn (without replacement:
+            of which none was given out yet): no group of which some have left the storage, or are
+            yet to come. Needs ``group_key``.
+        max_sample_count: how often an episode is given out, in as many epochs, and then never again,
+            as by TorchRL's ``ConsumingSampler``; 1 consumes each at once. It stays stored until it
+            leaves for others. None has no limit. Needs ``replacement=False``.
+
+    Raises:
+        ValueError: if ``group_size`` or ``max_sample_count`` is no positive integer, or is given
+            without what it needs.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+        >>> rb = ReplayBuffer(
+        ...     storage=EpisodeStorage(100),
+        ...     writer=EpisodeWriter(),
+        ...     sampler=EpisodeSampler(replacement=False),
+        ...     batch_size=2,
+        ... )
+        >>> done = torch.tensor([False, True, True, True])
+        >>> _ = rb.extend(TensorDict({"next": {"done": done}}, [4]))
+        >>> sum(len(batch) for batch in rb)
+        4
+    """
+
+    __signature__ = ConstructorSignature()
+
+    def __init__(
+        self,
+        *,
+        replacement: bool = True,
+        group_key: NestedKey | None = None,
+        group_size: int | None = None,
+        max_sample_count: int | None = None,
+    ) -> None:
+        if max_sample_count is not None:
+            if type(max_sample_count) is not int or max_sample_count < 1:
+                raise ValueError(
+                    f"max_sample_count must be a positive integer or None, got {max_sample_count!r}"
+                )
+            if replacement:
+                raise ValueError(
+                    f"max_sample_count={max_sample_count} counts epochs: use it with "
+                    f"replacement=False"
+                )
+        if group_size is not None:
+            if (
+                isinstance(group_size, bool)
+                or not isinstance(group_size, Integral)
+                or group_size < 1
+            ):
+                raise ValueError(
+                    f"group_size must be a positive integer or None, got {group_size!r}"
+                )
+            if group_key is None:
+                raise ValueError(
+                    f"group_size={group_size} needs group_key, the entry that tells the group of an "
+                    f"episode: 'group' with a MultiTurnCollector"
+                )
+        self.replacement = replacement
+        self.group_key = group_key
+        self.group_size = None if group_size is None else int(group_size)
+        self.max_sample_count = max_sample_count
+        self._epoch = Epoch(max_sample_count)
+        self._ran_out = False
+        self._known_groups: tuple[EpisodeStorage, int, Groups] | None = None
+        """The groups at a revision of a storage."""
+        self._order: Tensor | None = None
+        """Groups that the epoch has yet to give out, in random order."""
+        self._order_of: tuple[int, ...] = ()
+        """What was stored when that order was drawn: a sampler that loads it goes on with it if its
+        storage holds the same."""
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw ``batch_size`` episodes or groups.
+
+        Args:
+            storage: an :class:`~torchrl_mt.data.EpisodeStorage`.
+            batch_size: number of episodes, or of groups with ``group_key``.
+
+        Returns:
+            int64 ``[N]`` handles of their steps, and an empty ``info``.
+
+        Raises:
+            TypeError: if ``storage`` is another kind of storage.
+            RuntimeError: if nothing is stored, or no group of ``group_size`` episodes, or all that is
+                stored was given out ``max_sample_count`` times.
+            ValueError: if ``batch_size`` is not positive.
+        """
+        storage = episode_storage(storage, self)
+        if batch_size < 1:
+            raise ValueError(f"batch_size counts episodes and must be positive, got {batch_size}")
+        with storage.lock:
+            require_episodes(storage, "episodes")
+            if self.group_size is not None:
+                self._check_size(self._groups(storage))
+            if self.replacement:
+                episodes = self._any(storage, batch_size)
+            else:
+                episodes = self._next(storage, batch_size)
+            lengths = storage.table.lengths[episodes].numpy()
+            same = (lengths == lengths[0]).all()
+            spans = int(lengths[0]) if same else lengths
+            index, _ = storage.select(episodes.numpy(), 0, spans)
+            return index, {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether an episode, or a group of ``group_size`` of them, is stored and not used up."""
+        return self._sampleable_count(storage, batch_size) > 0
+
+    def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
+        storage = episode_storage(storage, self)
+        with storage.lock:
+            oldest = storage.table.oldest
+            self._epoch.follow(oldest, storage.table.next)
+            spent = self._epoch.spent
+            if self.group_size is None or not storage.num_episodes:
+                return storage.num_episodes - len(spent)
+            return len(self._groups(storage).left(_ordered(spent) - oldest))
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last sample ended an epoch."""
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = value
+
+    def _any(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
+        """Positions of episodes drawn independently."""
+        if self.group_key is None:
+            return draw_integers(storage.num_episodes, batch_size, self._rng)
+        groups = self._groups(storage)
+        drawn = draw_integers(len(groups.dealt), batch_size, self._rng)
+        return groups.members(groups.dealt[drawn])
+
+    def _next(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
+        """Positions of the epoch's next episodes."""
+        epoch, oldest = self._epoch, storage.table.oldest
+        epoch.follow(oldest, storage.table.next)
+        if not len(epoch):
+            epoch.restart()
+            self._order = None
+        if self.group_key is None:
+            positions = epoch.draw(batch_size, self._rng) - oldest
+            left = len(epoch)
+        else:
+            positions = self._next_groups(self._groups(storage), oldest, batch_size)
+            assert self._order is not None
+            left = len(self._order)
+        self._ran_out = not left
+        if not len(positions):
+            raise RuntimeError(
+                f"cannot sample episodes: all that are stored were given out "
+                f"max_sample_count={self.max_sample_count} times; write others first"
+            )
+        units = left or self._sampleable_count(storage, batch_size)
+        self._remaining_batches = -(-units // batch_size)
+        return positions
+
+    def _next_groups(self, groups: Groups, oldest: int, number: int) -> Tensor:
+        """Positions of the members, not given out yet, of the epoch's next groups."""
+        if self._order is None:
+            self._order = self._new_order(groups, oldest)
+        if not len(self._order):
+            # What is left of the epoch is in no group that is dealt.
+            self._epoch.restart()
+            self._order = self._new_order(groups, oldest)
+        given = self._epoch.given
+        drawn, self._order = self._order[:number], self._order[number:]
+        members = [i for i in groups.members(drawn).tolist() if i + oldest not in given]
+        self._epoch.give(i + oldest for i in members)
+        return torch.tensor(members, dtype=torch.int64, device="cpu")
+
+    def _new_order(self, groups: Groups, oldest: int) -> Tensor:
+        """The groups that the epoch has yet to give out, in random order."""
+        left = groups.left(_ordered(self._epoch.given) - oldest)
+        self._order_of = (oldest, len(groups.of), len(groups), self.group_size or 0)
+        return left[draw_order(len(left), self._rng)]
+
+    def _check_size(self, groups: Groups) -> None:
+        """Refuse to draw if no group has the size asked for."""
+        if not len(groups.dealt):
+            least, most = groups.sizes
+            raise RuntimeError(
+                f"no group of group_size={self.group_size} episodes is stored: the {len(groups)} "
+                f"groups by {self.group_key!r} have {least} to {most} episodes; give EpisodeStorage "
+                f"room for all episodes of a group, or the group_size that they were collected with"
+            )
+
+    def _groups(self, storage: EpisodeStorage) -> Groups:
+        """The stored episodes' groups, found anew when other episodes are stored."""
+        known = self._known_groups
+        if known is None or known[0] is not storage or known[1] != storage.revision:
+            assert self.group_key is not None
+            values = storage.first_values(self.group_key)
+            groups = Groups.of_values(values, self.group_key, self.group_size)
+            now = (storage.table.oldest, storage.num_episodes, len(groups), self.group_size or 0)
+            same = now == self._order_of
+            if known is not None or not same:
+                self._order = None
+            self._known_groups = known = (storage, storage.revision, groups)
+        return known[2]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch."""
+        return {
+            "epoch": self._epoch.state_dict(),
+            "order": self._valid_order(),
+            "order_of": self._order_of,
+            "ran_out": self._ran_out,
+            "remaining_batches": self._remaining_batches,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the epoch where :meth:`state_dict` left it."""
+        self._epoch.load_state_dict(state_dict["epoch"])
+        self._ran_out = state_dict["ran_out"]
+        self._remaining_batches = state_dict["remaining_batches"]
+        self._order, self._order_of = state_dict["order"], state_dict["order_of"]
+        self._known_groups = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_known_groups": None, "_order": self._valid_order()}
+
+    def _valid_order(self) -> Tensor | None:
+        """The order in which the groups come, if it is not outdated: a copy."""
+        known = self._known_groups
+        if self._order is None or (known is not None and known[0].revision != known[1]):
+            return None
+        return self._order.clone()
+
+    def dumps(self, path: Any) -> None:
+        """Save the state in the folder ``path``."""
+        save_state(self.state_dict(), path)
+
+    def loads(self, path: Any) -> None:
+        """Load the state from the folder ``path``."""
+        self.load_state_dict(load_state(path))
+
+    def _empty(self) -> None:
+        """Forget the epoch."""
+        self._epoch = Epoch(self.max_sample_count)
+        self._known_groups = self._order = None
+        self._ran_out = False
+        self._remaining_batches = Sampler._remaining_batches
+
+    def __repr__(self) -> str:
+        size = "" if self.group_size is None else f", group_size={self.group_size}"
+        return f"EpisodeSampler(replacement={self.replacement}, group_key={self.group_key!r}{size})"
+
+
+def _ordered(episodes: set[int]) -> Tensor:
+    """Ordinals in ascending order: int64 ``[n]``."""
+    return torch.tensor(sorted(episodes), dtype=torch.int64, device="cpu")

@@ -1,0 +1,1 @@
+"""Priorities of clips, and draws in proportion to them."""

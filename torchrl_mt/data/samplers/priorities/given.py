@@ -1,0 +1,131 @@
+"""Priorities as they are given: checked whole before anything is changed, one per clip after.
+
+What clips some steps stand for is told from the steps alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.handles import integers
+
+__all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
+
+
+def check_index(index: Any) -> Tensor:
+    """The index as an int64 tensor, of the same memory if it is one.
+
+    Raises:
+        TypeError: if it does not hold integers.
+    """
+    return integers(torch.as_tensor(index), "index")
+
+
+def clips_of(numbers: Tensor, entries: Tensor, stride: int) -> Tensor:
+    """The clip that each of some steps stands for, by the number of its first step.
+
+    All steps of a clip, one after the other, stand for that clip; any other step for the clip that
+    begins at it.
+
+    Args:
+        numbers: int64 ``[N]``, the steps.
+        entries: int64 ``[N]``, how many steps the clip has that begins at each, at least 1.
+        stride: stored steps from one step of a clip to the next.
+
+    Returns:
+        int64 ``[N]``.
+
+    Examples:
+        >>> clips_of(torch.tensor([3, 4, 5, 8, 7, 8, 9]), torch.full((7,), 3), stride=1)
+        tensor([3, 3, 3, 8, 7, 7, 7])
+    """
+    goes_on = (numbers[1:] - numbers[:-1]).eq(stride).tolist()
+    needed, clips = entries.tolist(), numbers.tolist()
+    run_ends = [len(clips)] * len(clips)
+    for i in range(len(clips) - 2, -1, -1):
+        run_ends[i] = run_ends[i + 1] if goes_on[i] else i + 1
+    i = 0
+    while i < len(clips):
+        step = needed[i] if run_ends[i] - i >= needed[i] else 1
+        clips[i : i + step] = [clips[i]] * step
+        i += step
+    return torch.tensor(clips, dtype=torch.int64, device="cpu")
+
+
+def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """The priorities, flat and on the CPU: one for each element of ``index``, or for each row.
+
+    Args:
+        priority: numbers, not negative: of the shape of ``index``, or ``[N]``, or one, or one for
+            each row of ``index``.
+        index: ``N`` integers.
+        dtype: what they are converted to.
+
+    Raises:
+        ValueError: if there are as many as neither, or one is negative, infinite or NaN.
+
+    Examples:
+        >>> check_priority([1, 2], torch.tensor([[0, 1], [5, 6]]), torch.float32)
+        tensor([1., 2.])
+    """
+    given = torch.as_tensor(priority)
+    if given.is_complex() or given.dtype == torch.bool:
+        raise ValueError(f"priority must hold real numbers, got {given.dtype}")
+    values = given.detach().to("cpu", dtype)
+    numbers = values.numpy()
+    if numbers.size and not (numbers.min() >= 0 and numbers.max() < math.inf):
+        worst = values[~((values >= 0) & values.isfinite())][0]
+        raise ValueError(
+            f"priority must be finite and not negative, in {dtype}; got {float(worst)}: use "
+            f"td_error.abs(), say"
+        )
+    if values.numel() == 1:
+        return values.flatten().expand(index.numel())
+    same = values.numel() == index.numel() and (
+        values.ndim == 1 or index.ndim == 1 or values.squeeze().shape == index.squeeze().shape
+    )
+    if same or (index.ndim > 1 and values.squeeze().shape == index.shape[:1]):
+        return values.flatten()
+    raise ValueError(
+        f"priority must be one number, or one for each element of index: got priority of shape "
+        f"{tuple(values.shape)} for index of shape {tuple(index.shape)}"
+    )
+
+
+def reduce_by_clip(clips: Tensor, values: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """One value for each clip.
+
+    Args:
+        clips: int64 ``[N]``, the clip that each value is for.
+        values: floating point ``[N]``.
+        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"`` (of an even number, the lower
+            middle one, as ``torch.median``).
+
+    Returns:
+        int64 ``[n]``, the clips in ascending order, and ``[n]``, the value of each.
+
+    Examples:
+        >>> reduce_by_clip(torch.tensor([7, 3, 7]), torch.tensor([1.0, 2.0, 5.0]), "max")
+        (tensor([3, 7]), tensor([2., 5.]))
+    """
+    of, given = clips.numpy(), values.numpy()
+    order = of.argsort()
+    ordered = of[order]
+    if (ordered[1:] != ordered[:-1]).all():
+        return torch.from_numpy(ordered), torch.from_numpy(given[order])
+    if reduction == "mean":
+        unique, group, count = clips.unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros(unique.shape, dtype=torch.float64, device="cpu")
+        return unique, (sums.index_add_(0, group, values.double()) / count).to(values.dtype)
+    # In order of clip, and of value within each: every other reduction is one of the values.
+    order = np.lexsort((given, of))
+    of = of[order]
+    ends = np.flatnonzero(np.append(of[1:] != of[:-1], True)) if len(of) else order
+    first = np.append(0, ends[:-1] + 1)[: len(ends)]
+    chosen = {"max": ends, "min": first, "median": (first + ends) // 2}[reduction]
+    return torch.from_numpy(of[ends]), torch.from_numpy(given[order[chosen]])

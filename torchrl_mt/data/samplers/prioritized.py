@@ -1,0 +1,449 @@
+"""Clips in proportion to their priorities.
+
+A priority belongs to the clip that begins at a step, and stays with that clip whatever is written
+or leaves: it never comes to count for another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from typing import Any, Literal
+from weakref import ref
+
+import numpy as np
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import PrioritizedSampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_mt.data._store.handles import HANDLES
+from torchrl_mt.data._store.table import Choice
+from torchrl_mt.data.samplers.base import episode_storage
+from torchrl_mt.data.samplers.clip import ClipSampler
+from torchrl_mt.data.samplers.clip_marks import Cut
+from torchrl_mt.data.samplers.priorities.clip_priorities import ClipPriorities
+from torchrl_mt.data.samplers.priorities.given import (
+    check_index,
+    check_priority,
+    clips_of,
+    reduce_by_clip,
+)
+from torchrl_mt.data.storage import EpisodeStorage
+
+__all__ = ["PrioritizedClipSampler"]
+
+
+class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
+    """Samples clips in proportion to ``(priority + eps) ** alpha``, as prioritized replay does.
+
+    Samples look as those of :class:`~torchrl_mt.data.ClipSampler`; the names are those of
+    TorchRL's ``PrioritizedSliceSampler``. A priority belongs to the clip that begins at a step. A
+    new clip gets the largest priority seen so far, 1 at first. The sample's ``info`` has the
+    importance weights ``(w / w_min) ** -beta`` as ``"priority_weight"``, one per step, where ``w``
+    is the clip's ``(priority + eps) ** alpha`` and ``w_min`` the least positive one of all clips.
+    (Schaul et al., Prioritized Experience Replay, 2016.)
+
+    After training on a sample, give its priorities to ``rb.update_tensordict_priority(sample)`` (a
+    ``TensorDictReplayBuffer``, under its ``priority_key``) or ``rb.update_priority(index,
+    priority)``: see :meth:`update_priority`.
+
+    One sampler serves one storage; several buffers may share that.
+
+    Args:
+        max_capacity: most steps that priorities are kept for; by default the storage's
+            ``max_steps``.
+        alpha: exponent of the priorities; 0 draws uniformly. May be changed at any time.
+        beta: exponent of the importance weights; 0 makes all of them 1. May be changed at any time.
+        eps: added to every priority.
+        dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``. Prefer the latter
+            for millions of steps: a sum of so many in single precision is coarse.
+        reduction: what priorities given for the steps of one clip become: their ``"max"``,
+            ``"min"``, ``"mean"`` or ``"median"``.
+        slice_len: as for :class:`~torchrl_mt.data.ClipSampler`.
+        num_slices: likewise. A sample of another ``batch_size`` than the one before has clips of
+            another length, and all stored steps are looked at once.
+        stride: as for :class:`~torchrl_mt.data.ClipSampler`.
+        strict_length: likewise.
+        pad_output: likewise. Priorities of padding are left out, but in
+            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer reduces each row
+            by itself: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
+        burn_in: likewise.
+        layout: likewise.
+        truncated_key: likewise.
+        init_key: likewise.
+        max_priority_within_buffer: whether new clips get the largest priority of a stored clip
+            instead of the largest ever.
+
+    Raises:
+        TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given.
+        ValueError: if an argument is out of range, or does not go with another.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import TensorDictReplayBuffer
+        >>> from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+        >>> rb = TensorDictReplayBuffer(
+        ...     storage=EpisodeStorage(100),
+        ...     writer=EpisodeWriter(),
+        ...     sampler=PrioritizedClipSampler(slice_len=2),
+        ...     batch_size=4,
+        ... )
+        >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
+        >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
+        >>> index = rb.extend(two_episodes)
+        >>> sample = rb.sample()
+        >>> sample["priority_weight"]
+        tensor([1., 1., 1., 1.])
+        >>> sample["td_error"] = torch.rand(4)
+        >>> rb.update_tensordict_priority(sample)
+        >>> rb.update_priority([0, 1, 3], [0.0, 0.0, 7.0])
+        >>> rb.sample()["action"]
+        tensor([3, 4, 3, 4])
+    """
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.7,
+        beta: float = 0.9,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: Literal["max", "min", "mean", "median"] = "max",
+        *,
+        slice_len: int | None = None,
+        num_slices: int | None = None,
+        stride: int = 1,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        burn_in: int = 0,
+        layout: Literal["flat", "clips"] = "flat",
+        truncated_key: NestedKey | None = ("next", "truncated"),
+        init_key: NestedKey | None = "is_init",
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        ClipSampler.__init__(
+            self,
+            slice_len=slice_len,
+            num_slices=num_slices,
+            stride=stride,
+            strict_length=strict_length,
+            pad_output=pad_output,
+            burn_in=burn_in,
+            layout=layout,
+            truncated_key=truncated_key,
+            init_key=init_key,
+        )
+        if max_capacity is not None and (type(max_capacity) is not int or max_capacity < 1):
+            raise ValueError(f"max_capacity must be a positive integer, got {max_capacity!r}")
+        if reduction not in ("max", "min", "mean", "median"):
+            raise ValueError(
+                f'reduction must be "max", "min", "mean" or "median", got {reduction!r}'
+            )
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        self._beta = _not_negative("beta", beta)
+        self._max_capacity = max_capacity
+        self.dtype = dtype
+        self.reduction = reduction
+        self._priorities = ClipPriorities(
+            max_capacity,
+            _not_negative("alpha", alpha),
+            _not_negative("eps", eps),
+            dtype,
+            span=None if slice_len is None else slice_len * stride,
+            unit="clips" if strict_length else "clips_or_whole",
+            least=self._least,
+            within=max_priority_within_buffer,
+        )
+        self._storage: EpisodeStorage | None = None
+        self._just_written: ref[Tensor] | None = None
+        self.dropped = 0
+        """Priorities that came for steps that had left."""
+
+    # ---- what TorchRL reads ---------------------------------------------------------------------
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities; a new value counts for all of them from the next sample on."""
+        return self._priorities.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._priorities.alpha = _not_negative("alpha", value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = _not_negative("beta", value)
+
+    @property
+    def eps(self) -> float:
+        """Added to every priority."""
+        return self._priorities.eps
+
+    @property
+    def max_size(self) -> int | None:
+        """Most steps that priorities are kept for; None if a storage is yet to tell."""
+        if self._max_capacity is None and self._storage is not None:
+            return self._storage.max_size
+        return self._max_capacity
+
+    @property
+    def device(self) -> torch.device:
+        """Where the priorities are: on the CPU, beside the episode table."""
+        return torch.device("cpu")
+
+    @property
+    def default_priority(self) -> float:
+        """The priority that new clips get."""
+        return self._priorities.default
+
+    def add(self, index: Any) -> None:
+        """Called by the replay buffer once something is written."""
+        if isinstance(index, Tensor):
+            self.extend(index)
+
+    def extend(self, index: Tensor) -> None:
+        """Called by the replay buffer once something is written: priorities may follow at once."""
+        self._just_written = ref(index) if isinstance(index, Tensor) else None
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Nothing to do: stored steps never change, and new ones are noticed by themselves."""
+
+    # ---- sampling -------------------------------------------------------------------------------
+
+    def _draw(
+        self, storage: EpisodeStorage, num: int, clips: Choice
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of ``num`` episodes and the first step of a clip in each."""
+        self._units(storage, clips)
+        self._follow(storage, clips.span)
+        numbers = self._priorities.ring.draw(num, self._rng)
+        return storage.table.find(numbers.numpy() - storage.table.first)
+
+    def _facts(
+        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
+    ) -> dict[Any, Any]:
+        """The importance weights."""
+        numbers, _ = storage.table.places(episodes, cut.offsets)
+        weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
+        steps = torch.from_numpy(weight.numpy().repeat(cut.width or cut.spans))
+        return {"priority_weight": steps.view(index.shape).to(index.device)}
+
+    # ---- priorities -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
+        """Give clips new priorities.
+
+        The handles of all steps of a clip, in their order (a sample, a part of one, a copy), are
+        taken together: priorities given for them become one by ``reduction``. Any other handle means
+        the clip that begins at that step; so does every handle of an index ``[n, 1]``, of a column
+        of one, such as ``index[:, 0]`` (what TorchRL makes of a sample ``[n, slice_len]``), and of
+        the index that a write returned if a ``TensorDictReplayBuffer`` finds priorities in what is
+        written. Priorities of steps that have left are dropped, and counted in ``dropped``.
+
+        Integers below ``HANDLES`` mean the clips that begin at these stored steps now, by age, and
+        ``-1`` none. Several values for one clip are reduced, too. The priority of a step that no
+        clip begins at is kept, and counts if clips of another length begin there.
+
+        Args:
+            index: integers of any shape.
+            priority: as many numbers, not negative; or one for all; or one for each row of
+                ``index``.
+            storage: the storage; by default the one that was last used.
+
+        Raises:
+            TypeError: if ``index`` does not hold integers or ``storage`` no episodes.
+            ValueError: if ``priority`` has another shape, or a negative or infinite value or NaN.
+            IndexError: if ``index`` has a step that was never stored.
+        """
+        held = episode_storage(self._storage if storage is None else storage, self)
+        index = check_index(index)
+        priority = check_priority(priority, index, self.dtype)
+        if priority.numel() != index.numel():
+            while index.ndim > 1:
+                index = index[..., 0]
+        elif self.pad_output:
+            index, priority = self._without_padding(index, priority)
+        with held.lock:
+            self._follow(held)
+            whole = self._of_whole_clips(index, priority, held)
+            if whole is None:
+                self._check_known(index, held)
+            clips, values = whole or self._by_clip(index, priority, held)
+            clips, values = reduce_by_clip(clips, values, self.reduction)
+            self._priorities.update(held, clips, values, are_clips=whole is not None)
+
+    def _check_known(self, index: Tensor, storage: EpisodeStorage) -> None:
+        """Refuse steps that were never stored."""
+        if not index.numel() or (index.min() >= HANDLES and index.max() < self._end(storage)):
+            return
+        stored, end = len(storage), self._end(storage)
+        unknown = (index >= end) | ((index < HANDLES) & (index >= stored))
+        if bool(unknown.any()):
+            raise IndexError(
+                f"index must be below {stored}, the number of stored steps, or the handle of one, "
+                f"below {end}; got {int(index[unknown].flatten()[0])}"
+            )
+
+    @staticmethod
+    def _end(storage: EpisodeStorage) -> int:
+        """The handle that the next step will have."""
+        return HANDLES + storage.table.end
+
+    def _is_written(self, index: Tensor) -> bool:
+        """Whether this is the index that a write gave out just now."""
+        return self._just_written is not None and self._just_written() is index
+
+    def _of_whole_clips(
+        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
+    ) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`_by_clip`, if the index is made of whole clips of ``slice_len`` steps: what a
+        sample is.
+        """
+        first, span = storage.table.first, self._priorities.span
+        if span is None or self.reduction not in _OF_REDUCED or self._is_written(index):
+            return None
+        slice_len = span // self.stride
+        if slice_len < 2 or not index.numel() or index.numel() % slice_len or _is_column(index):
+            return None
+        steps = index.reshape(-1).cpu().numpy() - HANDLES
+        goes_on = steps[1:] - steps[:-1] == self.stride
+        goes_on[slice_len - 1 :: slice_len] = True
+        numbers, last = steps[::slice_len], steps[slice_len - 1 :: slice_len]
+        table, here = storage.table, numbers >= first
+        if not goes_on.all() or numbers.min() < 0 or last.max() >= table.end:
+            return None
+        if (here != (last >= first)).any():
+            return None
+        clips = numbers[here]
+        episodes, offsets = table.find(clips - first)
+        if (offsets + span > table.lengths.numpy()[episodes]).any():
+            return None
+        self.dropped += slice_len * (len(here) - len(clips))
+        # NumPy reduces long rows much faster than many short ones.
+        values = np.ascontiguousarray(priority.numpy().reshape(-1, slice_len).T)
+        return torch.from_numpy(clips), torch.from_numpy(
+            _OF_REDUCED[self.reduction](values, 0)[here]
+        )
+
+    def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+        """An index and priorities without what pads clips: their last step, again."""
+        span = self._priorities.span
+        if span is None or index.numel() % (span // self.stride):
+            return index, priority
+        rows = index.reshape(-1, span // self.stride)
+        steps = torch.ones_like(rows, dtype=torch.bool)
+        steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        if bool(steps.all()):
+            return index, priority
+        return rows[steps], priority.view_as(rows)[steps.cpu()]
+
+    def _by_clip(
+        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
+    ) -> tuple[Tensor, Tensor]:
+        """Numbers of the clips that priorities are for, and these, of clips that are stored."""
+        first, span = storage.table.first, self._priorities.span
+        given = index.flatten().cpu()
+        is_handle = given >= HANDLES
+        numbers = torch.where(is_handle, given - HANDLES, given + first)
+        here = (given >= 0) & (numbers >= first)
+        self.dropped += int((is_handle & ~here).sum())
+        singly = _is_column(index) or not bool(is_handle[here].all())
+        if singly or span is None or self._is_written(index):
+            return numbers[here], priority[here]
+        entries = torch.ones_like(numbers)
+        entries[here] = self._entries(numbers[here], storage)
+        return clips_of(numbers, entries, self.stride)[here], priority[here]
+
+    def _entries(self, numbers: Tensor, storage: EpisodeStorage) -> Tensor:
+        """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
+        span = self._priorities.span
+        assert span is not None
+        found = storage.table.find(numbers.numpy() - storage.table.first)
+        episodes, offsets = map(torch.from_numpy, found)
+        lengths = storage.table.lengths[episodes]
+        entries = torch.where(offsets + span <= lengths, span // self.stride, 1)
+        if self.strict_length:
+            return entries
+        whole = (offsets == 0) & (lengths < span)
+        return torch.where(whole, lengths // self.stride, entries).clamp_min(1)
+
+    def _follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
+        """Bring the priorities up to what is stored."""
+        self._priorities.follow(storage, span)
+        self._storage = storage
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def _empty(self) -> None:
+        """Forget the priorities; the count of samples goes on."""
+        with self._held():
+            self._priorities.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Priorities of what is stored, exponents and count of samples, as copies."""
+        with self._held():
+            return super().state_dict() | {
+                "beta": self._beta,
+                "priorities": self._priorities.state_dict(),
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` left it, with the storage that belongs to it: of more than
+        ``max_capacity`` steps, the newest keep their priorities.
+        """
+        with self._held():
+            self._priorities.load_state_dict(state_dict["priorities"])
+            super().load_state_dict(state_dict)
+            self._beta = state_dict["beta"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._held():
+            # A copy is made now: what is pickled later may have changed by then.
+            state = super().__getstate__() | {"_priorities": copy(self._priorities)}
+        return state | {"_storage": None, "_just_written": None}
+
+    def _held(self) -> AbstractContextManager[Any]:
+        """The lock of the storage, once there is one."""
+        return nullcontext() if self._storage is None else self._storage.lock
+
+    def __repr__(self) -> str:
+        return (
+            f"PrioritizedClipSampler(slice_len={self.slice_len}, num_slices={self.num_slices}, "
+            f"stride={self.stride}, strict_length={self.strict_length}, layout={self.layout!r}, "
+            f"alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
+            f"reduction={self.reduction!r})"
+        )
+
+
+_OF_REDUCED: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "max": np.max,
+    "min": np.min,
+    "mean": np.mean,
+}
+"""Reductions of which that of all values is that of the rows' ones."""
+
+
+def _is_column(index: Tensor) -> bool:
+    """Whether an index is a column, ``[n, 1]`` or out of a larger one: a step per row."""
+    if index.ndim > 1:
+        return index.shape[-1] == 1
+    return index.numel() > 1 and index.stride(0) != 1
+
+
+def _not_negative(name: str, value: Any) -> float:
+    """The value of an argument, if it may have it."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    return float(value)

@@ -1,0 +1,77 @@
+"""Strides: ``K`` consecutive stored steps read as one step.
+
+A strided step is a step of the environment that repeats ``K`` times: it starts where the first of
+them does, and its next state, reward and flags are those of all ``K`` together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.columns.columns import StoredColumn
+from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.schema import Schema
+from torchrl_mt.data._store.steps import Column, Path, name_of
+
+__all__ = ["StridePlan", "check_strides"]
+
+_FLAGS = ("done", "terminated", "truncated")
+
+
+def check_strides(schema: Schema) -> None:
+    """Check that stored steps can be read ``K`` at a time.
+
+    Raises:
+        ValueError: if an action, reward or done flag is no tensor of one shape; names the key.
+    """
+    for path, entry in schema.entries.items():
+        if _is_joined(path) and entry.kind != "dense":
+            raise ValueError(
+                f"stride joins {name_of(path)} over several steps and needs a tensor of one shape "
+                f"per step, got a {entry.kind} entry: use stride=1, or store it otherwise"
+            )
+
+
+class StridePlan:
+    """A read in which every step given out stands for ``stride`` stored ones.
+
+    An ``action`` becomes the actions of all of them, one after the other: ``[K * A]`` for ``[A]``,
+    ``[K]`` for a scalar. A ``reward`` under ``"next"`` is summed (integers as int64), ``done``,
+    ``terminated`` and ``truncated`` there are OR-ed. Every other entry under ``"next"`` is the
+    last step's, every other entry the first's.
+
+    Args:
+        firsts: int64 ``[N]`` on the CPU, the ring row of the first of each ``stride`` steps.
+        stride: stored steps per step.
+    """
+
+    def __init__(self, firsts: Tensor, stride: int) -> None:
+        self.stride = stride
+        self._first = RowPlan(firsts)
+        self._last = RowPlan(firsts + (stride - 1))
+        self._all = RowPlan(firsts, stride)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def read(self, path: Path, column: StoredColumn) -> Column:
+        """The entry ``path``, which ``column`` stores."""
+        if not _is_joined(path):
+            return column.read(self._last if path[0] == "next" else self._first)
+        values = column.read(self._all)
+        assert isinstance(values, Tensor)
+        shape = values.shape[1:]
+        if path[-1] == "action":
+            return values.reshape(len(self), self.stride * (shape[0] if shape else 1), *shape[1:])
+        values = values.view(len(self), self.stride, *shape)
+        if path[-1] == "reward":
+            return torch.sum(values, 1)
+        return torch.any(values, 1).to(values.dtype)
+
+
+def _is_joined(path: Path) -> bool:
+    """Whether the entry is made of all ``K`` steps."""
+    if path[0] == "next":
+        return path[-1] == "reward" or path[-1] in _FLAGS
+    return path[-1] == "action"

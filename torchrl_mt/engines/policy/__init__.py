@@ -1,0 +1,1 @@
+"""The engine on any of TorchRL's language-model policies."""

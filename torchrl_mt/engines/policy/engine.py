@@ -1,0 +1,394 @@
+"""An engine on any TorchRL policy for language models, requests gathered into micro-batches.
+
+No log-probability leaves it that a plain forward pass of the model has shown to be wrong: such are
+recomputed, or refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_mt.engines.engine import Completion, Engine
+from torchrl_mt.engines.model_facts import max_positions, stop_ids, view_of, vocab_size
+from torchrl_mt.engines.policy.log_prob_check import LogProbCheck
+from torchrl_mt.engines.policy.micro_batching import MicroBatcher
+from torchrl_mt.engines.policy.sampler import (
+    PolicySampler,
+    generate_kwargs_of,
+    require_own_distribution,
+)
+from torchrl_mt.engines.requests import checked_request, require_positive
+from torchrl_mt.engines.sampling import Sampling
+from torchrl_mt.engines.sampling_arguments import (
+    TruncationWarning,
+    sampling_of,
+    sampling_record,
+)
+from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
+
+__all__ = ["PolicyEngine", "as_engine"]
+
+_MAX_NEW_TOKENS = 256
+_LAW = {"temperature", "top_k", "top_p"}
+"""What requests may set of :class:`Sampling`."""
+
+
+class PolicyEngine:
+    """Sample with a TorchRL policy, such as ``TransformersWrapper``, many conversations at once.
+
+    Requests that wait when the policy becomes free are one micro-batch, sampled in a background thread;
+    a batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
+    used. A policy must not be trained *while* tokens are sampled.
+
+    When first used, and again after every update, what the policy reports as log-probabilities is
+    compared with a plain forward pass of its model, after ``temperature``, ``top_k`` and ``top_p``:
+    log-probabilities are those of the distribution that was sampled from. If some are wrong (TorchRL
+    0.14's ``TransformersWrapper`` reports 0.0 for the first token of every answer, and the model's own
+    log-probabilities whatever the temperature and the truncation), all are recomputed from then on, and
+    the log says so once. If most are wrong, or there is no model to compare with, requests fail.
+    ``Completion.sampling`` has what shaped the distribution.
+
+    A ``TransformersWrapper`` may have any input mode. Its sampling is from the model's own distribution:
+    ``do_sample=True`` without ``top_k`` or ``top_p`` and without the model's generation config (except
+    for its stop tokens), unless its ``generate_kwargs`` or a request say otherwise. Other policies are
+    called with ``("tokens", "prompt")`` and ``("masks", "all_attention_mask")``, padded on the left, and
+    return ``("tokens", "response")`` and ``("log_probs", "response")``: per row without padding, or
+    padded on the right if every row that ends early ends with a stop token. ``vLLMWrapper`` and
+    ``SGLangWrapper`` are given rows without padding.
+
+    Args:
+        policy: an ``LLMWrapperBase`` or any module (or callable) from TensorDict to TensorDict.
+        tokenizer: its end-of-sequence token stops an answer; the policy's own if ``None``.
+        model: the causal language model to check the policy with and to load new weights into;
+            ``policy.model`` if ``None``.
+        max_new_tokens: longest answer, unless a request says otherwise; if ``None``, what the policy's
+            ``generate_kwargs`` say, or 256. Policies other than ``TransformersWrapper`` also keep to
+            their own limit: what is beyond the request's is cut off.
+        temperature: what the policy divides the logits by; if ``None``, what its ``generate_kwargs``
+            say, or 1. A ``TransformersWrapper`` is made to; what another policy says of itself must be
+            the same. At 0, or with ``do_sample=False``, the likeliest token is taken, with
+            log-probability 0.
+        max_batch_size: most requests of a micro-batch.
+        max_wait: seconds that a request waits at most for its micro-batch to fill up.
+        check: compare the log-probabilities. Without it they are handed on as they are: do not train
+            on them.
+        tolerance: largest mean absolute difference in nats that passes for rounding (five times that
+            for a single token); 0.05, or 0.1 for a model in half precision, if ``None``.
+        max_forward_tokens: most tokens in one forward pass that recomputes, padding included.
+        on_update: called with the source of an update while nothing is sampled, instead of loading
+            weights into the model: for policies whose weights lie elsewhere; may be a coroutine
+            function.
+
+    Raises:
+        TypeError: if ``policy`` is no policy.
+        ValueError: if ``policy`` does not generate one answer per prompt from a distribution that
+            follows from its model's, no stop token is known, ``temperature`` is another than the
+            policy's, or a number is out of range.
+
+    Examples:
+        >>> policy = TransformersWrapper(  # doctest: +SKIP
+        ...     model, tokenizer=tokenizer, input_mode="tokens", return_log_probs=True
+        ... )
+        >>> engine = PolicyEngine(policy, max_new_tokens=64)  # doctest: +SKIP
+        >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        model: nn.Module | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        max_batch_size: int = 64,
+        max_wait: float = 0.0,
+        check: bool = True,
+        tolerance: float | None = None,
+        max_forward_tokens: int = 8192,
+        on_update: Callable[[Any], Any] | None = None,
+    ) -> None:
+        said = generate_kwargs_of(policy)
+        arguments = dict(said)
+        if temperature is not None:
+            own = sampling_of(said).temperature
+            if (
+                {"temperature", "do_sample"} & said.keys()
+                and own != temperature
+                and not isinstance(policy, TransformersWrapper)
+            ):
+                raise ValueError(
+                    f"temperature must be the policy's own, which is {own}, got {temperature}: set "
+                    "it on the policy."
+                )
+            arguments["temperature"] = temperature
+            if temperature > 0:
+                arguments.pop("do_sample", None)
+        if max_new_tokens is None:
+            max_new_tokens = int(said.get("max_new_tokens") or _MAX_NEW_TOKENS)
+        require_positive(
+            max_new_tokens=max_new_tokens,
+            max_batch_size=max_batch_size,
+            max_forward_tokens=max_forward_tokens,
+            tolerance=tolerance,
+        )
+        if not max_wait >= 0:
+            raise ValueError(f"max_wait must not be negative, got {max_wait}.")
+        if check:
+            require_own_distribution(arguments)
+        self.tokenizer = getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer
+        self.max_new_tokens = max_new_tokens
+        if model is None and isinstance(getattr(policy, "model", None), nn.Module):
+            model = policy.model  # type: ignore[attr-defined]
+        # Parameters are shared, mode and configuration are not: the model may be trained in between.
+        view = None if model is None else view_of(model).eval()
+        self._model = view
+        self.max_total_tokens = max_positions(view)
+        """Most tokens of prompt and answer together that the model can place; ``None``: not known."""
+        self._vocab_size = vocab_size(view)
+        self._law = sampling_of(arguments, self._vocab_size)
+        # What else shapes the distribution is the policy's own affair.
+        self._bent = {
+            name: value
+            for name, value in sampling_record(arguments, self._vocab_size).items()
+            if name not in _LAW
+        }
+        self._warn = TruncationWarning()
+        stop_ids = _stop_ids(self.tokenizer, model, said)
+        self._on_update = on_update
+        self._closing = threading.Event()
+        sampler = PolicySampler(policy, view, self.tokenizer, stop_ids, self._closing)
+        self._takes_arguments = sampler.takes_arguments
+        self._answerer = _Answerer(
+            sampler, stop_ids, LogProbCheck(view, check, tolerance, max_forward_tokens)
+        )
+        self._batcher: MicroBatcher[_Request, Completion] = MicroBatcher(
+            self._answerer.answer,
+            _Fits(self.max_total_tokens),
+            max_batch_size=max_batch_size,
+            max_wait=max_wait,
+            name="torchrl_mt-policy",
+        )
+        # Runs when the engine is collected and at interpreter exit, whichever comes first.
+        self._closer = weakref.finalize(self, _close, self._closing, self._batcher)
+
+    @property
+    def version(self) -> int:
+        """How many times the weights were updated."""
+        return self._answerer.version
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+    ) -> Completion:
+        """Sample an answer to a prompt.
+
+        Args:
+            prompt_ids: the tokens that the model sees, at least one.
+            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
+            **sampling: with a ``TransformersWrapper``, ``temperature`` (at 0 the likeliest token is
+                taken, with log-probability 0), ``top_k`` and ``top_p`` instead of the policy's;
+                requests that differ in these are answered in different batches. No other argument, and
+                none with another policy, is supported.
+
+        Returns:
+            The sampled tokens with their log-probabilities, and the version that sampled all of them.
+
+        Raises:
+            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
+                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument
+                is out of range.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
+            RuntimeError: if the engine is closed, the policy raised (which is the cause), or its
+                log-probabilities are refused.
+        """
+        unknown = sorted(sampling.keys() - (_LAW if self._takes_arguments else set()))
+        if unknown:
+            raise TypeError(
+                f"PolicyEngine.generate takes no {unknown}: sampling arguments are set on the policy; "
+                "of a request to a TransformersWrapper one may set temperature, top_k and top_p."
+            )
+        total = self.max_total_tokens
+        prompt, limit = checked_request(
+            prompt_ids,
+            max_new_tokens,
+            longest=self.max_new_tokens,
+            total=total,
+            bound=f"the {total} tokens that the model's positions allow",
+            vocab_size=self._vocab_size,
+        )
+        law = self._law
+        if sampling:
+            asked = sampling_of(sampling, self._vocab_size)
+            given = (name for name, value in sampling.items() if value is not None)
+            law = law.changed(**{name: getattr(asked, name) for name in given})
+        record = law.record() | self._bent
+        self._warn(record)
+        return await self._batcher.ask(_Request(prompt, limit, law, record))
+
+    def update_weights(
+        self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
+    ) -> int:
+        """Take new weights, in place, between two micro-batches.
+
+        Args:
+            source: the model (or TorchRL wrapper) whose weights to take, or a state dict, or parameters
+                in a TensorDict; with ``on_update``, whatever that takes. ``None``: the policy has its
+                new weights already.
+
+        Returns:
+            The new version.
+
+        Raises:
+            ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
+            NotImplementedError: if the policy has no model to load weights into, and no ``on_update``.
+            RuntimeError: if the engine is closed.
+        """
+        if not self._closer.alive:
+            raise RuntimeError("the engine is closed: make a new one.")
+        weights: Mapping[str, torch.Tensor] | None = None
+        if source is not None and self._on_update is None:
+            if self._model is None:
+                raise NotImplementedError(
+                    "the policy has no model (policy.model is no nn.Module) to load weights into: pass "
+                    "on_update=, a function that hands the source to the policy, or update the policy "
+                    "yourself and call update_weights(None)."
+                )
+            weights = fitting_weights(source, self._model)
+        with self._batcher.paused():
+            if self._on_update is not None:
+                hand_on(self._on_update, source)
+            if weights is not None:
+                assert self._model is not None
+                copy_weights(weights, self._model)
+            return self._answerer.updated()
+
+    def count_update(self) -> int:
+        """Count new weights that the policy was given by somebody else; returns the new version."""
+        with self._batcher.paused():
+            return self._answerer.updated()
+
+    def close(self) -> None:
+        """Stop sampling: requests without an answer fail, and the thread ends."""
+        self._closer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What one call asks for."""
+
+    prompt: list[int]
+    limit: int
+    law: Sampling
+    record: dict[str, Any]
+
+
+class _Fits:
+    """Whether requests may share a batch, which has one law, and whose answers may all become long."""
+
+    def __init__(self, max_total_tokens: int | None) -> None:
+        self._max_total_tokens = max_total_tokens
+
+    def __call__(self, requests: list[_Request]) -> bool:
+        if requests[-1].law != requests[0].law:
+            return False
+        if self._max_total_tokens is None:
+            return True
+        longest = max(len(request.prompt) for request in requests)
+        return longest + max(request.limit for request in requests) <= self._max_total_tokens
+
+
+class _Answerer:
+    """What the thread does with a batch; it knows nothing of the engine, which may be collected."""
+
+    def __init__(
+        self,
+        sampler: PolicySampler,
+        stop_ids: frozenset[int],
+        log_probs: LogProbCheck,
+    ) -> None:
+        self.version = 0
+        self._sampler = sampler
+        self._stop_ids = stop_ids
+        self._log_probs = log_probs
+
+    def answer(self, requests: list[_Request]) -> list[Completion]:
+        """Sample an answer to every request."""
+        prompts, law = [request.prompt for request in requests], requests[0].law
+        drawn = self._sampler(prompts, [request.limit for request in requests], law)
+        log_probs = self._log_probs(
+            prompts,
+            [answer.token_ids for answer in drawn],
+            [answer.reported for answer in drawn],
+            law,
+        )
+        return [
+            Completion(
+                answer.token_ids,
+                scores,
+                [self.version] * len(answer.token_ids),
+                "stop" if answer.token_ids[-1] in self._stop_ids else "length",
+                sampling=request.record,
+            )
+            for request, answer, scores in zip(requests, drawn, log_probs, strict=True)
+        ]
+
+    def updated(self) -> int:
+        """Count an update; what the policy reports is checked again. Call it between two batches."""
+        self._log_probs.recheck()
+        self.version += 1
+        return self.version
+
+
+def _close(closing: threading.Event, batcher: MicroBatcher) -> None:
+    """End the sampling thread, early if it is sampling."""
+    closing.set()
+    batcher.close()
+
+
+def _stop_ids(
+    tokenizer: Any, model: nn.Module | None, generate_kwargs: Mapping[str, Any]
+) -> frozenset[int]:
+    """Every token that ends an answer: by tokenizer, model and policy; at least one."""
+    eos, vllms = (generate_kwargs.get(name) for name in ("eos_token_id", "stop_token_ids"))
+    found = stop_ids(tokenizer, model, eos, vllms)
+    if not found:
+        raise ValueError(
+            "tokenizer must have an end-of-turn token (eos_token), got none, and neither policy nor "
+            "model have an eos_token_id."
+        )
+    return found
+
+
+def as_engine(policy: Any, tokenizer: Any) -> Engine:
+    """A policy as an engine.
+
+    Args:
+        policy: an engine, which is returned as it is, or a TorchRL LLM wrapper.
+        tokenizer: the wrapper's, if it has none of its own.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(policy, LLMWrapperBase):
+        return PolicyEngine(policy, tokenizer=tokenizer)
+    if isinstance(policy, type):
+        raise TypeError(
+            "policy must be an engine (generate, update_weights, version, close), got the class "
+            f"{policy.__name__}: make an instance of it."
+        )
+    if isinstance(policy, Engine):
+        return policy
+    raise TypeError(
+        "policy must be an engine (generate, update_weights, version, close) or a TorchRL LLM wrapper, "
+        f"got {type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
+    )

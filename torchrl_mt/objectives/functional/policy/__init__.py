@@ -1,0 +1,1 @@
+"""Policy objectives: one a file, each a function of the same arguments."""

@@ -1,0 +1,107 @@
+"""The policy objectives by name; each is a function of the same arguments, in its own file."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from torchrl_mt.checks import check_clip_epsilon
+from torchrl_mt.objectives.functional.policy.cispo import cispo
+from torchrl_mt.objectives.functional.policy.decoupled_ppo import decoupled_ppo
+from torchrl_mt.objectives.functional.policy.gmpo import gmpo
+from torchrl_mt.objectives.functional.policy.gspo import gspo, gspo_token
+from torchrl_mt.objectives.functional.policy.ppo import ppo
+from torchrl_mt.objectives.functional.policy.reinforce import reinforce
+from torchrl_mt.objectives.functional.policy.sapo import sapo
+
+Objective = Callable[..., tuple[Tensor, Tensor]]
+"""``(log_prob, old_log_prob, advantage, mask, clip_epsilon) -> (loss, clipped)``, all ``[N, S]``.
+
+``clipped`` is int8: -1 where a ratio lies below its bounds, 1 above, else 0 (of a bool, true counts
+as above). It is given ``clip_epsilon`` by keyword; one that does not clip has ``None`` as its default.
+An objective that has a keyword ``sampler_log_prob`` is given the sampler's
+log-probabilities by it, one that has a keyword ``turns`` the turn ids where a sequence is to be a
+turn. Bind hyperparameters of its own with ``functools.partial``."""
+
+OBJECTIVES: dict[str, Objective] = {
+    "cispo": cispo,
+    "decoupled_ppo": decoupled_ppo,
+    "gmpo": gmpo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+}
+"""Name to objective, as :class:`~torchrl_mt.objectives.MultiTurnLoss` takes it."""
+
+
+def takes(function: Callable, name: str) -> bool:
+    """Say whether a function has a parameter of this name.
+
+    Args:
+        function: Any callable, a ``functools.partial`` too.
+        name: Of the parameter.
+
+    Returns:
+        Whether it can be given by keyword.
+
+    Examples:
+        >>> takes(gspo, "turns"), takes(ppo, "turns")
+        (True, False)
+    """
+    return name in inspect.signature(function).parameters
+
+
+def clip_bounds(
+    objective: Objective, clip_epsilon: float | tuple[float, float] | None = None
+) -> tuple[float, float] | None:
+    """Find the bounds that an objective is called with.
+
+    Args:
+        objective: See :data:`Objective`.
+        clip_epsilon: A number for both sides, or ``(low, high)``. By default those that are bound with
+            ``functools.partial``, else the objective's own, else PPO's.
+
+    Returns:
+        ``(low, high)``; ``None`` for an objective that does not clip.
+
+    Raises:
+        ValueError: If bounds are out of range or given twice, or the objective has none.
+        TypeError: If the objective has no keyword ``clip_epsilon``.
+
+    Examples:
+        >>> clip_bounds(gspo), clip_bounds(gspo, 0.1), clip_bounds(sapo)
+        ((0.0003, 0.0004), (0.1, 0.1), None)
+    """
+    function, bound = objective, None
+    while isinstance(function, functools.partial):
+        bound = function.keywords.get("clip_epsilon") if bound is None else bound
+        function = function.func
+    given = clip_epsilon if bound is None else bound
+    parameter = inspect.signature(function).parameters.get("clip_epsilon")
+    if parameter is None or parameter.kind is parameter.POSITIONAL_ONLY:
+        raise TypeError(
+            "objective must be a function (log_prob, old_log_prob, advantage, mask, clip_epsilon) whose "
+            f"clip_epsilon can be given by keyword, got {objective!r}."
+        )
+    if bound is not None and clip_epsilon is not None:
+        raise ValueError(
+            f"clip_epsilon is bound to the objective as {bound!r} and given as {clip_epsilon!r}; give "
+            "it once."
+        )
+    if parameter.default is None:
+        if given is not None:
+            raise ValueError(
+                f"clip_epsilon must be None for {getattr(function, '__name__', function)!r}, which does "
+                f"not clip, got {given!r}."
+            )
+        return None
+    if given is None:
+        own = parameter.default
+        given = (0.2, 0.2) if own is inspect.Parameter.empty else own
+    return check_clip_epsilon(given, math.inf if function is gmpo else 1.0)

@@ -1,0 +1,1 @@
+"""Credit over time: returns and advantages, counted in sampled tokens or turns."""

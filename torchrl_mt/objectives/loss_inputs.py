@@ -1,0 +1,185 @@
+"""What the loss is made of, entries of rows and outputs of models: there, of one shape, and finite.
+
+Only the tokens that count matter. Entries are all checked before anything is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_mt.checks import check_mask
+from torchrl_mt.objectives.rows import (
+    LOG_PROB_ROUNDING,
+    MODEL_FAULT,
+    NO_LOG_PROB,
+    check_like,
+    read_entry,
+    read_valid,
+)
+from torchrl_mt.scoring.log_probs import scored_tokens
+
+_logger = logging.getLogger("torchrl_mt")
+
+FLOATING = (
+    "sample_log_prob",
+    "sampler_log_prob",
+    "ref_log_probs",
+    "advantage",
+    "weight",
+    "value",
+    "value_target",
+)
+"""Entries that are turned to float32 and must be finite on the tokens that count."""
+LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
+"""Those of them that are logarithms of probabilities."""
+
+
+def read_inputs(
+    tensordict: TensorDictBase, keys: Any, names: Iterable[str], loss_masks: Sequence[NestedKey]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Read the entries that ``keys`` has under ``names``, and ``keys.weight`` where it is present.
+
+    Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the tokens that
+    count; see :func:`counted_tokens`.
+    """
+    usual = type(keys)()
+    rows = {
+        name: read_entry(tensordict, getattr(keys, name), getattr(usual, name)) for name in names
+    }
+    weight = tensordict.get(keys.weight, None)
+    if weight is not None:
+        rows["weight"] = weight
+    shape, first = rows["action"].shape, keys.action
+    for name, value in rows.items():
+        expected = {"advantage": (*shape, 1), "group": shape[:1]}.get(name, shape)
+        check_like(getattr(keys, name), value, first, torch.Size(expected))
+    _check_constant(rows, keys)
+    rows["advantage"] = rows["advantage"].squeeze(-1)
+    rows |= {name: rows[name].float() for name in FLOATING if name in rows}
+    masks = rows["attention_mask"], rows["assistant_mask"]
+    mask = counted_tokens(tensordict, keys, *masks, loss_masks)
+    _check_values(rows, mask, keys)
+    return rows, mask
+
+
+def counted_tokens(
+    tensordict: TensorDictBase,
+    keys: Any,
+    attention_mask: Tensor,
+    assistant_mask: Tensor,
+    loss_masks: Sequence[NestedKey],
+) -> Tensor:
+    """Find the tokens that are trained, ``[N, S]`` bool.
+
+    They are the sampled ones that have a score, of valid rows, where all ``loss_masks`` that the rows
+    have are true.
+    """
+    check_like(keys.assistant_mask, assistant_mask, keys.attention_mask, attention_mask.shape)
+    for key, mask in ((keys.attention_mask, attention_mask), (keys.assistant_mask, assistant_mask)):
+        check_mask(f"the entry {key!r} of rows", mask, mask.shape)
+    mask = scored_tokens(attention_mask, assistant_mask)
+    valid = tensordict.get(keys.valid, None)
+    if valid is not None:
+        check_like(keys.valid, valid, keys.attention_mask, mask.shape[:1])
+        mask &= read_valid(tensordict, keys.valid, mask).unsqueeze(-1)
+    for key in loss_masks:
+        given = tensordict.get(key, None)
+        if given is not None:
+            mask &= _loss_mask(key, given, mask.shape)
+    return mask
+
+
+def _loss_mask(key: NestedKey, mask: Tensor, shape: torch.Size) -> Tensor:
+    """Bring one of TorchRL's loss masks, of rows or of tokens, to a shape that fits ``[N, S]``."""
+    n, s = shape
+    if tuple(mask.shape) not in ((n,), (n, 1), (n, s), (n, s, 1)):
+        raise ValueError(
+            f"the loss mask {key!r} of rows must have shape [N] or [N, S], with or without a last 1, "
+            f"where [N, S] is {(n, s)}, got {tuple(mask.shape)}. Drop it, or name another entry, or "
+            "None, as loss_mask_key."
+        )
+    check_mask(f"the loss mask {key!r} of rows", mask, mask.shape)
+    return mask.reshape(n, s if mask.shape[1:2] == (s,) else 1)
+
+
+def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> bool:
+    """Warn if the old log-probabilities are the sampler's; say whether the rows tell.
+
+    Certain tokens, whose log-probability is 0, tell nothing.
+    """
+    old, sampler = rows["sample_log_prob"], rows["sampler_log_prob"]
+    told = mask & ((old != 0) | (sampler != 0))
+    tells = bool(told.any())
+    if tells and not bool((told & (old != sampler)).any()):
+        _logger.warning(
+            "%r equals %r on all trained tokens: there is nothing to correct, and all weights are 1. "
+            "ExperienceMaker(old_log_probs='actor') makes the old log-probabilities the actor's own, "
+            "which differ from the sampler's.",
+            keys.sample_log_prob,
+            keys.sampler_log_prob,
+        )
+    return tells
+
+
+def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:
+    """Refuse what models gave, ``[N, S]`` each by its name, that is no number on a token that counts.
+
+    In one look at the device. The loss might hide it: a ratio of 0 trains nothing, and says nothing.
+    """
+    counts = torch.stack([(mask & ~x.detach().isfinite()).sum() for x in outputs.values()]).tolist()
+    for (name, value), count in zip(outputs.items(), counts, strict=True):
+        if count:
+            row, token = (mask & ~value.detach().isfinite()).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} must be finite on sampled tokens, got {value[row, token].item()} (row {row}, "
+                f"token {token}) and {count - 1} more: {MODEL_FAULT}"
+            )
+
+
+def check_total(total: object) -> None:
+    """Refuse a total that is neither a number nor a tensor."""
+    if total is None or (isinstance(total, (Real, Tensor)) and not isinstance(total, bool)):
+        return
+    raise TypeError(
+        "total must be a number or a tensor, loss.total(rows) of the whole batch's rows, got "
+        f"{total!r}."
+    )
+
+
+def _check_constant(rows: dict[str, Tensor], keys: Any) -> None:
+    """Refuse entries with a graph: gradients through them could cancel those of the loss."""
+    for name in FLOATING:
+        if name in rows and rows[name].requires_grad:
+            raise ValueError(
+                f"{getattr(keys, name)!r} must be a constant of the loss, but it carries a graph: make "
+                "it under torch.no_grad(), or detach() it."
+            )
+
+
+def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
+    """Refuse NaN, infinity, padding and wrong signs on tokens that count, in one look at the device."""
+    finite = "be finite on sampled tokens", "Drop these rows, or mend what wrote them."
+    looks = [(name, ~rows[name].isfinite(), *finite) for name in FLOATING if name in rows]
+    attended = (
+        f"be false on padding, where {keys.attention_mask!r} is false",
+        "Mend what wrote them.",
+    )
+    looks.append(("assistant_mask", ~rows["attention_mask"], *attended))
+    for name in LOG_PROBS:
+        if name in rows:
+            looks.append((name, rows[name] > LOG_PROB_ROUNDING, *NO_LOG_PROB))
+    counts = torch.stack([mask & wrong for _, wrong, _, _ in looks]).sum((1, 2)).tolist()
+    for (name, wrong, must, advice), count in zip(looks, counts, strict=True):
+        if count:
+            row, token = (mask & wrong).nonzero()[0].tolist()
+            raise ValueError(
+                f"{getattr(keys, name)!r} must {must}, but {count} are not, the first in row {row} at "
+                f"token {token}: {rows[name][row, token].item()}. {advice}"
+            )

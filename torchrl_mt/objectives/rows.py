@@ -1,0 +1,221 @@
+"""Where the entries of training rows lie, and the one way to read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDictBase,
+    is_tensor_collection,
+)
+from torch import Tensor
+
+from torchrl_mt.checks import check_mask
+
+TOKENS = ("tokens", "full")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+SAMPLER_LOG_PROBS = ("log_probs", "full")
+VERSIONS = ("versions", "full")
+OLD_LOG_PROBS = ("log_probs", "old")
+REF_LOG_PROBS = ("log_probs", "ref")
+TURNS = ("turns", "full")
+REWARDS = ("rewards", "full")
+TURN_RETURNS = ("rewards", "to_go")
+SHAPED_REWARDS = ("rewards", "shaped")
+EPISODE_SCORE = ("rewards", "episode")
+EPISODE = "episode"
+EPISODE_INDEX = "episode_index"
+FORK = "fork"
+GROUP = "group"
+LABEL = "label"
+VALID = "valid"
+KL = "kl"
+ENTROPY = "entropy"
+VALUES = "values"
+RETURNS = "returns"
+ADVANTAGE = "advantage"
+WEIGHTS = ("weights", "full")
+SAMPLING_TEMPERATURE = ("sampling", "temperature")
+
+_MERGED = "MergeTurns writes it"
+_MADE = "ExperienceMaker writes it"
+WRITERS: dict[NestedKey, str] = {
+    TOKENS: f"{_MERGED} from the turns' ('tokens', 'prompt') and ('tokens', 'response')",
+    ATTENTION_MASK: _MERGED,
+    ASSISTANT_MASK: _MERGED,
+    SAMPLER_LOG_PROBS: f"{_MERGED} where the turns have the engine's ('log_probs', 'response')",
+    TURNS: _MERGED,
+    REWARDS: f"{_MERGED} where the turns have ('next', 'reward')",
+    EPISODE: _MERGED,
+    GROUP: f"{_MERGED} from the turns' 'group', which the collector writes",
+    OLD_LOG_PROBS: _MADE,
+    REF_LOG_PROBS: f"{_MADE} when it has a ref",
+    ENTROPY: f"{_MADE} when it has with_entropy=True",
+    VALUES: f"{_MADE} when it has a critic",
+    RETURNS: _MADE,
+    ADVANTAGE: _MADE,
+}
+"""Who should have written an entry that is missing."""
+
+
+LOG_PROB_ROUNDING = 0.5
+"""How far above 0 half precision may put the log-probability of a certain token, and more."""
+MODEL_FAULT = (
+    "the model is at fault; look for NaN in its weights, as a gradient that was not finite leaves it, "
+    "or try another dtype."
+)
+"""What to do about a model that gives no numbers."""
+NO_LOG_PROB = "be log-probabilities, 0 or less", "Were they stored with the other sign?"
+"""What those further above are not, and what they may be."""
+
+
+def read_entry(
+    rows: TensorDictBase, key: NestedKey, usual: NestedKey | None = None, *, hint: str = ""
+) -> Tensor:
+    """Read an entry, or say which one is missing and who makes it.
+
+    ``usual`` is the key that the entry has where nobody changed it.
+    """
+    value = rows.get(key, None)
+    if value is None:
+        if not is_tensor_collection(rows):
+            raise TypeError(f"rows must be a TensorDict, got {type(rows).__name__}.")
+        writer = WRITERS.get(key if usual is None else usual)
+        hint = hint if writer is None else f"; {writer}{hint}"
+        found = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
+        raise KeyError(f"rows lack the entry {key!r}{hint}; found {', '.join(found)}.")
+    return value
+
+
+def read_objects(rows: TensorDictBase, key: NestedKey) -> list[Any] | None:
+    """Read one Python object for every row, or ``None`` where the rows have no such entry."""
+    value = rows.get(key, None)
+    if value is None:
+        return None
+    if isinstance(value, NonTensorData):
+        return [value.data] * len(rows)
+    if isinstance(value, (NonTensorStack, Tensor)):
+        return value.tolist()
+    raise TypeError(
+        f"the entry {key!r} of rows must be non-tensor data or a tensor with one item for each row, "
+        f"got {type(value).__name__}."
+    )
+
+
+def check_like(key: NestedKey, value: Tensor, other: NestedKey, shape: torch.Size) -> None:
+    """Refuse an entry whose shape is not the one that another entry's asks for."""
+    if value.shape != shape:
+        raise ValueError(
+            f"the entry {key!r} of rows must have shape {tuple(shape)} to fit {other!r}, "
+            f"got {tuple(value.shape)}."
+        )
+
+
+def check_finite(
+    key: NestedKey, value: Tensor, where: Tensor, episode: Tensor | None, hint: str
+) -> None:
+    """Refuse an entry ``[N, S]`` that is not finite where ``[N, S]`` bool says that it counts.
+
+    ``episode`` ``[N]`` is what the rows call their episodes.
+    """
+    bad = (where & ~value.isfinite()).nonzero()
+    if len(bad):
+        n, t = bad[0].tolist()
+        of = "" if episode is None else f"in episode {int(episode[n])} "
+        raise ValueError(
+            f"{key!r} must be finite where it counts, got {float(value[n, t])} {of}(row {n}, token "
+            f"{t}) and {len(bad) - 1} more: {hint}"
+        )
+
+
+def read_episode(
+    rows: TensorDictBase,
+    episode_key: NestedKey = EPISODE,
+    index_key: NestedKey = EPISODE_INDEX,
+    fork_key: NestedKey = FORK,
+) -> Tensor:
+    """Read which rows are one episode; copies of an episode in one batch are episodes of their own.
+
+    Refuses a row that is there twice: its rewards would count twice in one episode.
+    """
+    episode = read_entry(rows, episode_key, EPISODE)
+    check_like(episode_key, episode, "batch_size", rows.batch_size)
+    copy, fork = rows.get(index_key, None), rows.get(fork_key, None)
+    if copy is not None:
+        check_like(index_key, copy, episode_key, episode.shape)
+        name = torch.unique(torch.stack([episode, copy]), dim=1, return_inverse=True)[1]
+    else:
+        name = episode
+    if fork is not None:
+        check_like(fork_key, fork, episode_key, episode.shape)
+        _, place, count = torch.unique(
+            torch.stack([name, fork]), dim=1, return_inverse=True, return_counts=True
+        )
+        twice = (count[place] > 1).nonzero()
+        if len(twice):
+            n = int(twice[0])
+            raise ValueError(
+                f"rows have fork {int(fork[n])} of episode {int(episode[n])} (row {n}) more than once: "
+                "give MergeTurns all episodes in one call, which tells copies of an episode apart, "
+                f"or make {index_key!r} differ between the copies."
+            )
+    return name
+
+
+def check_temperature(
+    rows: TensorDictBase, key: NestedKey, temperature: float, valid: Tensor
+) -> None:
+    """Refuse rows that say they were sampled at another temperature than they are to be scored at.
+
+    ``valid`` ``[N]`` bool is true on the rows that count. Where the entry is missing nothing is known
+    and nothing refused; NaN says that a row's tokens were sampled at temperatures that differ.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> rows = TensorDict({"t": torch.tensor([0.7, 0.7])}, [2])
+        >>> check_temperature(rows, "t", 0.7, torch.tensor([True, True]))
+        >>> check_temperature(rows, "t", 1.0, torch.tensor([False, True]))
+        Traceback (most recent call last):
+        ValueError: row 1 has 't' 0.7, but temperature is 1.0. The policy that ...
+    """
+    sampled = rows.get(key, None)
+    if sampled is None:
+        return
+    check_like(key, sampled, "batch_size", valid.shape)
+    rounding = max(1e-6, torch.finfo(sampled.dtype).eps) if sampled.is_floating_point() else 0.0
+    sampled = sampled.to(valid.device).double()
+    # Negated: NaN is close to nothing.
+    other = valid & ~((sampled - temperature).abs() <= rounding * abs(temperature))
+    if not bool(other.any()):
+        return
+    row = int(other.nonzero()[0])
+    found = float(sampled[row])
+    # The entry is float32: its own digits, not those of the nearest float64.
+    said = f"row {row} has {key!r} {found:.7g}, but temperature is {temperature}"
+    if found != found:
+        raise ValueError(
+            f"{said}: NaN says that the row's tokens were sampled at temperatures that differ. "
+            "Sample whole episodes at one temperature, or drop such rows."
+        )
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{said}: at that one there is no policy to learn from; drop such rows.")
+    raise ValueError(
+        f"{said}. The policy that sampled the row is the one at its temperature: set "
+        f"temperature={found:.7g} wherever these rows are scored, and give rows of other temperatures "
+        "to another call."
+    )
+
+
+def read_valid(rows: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:
+    """Read which rows are not rejected, ``[N]`` bool; without the entry none is."""
+    valid = rows.get(key, None)
+    if valid is None:
+        return torch.ones(mask.shape[:1], dtype=torch.bool, device=mask.device)
+    check_like(key, valid, "batch_size", mask.shape[:1])
+    check_mask(str(key), valid, mask.shape[:1])
+    return valid

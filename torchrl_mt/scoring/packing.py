@@ -1,0 +1,278 @@
+"""Rows cut into forward passes, without the padding they came with, padded anew or packed.
+
+Every attended token is in exactly one pass, after the attended tokens of its row and nothing else.
+What predicts a sampled token is the state of the attended token before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.checks import check_mask
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The input of one forward pass over ``[B, L]`` tokens, and which of its states are wanted."""
+
+    inputs: dict[str, Any]
+    """Keyword arguments of the model."""
+    state: Tensor
+    """``[K]`` int64: positions in the flattened ``[B * L]`` whose states predict sampled tokens."""
+    target: Tensor
+    """``[K]`` int64: those tokens."""
+    place: Tensor
+    """``[K]`` int64: where they are in the flattened rows ``[N * S]``."""
+
+
+def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
+    """Refuse rows whose shapes differ or that have sampled tokens on padding.
+
+    Args:
+        tokens: ``[N, S]`` int64.
+        attention_mask: ``[N, S]`` bool, false on padding.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+
+    Raises:
+        ValueError: If shapes differ or a sampled token lies on padding.
+        TypeError: If a mask is not boolean.
+    """
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have shape [N, S], got {tuple(tokens.shape)}.")
+    check_mask("attention_mask", attention_mask, tokens.shape)
+    check_mask("mask", mask, tokens.shape)
+    wrong = mask & ~attention_mask
+    if bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            "mask must be false on padding, where attention_mask is false, but row "
+            f"{row} has a sampled token there, at {token}."
+        )
+
+
+def check_micro_batch(size: int | None, tokens: int | None) -> None:
+    """Refuse a forward pass without a row.
+
+    Args:
+        size: ``micro_batch_size``.
+        tokens: ``micro_batch_tokens``.
+
+    Raises:
+        ValueError: If one is below 1.
+    """
+    for name, limit in (("micro_batch_size", size), ("micro_batch_tokens", tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1 or None, got {limit}.")
+
+
+def micro_batches(
+    lengths: Tensor, max_rows: int | None = None, max_tokens: int | None = None
+) -> list[Tensor]:
+    """Cut rows into batches of similar length.
+
+    Args:
+        lengths: ``[N]`` int64 tokens of each row.
+        max_rows: Most rows of a batch; no limit by default.
+        max_tokens: Most tokens of a batch, padding included; no limit by default. A longer row is a
+            batch of its own.
+
+    Returns:
+        Row indices of each batch, int64, longest rows first; together they are all rows, once.
+
+    Examples:
+        >>> micro_batches(torch.tensor([2, 9, 3]), max_tokens=8)
+        [tensor([1]), tensor([2, 0])]
+    """
+    count = len(lengths)
+    if max_tokens is None:
+        order = torch.arange(count) if max_rows is None else lengths.cpu().argsort(descending=True)
+        return list(order.split(max_rows or max(1, count)))
+    lengths = lengths.cpu()
+    order = lengths.argsort(descending=True)
+    batches, start = [], 0
+    while start < count:
+        longest = max(1, int(lengths[order[start]]))
+        size = max(1, max_tokens // longest)
+        size = size if max_rows is None else min(size, max_rows)
+        batches.append(order[start : start + size])
+        start += size
+    return batches
+
+
+def packs(lengths: Tensor, capacity: int, max_rows: int | None = None) -> list[list[int]]:
+    """Put rows together so that few packs hold them: best-fit decreasing.
+
+    Args:
+        lengths: ``[N]`` int64 tokens of each row; rows without tokens are left out.
+        capacity: Most tokens of a pack. A longer row is a pack of its own.
+        max_rows: Most rows of a pack; no limit by default.
+
+    Returns:
+        Row indices of each pack.
+
+    Examples:
+        >>> packs(torch.tensor([2, 9, 3, 6, 0]), 9)
+        [[1], [3, 2], [0]]
+    """
+    sizes = lengths.tolist()
+    out: list[list[int]] = []
+    # Free tokens and index of each pack that has any, ascending.
+    room: list[tuple[int, int]] = []
+    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
+        if not sizes[row]:
+            break
+        fit = bisect_left(room, (sizes[row], -1))
+        if fit < len(room):
+            free, pack = room.pop(fit)
+            out[pack].append(row)
+        else:
+            free, pack = capacity, len(out)
+            out.append([row])
+        if free > sizes[row] and len(out[pack]) != max_rows:
+            insort(room, (free - sizes[row], pack))
+    return out
+
+
+def forward_passes(
+    tokens: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    *,
+    packed: bool = False,
+    with_lengths: bool = False,
+    micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
+) -> Iterator[ForwardPass]:
+    """Cut rows into forward passes.
+
+    Packed, several rows lie in one sequence without padding, each with positions from 0 on. Attention
+    that masks what is not of the row costs the square of the sequence: sequences are as long as the
+    longest row, or ``micro_batch_tokens`` if that is less, and several make a batch. Attention that is
+    told the lengths costs no more for many rows: all of a pass are one sequence, and
+    ``micro_batch_size`` counts its rows.
+
+    Args:
+        tokens: ``[N, S]`` int64.
+        attention_mask: ``[N, S]`` bool, false on padding.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        packed: Whether to pack.
+        with_lengths: Pack for attention over variable lengths, and name the lengths as transformers
+            does for it.
+        micro_batch_size: Most sequences (rows, or packs of rows) of one pass; most rows of it
+            ``with_lengths``.
+        micro_batch_tokens: Most tokens of one pass, padding included. A longer row is a pass of its
+            own.
+
+    Yields:
+        The passes, at least one even if there are no tokens: a worker without rows must run the model
+        as the others do. Tensors lie where ``tokens`` does.
+
+    Raises:
+        ValueError: If a limit is less than 1.
+
+    Examples:
+        >>> attended = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 9, 0], [4, 0, 0]])
+        >>> (step,) = forward_passes(tokens, attended, attended, packed=True)
+        >>> step.inputs["input_ids"].tolist(), step.inputs["position_ids"].tolist()
+        ([[5, 6, 7], [8, 9, 4]], [[0, 1, 2], [0, 1, 0]])
+        >>> step.state.tolist(), step.target.tolist()
+        ([0, 1, 3], [6, 7, 9])
+    """
+    check_micro_batch(micro_batch_size, micro_batch_tokens)
+    if not tokens.numel():
+        # A row of one token that is not attended: the model runs, and every parameter gets a gradient.
+        tokens = tokens.new_zeros(1, 1)
+        attention_mask = mask = torch.zeros_like(tokens, dtype=torch.bool)
+    lengths = attention_mask.sum(-1).cpu()
+    lines, fill = [[row] for row in range(len(lengths))], lengths
+    if packed:
+        total = max(1, int(lengths.sum()))
+        longest = total if with_lengths else max(1, int(lengths.max()))
+        # Rows without a token have no state that one could want.
+        most = micro_batch_size if with_lengths else None
+        lines = packs(lengths, min(longest, micro_batch_tokens or total), most) or [[0]]
+        fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
+    size = 1 if packed and with_lengths else micro_batch_size
+    for part in micro_batches(fill, size, micro_batch_tokens):
+        group = [lines[i] for i in part.tolist()]
+        step = _forward_pass(tokens, attention_mask, mask, lengths, group, packed)
+        if packed and with_lengths:
+            step.inputs.update(_lengths(lengths[group[0]], tokens.device))
+        yield step
+
+
+def put_back(values: list[Tensor], places: list[Tensor], tokens: Tensor) -> Tensor:
+    """Put what the passes gave back into rows.
+
+    Args:
+        values: Of each pass ``[K]``, at its :attr:`ForwardPass.target`.
+        places: :attr:`ForwardPass.place` of each pass.
+        tokens: ``[N, S]``, the rows.
+
+    Returns:
+        ``[N, S]`` float32 on the device of ``tokens``, zero elsewhere.
+    """
+    out = torch.zeros(tokens.numel(), device=tokens.device)
+    if values:
+        value = torch.cat([value.to(out) for value in values])
+        out = out.index_copy(0, torch.cat(places), value)
+    return out.view(tokens.shape)
+
+
+def _forward_pass(
+    tokens: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    lines: list[list[int]],
+    packed: bool,
+) -> ForwardPass:
+    """One pass over lines of rows, each line a sequence of the batch."""
+    device, count = tokens.device, len(lines)
+    rows = torch.tensor([row for line in lines for row in line])
+    line = torch.tensor([i for i, line in enumerate(lines) for _ in line])
+    size = lengths[rows]
+    fill = torch.zeros(count, dtype=torch.long).index_add(0, line, size)
+    # A line of padding alone has one dummy token: attention over nothing is not a number.
+    width = max(1, int(fill.max()))
+    start = size.cumsum(0) - size
+    offset = line * width + start - (fill.cumsum(0) - fill)[line]
+    rows, offset, fill = rows.to(device), offset.to(device), fill.to(device)
+
+    attended = attention_mask[rows]
+    row, column = attended.nonzero(as_tuple=True)
+    rank = (attended.cumsum(-1) - 1)[row, column]
+    slot = offset[row] + rank
+    ids = tokens[rows[row], column]
+    scored = mask[rows[row], column] & (rank > 0)
+    input_ids = tokens.new_zeros(count * width).index_copy(0, slot, ids).view(count, width)
+    inputs: dict[str, Any] = {"input_ids": input_ids}
+    along = torch.arange(width, device=device)
+    if packed:
+        # What fills a line up is rows of one token, which no row's length depends on.
+        position = (along - fill[:, None]).clamp(max=0).reshape(-1).index_copy(0, slot, rank)
+        inputs["position_ids"] = position.view(count, width)
+    else:
+        inputs["attention_mask"] = (along < fill[:, None].clamp(min=1)).long()
+    place = rows[row] * tokens.shape[1] + column
+    return ForwardPass(inputs, slot[scored] - 1, ids[scored], place[scored])
+
+
+def _lengths(size: Tensor, device: torch.device) -> dict[str, Any]:
+    """Lengths of the rows of one sequence, as transformers' flash attention takes them."""
+    size = size.clamp(min=1)
+    ends = torch.nn.functional.pad(size.cumsum(0), (1, 0)).to(device, torch.int32)
+    longest = int(size.max())
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

@@ -1,0 +1,259 @@
+"""Log-probability and entropy of tokens from logits, in float32 and in bounded memory.
+
+No float32 copy of the logits outlives a chunk: the backward pass recomputes it from the logits, so
+the peak above the logits and their gradient is one chunk whatever the batch and the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchrl_mt.checks import check_mask, check_positive, check_shape
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits (tokens times vocabulary) in float32 at any one time."""
+
+
+def token_log_probs(
+    logits: Tensor, tokens: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
+) -> Tensor:
+    """Log-probability of each token under the logits at its position.
+
+    Args:
+        logits: ``[..., V]`` floating, aligned: those at a position predict the token at it.
+        tokens: ``[...]`` int64; not read where masked.
+        mask: ``[...]`` bool: which positions to compute. All by default.
+        temperature: What the logits are divided by, in float32.
+
+    Returns:
+        ``[...]`` float32 (float64 for float64 logits), zero where masked.
+
+    Raises:
+        ValueError: If shapes differ or ``temperature`` is not positive.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> token_log_probs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
+        tensor([[0.2500, 0.2500]])
+    """
+    return _apply(logits, tokens, mask, temperature, with_entropy=False)[0]
+
+
+def token_entropy(
+    logits: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
+) -> Tensor:
+    """Entropy, in nats, of the distribution at each position.
+
+    Args:
+        logits: ``[..., V]`` floating; ``-inf`` for impossible tokens.
+        mask: ``[...]`` bool: which positions to compute. All by default.
+        temperature: What the logits are divided by, in float32.
+
+    Returns:
+        ``[...]`` float32 (float64 for float64 logits), zero where masked.
+
+    Raises:
+        ValueError: If shapes differ or ``temperature`` is not positive.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> token_entropy(torch.zeros(1, 2, 4)).exp()
+        tensor([[4., 4.]])
+    """
+    tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return _apply(logits, tokens, mask, temperature, with_entropy=True)[1]
+
+
+def log_probs_and_entropy(
+    logits: Tensor, tokens: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """:func:`token_log_probs` and :func:`token_entropy` from one softmax.
+
+    Args:
+        logits: ``[..., V]`` floating, aligned with ``tokens``.
+        tokens: ``[...]`` int64; not read where masked.
+        mask: ``[...]`` bool: which positions to compute. All by default.
+        temperature: What the logits are divided by, in float32.
+
+    Returns:
+        Log-probabilities and entropies, ``[...]`` float32 (float64 for float64 logits), zero where
+        masked.
+
+    Raises:
+        ValueError: If shapes differ or ``temperature`` is not positive.
+        TypeError: If ``mask`` is not boolean.
+
+    Examples:
+        >>> log_prob, entropy = log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]))
+        >>> log_prob == -entropy
+        tensor([True])
+    """
+    return _apply(logits, tokens, mask, temperature, with_entropy=True)
+
+
+def log_probs_at(
+    logits: Tensor,
+    position: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of tokens under the logits at chosen positions; no other logits are read.
+
+    Args:
+        logits: ``[T, V]`` floating.
+        position: ``[K]`` int64 in ``[0, T)``, without repetitions.
+        tokens: ``[K]`` int64.
+        temperature: What the logits are divided by, in float32.
+        with_entropy: Whether to compute the entropies at the positions as well.
+
+    Returns:
+        Log-probabilities, and entropies or ``None``: ``[K]`` float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: If shapes differ or ``temperature`` is not positive.
+
+    Examples:
+        >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()
+        tensor([0.2500])
+    """
+    check_shape("tokens", tokens, position.shape)
+    check_positive("temperature", temperature)
+    log_prob, entropy = _LogProbs.apply(logits, tokens, position, temperature, with_entropy)
+    return log_prob, entropy if with_entropy else None
+
+
+def _apply(
+    logits: Tensor, tokens: Tensor, mask: Tensor | None, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments, compute at the unmasked positions, put the results in place."""
+    shape = logits.shape[:-1]
+    check_shape("tokens", tokens, shape)
+    check_positive("temperature", temperature)
+    flat, target = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
+    if mask is None:
+        log_prob, entropy = _LogProbs.apply(flat, target, None, temperature, with_entropy)
+        return log_prob.view(shape), entropy.view(shape if with_entropy else -1)
+    check_mask("mask", mask, shape)
+    position = mask.reshape(-1).nonzero().squeeze(-1)
+    log_prob, entropy = _LogProbs.apply(flat, target[position], position, temperature, with_entropy)
+    zeros = log_prob.new_zeros(flat.shape[0])
+    log_prob = zeros.index_copy(0, position, log_prob).view(shape)
+    if with_entropy:
+        entropy = zeros.index_copy(0, position, entropy).view(shape)
+    return log_prob, entropy
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probabilities (and entropies) of ``K`` targets at ``K`` of the ``T`` rows of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        position: Tensor | None,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        log_prob, log_sum, entropy = empty_scores(logits, len(target), with_entropy)
+        for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
+            x = _select(logits, position, part, temperature)
+            score_chunk(x, target, part, log_prob, log_sum, entropy)
+        ctx.save_for_backward(logits, target, position, log_sum, entropy)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return log_prob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None]:
+        logits, target, position, log_sum, entropy = ctx.saved_tensors
+        if not ctx.needs_input_grad[0] or (grad_log_prob is None and grad_entropy is None):
+            return None, None, None, None, None
+        grad = torch.empty_like(logits) if position is None else torch.zeros_like(logits)
+        for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
+            x = _select(logits, position, part, ctx.temperature)
+            out = chunk_gradient(x, target, part, log_sum, entropy, grad_log_prob, grad_entropy)
+            if ctx.temperature != 1.0:
+                out /= ctx.temperature
+            grad[part if position is None else position[part]] = out.to(grad.dtype)
+        return grad, None, None, None, None
+
+
+def chunks(size: int, vocabulary: int, elements: int) -> list[slice]:
+    """Cut ``size`` positions so that one part has at most ``elements`` logits, or is one position."""
+    step = max(1, elements // max(1, vocabulary))
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: float64 stays itself, all else is float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def empty_scores(like: Tensor, size: int, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for log-probabilities, normalisers and (none, if they are not wanted) entropies."""
+    log_prob = like.new_empty(size, dtype=wide(like.dtype))
+    entropy = torch.empty_like(log_prob) if with_entropy else log_prob.new_empty(0)
+    return log_prob, torch.empty_like(log_prob), entropy
+
+
+def score_chunk(
+    x: Tensor, target: Tensor, part: slice, log_prob: Tensor, log_sum: Tensor, entropy: Tensor
+) -> None:
+    """Write the scores of one part, whose logits ``x`` are used up."""
+    log_sum[part] = x.logsumexp(-1)
+    log_prob[part] = x.gather(-1, target[part, None]).squeeze(-1) - log_sum[part]
+    if len(entropy):
+        x -= log_sum[part, None]
+        p = x.exp()
+        entropy[part] = -p.mul_(_finite_(x)).sum(-1)
+
+
+def chunk_gradient(
+    x: Tensor,
+    target: Tensor,
+    part: slice,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient by the logits ``x`` of one part, which are used up."""
+    x -= log_sum[part, None]
+    p = x.exp()
+    if grad_entropy is not None and len(entropy):
+        # dH/dx = -p (log p + H); by p first, which takes what was -inf to 0.
+        out = _finite_(x).add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
+        if grad_log_prob is not None:
+            out -= p.mul_(grad_log_prob[part, None])
+    elif grad_log_prob is not None:
+        out = p.mul_(-grad_log_prob[part, None])
+    else:
+        return torch.zeros_like(p)
+    if grad_log_prob is not None:
+        # d log p[y] / dx = onehot(y) - p
+        out.scatter_add_(-1, target[part, None], grad_log_prob[part, None])
+    return out
+
+
+def _select(logits: Tensor, position: Tensor | None, part: slice, temperature: float) -> Tensor:
+    """A copy of one part of the logits in float32, divided by the temperature."""
+    x = logits[part] if position is None else logits[position[part]]
+    x = x.to(wide(x.dtype), copy=position is None)
+    return x if temperature == 1.0 else x.div_(temperature)
+
+
+def _finite_(log_p: Tensor) -> Tensor:
+    """Replace ``-inf``, whose product with a probability of 0 must be 0."""
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
