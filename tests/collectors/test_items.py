@@ -359,7 +359,7 @@ def test_threads_share_items():
 @pytest.mark.parametrize(
     "data",
     [[], (), iter([]), lambda: iter([]), {}.keys(), set(), torch.empty(0), MapStyle(0)],
-    ids=repr,
+    ids=lambda data: type(data).__name__,
 )
 def test_empty_data_is_refused_at_once(data):
     with pytest.raises(ValueError, match="at least one item"):

@@ -113,7 +113,11 @@ def masked_batch(engine, player, limits):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("player", [Slow, SlowWorkflow(), SlowWorkflow("entries")], ids=str)
+@pytest.mark.parametrize(
+    "player",
+    [Slow, SlowWorkflow(), SlowWorkflow("entries")],
+    ids=["environment", "workflow", "entries"],
+)
 def test_masked_it_is_as_if_it_were_not_there(engine, model, player, stored, idle_clock):
     """The advantages, the metrics, the loss and its gradients, of every kind."""
     batch, stats = masked_batch(engine, player, Limits(episode_timeout=LIMIT, on_timeout="mask"))
