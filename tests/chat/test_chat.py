@@ -182,9 +182,9 @@ def test_long_messages_are_not_kept(tokenizer):
     chat = ChatTokens(tokenizer)
     for number in range(1, 4):
         chat.extend([user(f"{number} " + "higher " * 10_000)], last_token=None)
-    assert chat._extend_cached.cache_info().currsize == 0
+    assert chat._cached_tokens.cache_info().currsize == 0
     chat.extend([user("higher")], last_token=None)
-    assert chat._extend_cached.cache_info().currsize == 1
+    assert chat._cached_tokens.cache_info().currsize == 1
 
 
 def test_what_a_caller_does_with_the_tokens_does_not_spoil_the_next_conversation(tokenizer):
