@@ -6,7 +6,7 @@ rendering of the longer dialogue.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, product
 from typing import Any
 

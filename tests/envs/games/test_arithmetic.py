@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_mt.envs import Arithmetic, TextStep, calculate, play_arithmetic
-from torchrl_mt.envs.calculator import Operation, parse
+from torchrl_mt.envs.games.calculator import Operation, parse
 
 OPERATORS = ["+", "-", "*", "/", "//", "%", "**"]
 

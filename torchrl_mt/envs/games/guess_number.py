@@ -9,18 +9,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from torchrl_mt.envs.data_keys import check_keys
-from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.games.game import Game, GameEnv
+from torchrl_mt.envs.text_env import Message, TextStep
 
-__all__ = ["Game", "GuessNumber", "optimal_return", "play_guess_number"]
+__all__ = ["GuessNumber", "optimal_return", "play_guess_number"]
 
 _DECIMAL = re.compile(r"[1-9][0-9]{0,17}")
 
 
-class GuessNumber(TextEnv):
+class GuessNumber(GameEnv):
     """Find a hidden number in ``1..numbers`` within ``turns`` guesses.
 
     A guess is answered ``"higher"`` (the hidden number is higher), ``"lower"`` or ``"correct"``;
@@ -52,7 +52,7 @@ class GuessNumber(TextEnv):
         (1.0, True)
     """
 
-    inline = True
+    _data_keys = ("number", "seed")
 
     def __init__(
         self,
@@ -66,8 +66,7 @@ class GuessNumber(TextEnv):
         self.prompt = prompt
         self.numbers = numbers
         self.turns = turns
-        self._rng = random.Random(seed)
-        self._number: int | None = None
+        super().__init__(seed)
         self._guesses = 0
 
     def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
@@ -83,7 +82,7 @@ class GuessNumber(TextEnv):
         Raises:
             ValueError: if ``data["number"]`` is not in ``1..numbers``, or a key is nearly one of these.
         """
-        self._number = self._draw(data)
+        self._solution = self._number(data)
         self._guesses = 0
         return [_user(self.prompt.format(numbers=self.numbers))]
 
@@ -100,16 +99,13 @@ class GuessNumber(TextEnv):
         Raises:
             RuntimeError: if no episode is under way.
         """
-        if self._number is None:
-            raise RuntimeError(
-                "GuessNumber.step was called with no episode under way: call reset first."
-            )
+        self._require_episode()
         self._guesses += 1
         answer = self._answer(response)
         found = answer == "correct"
         done = found or self._guesses == self.turns
         if done:
-            self._number = None
+            self._solution = None
         info = {"found": found, "guesses": self._guesses} if done else None
         return TextStep((_user(answer),), reward=float(found), done=done, info=info)
 
@@ -133,44 +129,30 @@ class GuessNumber(TextEnv):
         """
         _require_game(numbers, 1)
         rng = random.Random(seed)
-        endless = iter(lambda: {"number": rng.randint(1, numbers)}, None)
-        return endless if size is None else (next(endless) for _ in range(size))
+        return islice(iter(lambda: {"number": rng.randint(1, numbers)}, None), size)
 
-    def _draw(self, data: Mapping[str, Any] | None) -> int:
+    def _number(self, data: Mapping[str, Any] | None) -> int:
         """The number that this episode's data asks for, or a new one."""
-        given = data if isinstance(data, Mapping) else {}
-        check_keys(given, ("number", "seed"))
-        if given.get("number") is not None:
-            number = int(given["number"])
-            if not 1 <= number <= self.numbers:
-                raise ValueError(
-                    f'data["number"] must lie in 1..{self.numbers}, got {number}: '
-                    f"draw the data with numbers={self.numbers}."
-                )
-            return number
-        rng = random.Random(int(given["seed"])) if given.get("seed") is not None else self._rng
-        return rng.randint(1, self.numbers)
+        given, rng = self._read(data)
+        if given.get("number") is None:
+            return rng.randint(1, self.numbers)
+        number = int(given["number"])
+        if not 1 <= number <= self.numbers:
+            raise ValueError(
+                f'data["number"] must lie in 1..{self.numbers}, got {number}: '
+                f"draw the data with numbers={self.numbers}."
+            )
+        return number
 
     def _answer(self, response: str) -> str:
         """The hint to one guess."""
         text = response.strip()
         if not _DECIMAL.fullmatch(text) or int(text) > self.numbers:
             return "invalid"
-        assert self._number is not None
         guess = int(text)
-        if guess == self._number:
+        if guess == self._solution:
             return "correct"
-        return "higher" if self._number > guess else "lower"
-
-
-@dataclass(frozen=True)
-class Game:
-    """A whole game of :class:`GuessNumber`, as a player and the environment wrote it."""
-
-    messages: list[Message]
-    """The opening message, then guess (``assistant``) and hint (``user``) by turns."""
-    rewards: list[float]
-    """The reward of every guess."""
+        return "higher" if self._solution > guess else "lower"
 
 
 def play_guess_number(
@@ -202,17 +184,14 @@ def play_guess_number(
         [0.0, 1.0]
     """
     env = GuessNumber(numbers, turns)
-    messages, rewards = env.reset({"number": number}), []
+    game = Game(env.reset({"number": number}), [])
     low, high = 1, numbers
     while True:
         guess = player(low, high)
         if not low <= guess <= high:
             raise ValueError(f"player must guess a number in {low}..{high}, got {guess}.")
-        step = env.step(str(guess))
-        messages += [{"role": "assistant", "content": str(guess)}, *step.messages]
-        rewards.append(step.reward)
-        if step.done:
-            return Game(messages, rewards)
+        if game.say(env, str(guess)).done:
+            return game
         low, high = (guess + 1, high) if number > guess else (low, guess - 1)
 
 
