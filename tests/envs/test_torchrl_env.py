@@ -39,7 +39,7 @@ from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import ChatEnvAdapter, calculate
-from torchrl_mt.envs.torchrl_env import _with_data
+from torchrl_mt.envs.torchrl_data import with_entries
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 ITEMS = [{"query": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(5)]
@@ -706,7 +706,7 @@ def text_mode(transform=None):
 def test_what_carries_the_data_keeps_to_the_specs(transform):
     env = text_mode(None if transform is None else transform())
     data = {"query": "a", "answer": "#### 1", "n": 3, "x": torch.zeros(2)}
-    check_env_specs(_with_data(env, data))
+    check_env_specs(with_entries(env, data))
 
 
 @pytest.mark.parametrize("transform", [None, GSM8KRewardParser])
