@@ -189,10 +189,7 @@ def outcome(steps: TensorDictBase) -> dict[str, float]:
     done = steps["next", "done"][:, 0]
     first = torch.cat([done.new_ones(1), done[:-1]])
     returns, rewards = steps["next", "return"][:, 0], steps["next", "reward"][:, 0]
-    return {
-        "return": returns[first].mean().item(),
-        "success": (rewards.sum() / first.sum()).item(),
-    }
+    return {"return": returns[first].mean().item(), "success": (rewards.sum() / first.sum()).item()}
 
 
 def transcript(steps: TensorDictBase, games: int) -> str:
@@ -337,8 +334,7 @@ def positive(text: str) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--numbers", type=positive, default=16, help="the number is from 1 to this")

@@ -105,11 +105,7 @@ class ChatTemplate:
         return ChatTemplate(self._tokenizer, self._template_kwargs, source)
 
     def render(
-        self,
-        messages: Messages,
-        *,
-        context: Messages = (),
-        add_generation_prompt: bool = True,
+        self, messages: Messages, *, context: Messages = (), add_generation_prompt: bool = True
     ) -> str:
         """Text of a dialogue.
 
@@ -275,10 +271,7 @@ class ChatTemplate:
         return len(tails) == 1 and None not in tails
 
     def _refusal(
-        self,
-        context: list[Mapping[str, Any]],
-        messages: list[Mapping[str, Any]],
-        error: Exception,
+        self, context: list[Mapping[str, Any]], messages: list[Mapping[str, Any]], error: Exception
     ) -> RefusedDialogueError:
         """The error for a dialogue that the template raises on, with the message that it is about."""
         taken = len(messages)

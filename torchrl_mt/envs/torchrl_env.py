@@ -30,12 +30,7 @@ from torchrl.envs.llm.transforms import (
 )
 
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
-from torchrl_mt.envs.torchrl_data import (
-    LoaderItems,
-    initial_entries,
-    transforms_of,
-    with_entries,
-)
+from torchrl_mt.envs.torchrl_data import LoaderItems, initial_entries, transforms_of, with_entries
 
 __all__ = ["ChatEnvAdapter"]
 
