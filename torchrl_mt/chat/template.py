@@ -49,14 +49,8 @@ class RefusedDialogueError(ValueError):
 class ChatTemplate:
     """Renders dialogues by a tokenizer's chat template.
 
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        template_kwargs: further variables that the template is always given; see
-            :func:`~torchrl_mt.chat.template_kwargs.checked_template_kwargs`.
-        source: the template, if not the tokenizer's own.
-
     Attributes:
-        source: the template.
+        source: the template, the tokenizer's own if none is given.
         question: the first of :data:`OPENINGS` that the template takes.
         closing: what the template writes behind every answer: the end of the turn.
         parser: parses the model's replies.
@@ -107,15 +101,12 @@ class ChatTemplate:
     def render(
         self, messages: Messages, *, context: Messages = (), add_generation_prompt: bool = True
     ) -> str:
-        """Text of a dialogue.
+        """Text of a dialogue, with a break in every special token's name that its messages hold.
 
         Args:
             messages: the dialogue.
             context: messages before these, which an error does not count.
             add_generation_prompt: whether the model is to answer.
-
-        Returns:
-            The text, with a break in every special token's name that the messages hold.
 
         Raises:
             RefusedDialogueError: if the template raises an error.
@@ -152,12 +143,7 @@ class ChatTemplate:
     def read(
         self, text: str, before: str, messages: Messages = ()
     ) -> tuple[ParsedReply, dict[str, Any]]:
-        """Parse an answer.
-
-        Args:
-            text: what was sampled.
-            before: the end of the prompt.
-            messages: the dialogue so far, whose calls are counted.
+        """Parse an answer, given the end of the prompt ``before`` and the dialogue so far.
 
         Returns:
             The answer, its calls with ids, and the message that stands for it in a dialogue.

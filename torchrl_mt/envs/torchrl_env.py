@@ -108,12 +108,6 @@ class ChatEnvAdapter(TextEnv):
     def reset(self, data: Any = None) -> list[Message]:
         """Make an environment and begin an episode in it.
 
-        Args:
-            data: see :class:`ChatEnvAdapter`.
-
-        Returns:
-            The conversation that the environment opens with.
-
         Raises:
             TypeError: if ``factory`` makes no TorchRL environment, or ``data`` is none of the above.
             ValueError: if the environment is batched, is not in history mode, or has a transform
@@ -142,13 +136,9 @@ class ChatEnvAdapter(TextEnv):
     def step(self, response: str) -> TextStep:
         """Step the environment with a response.
 
-        Args:
-            response: the model's text.
-
         Returns:
-            The messages that the environment added; the reward; whether the episode is done, which is
-            truncated if the environment says so and not also terminated; in ``info`` every other single
-            number or word of the step.
+            The messages that the environment added, the reward, whether the episode is done, and in
+            ``info`` every other single number or word of the step.
 
         Raises:
             RuntimeError: if no episode is under way, or the environment changed messages that the

@@ -122,10 +122,10 @@ class ToolTypes:
 
 
 def python_calls(text: str) -> Calls:
-    """Calls in Python's notation: ``[f(a=1), g()]``, or one in a line.
+    """Calls in Python's notation: ``[f(a=1), g()]``, or one in a line; nothing is run.
 
     Raises:
-        MalformedError: if it is anything else; nothing is run.
+        MalformedError: if it is anything else.
     """
     try:
         body = ast.parse(text.strip()).body
@@ -149,23 +149,17 @@ def _python_call(node: ast.expr) -> dict[str, Any]:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise MalformedError("no call with named arguments")
-        arguments[keyword.arg] = _python_value(keyword.value)
+        value = _JSONConstants().visit(keyword.value)
+        try:
+            arguments[keyword.arg] = json.loads(json.dumps(ast.literal_eval(value)))
+        except (ValueError, TypeError) as error:
+            raise MalformedError("no literal") from error
     return make_call(name, arguments)
 
 
-def _python_value(node: ast.expr) -> Any:
-    """A literal, with JSON's names for constants too."""
-    constants = {"true": True, "false": False, "null": None}
-    if isinstance(node, ast.Name) and node.id in constants:
-        return constants[node.id]
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_python_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        keys = [_python_value(key) for key in node.keys if key is not None]
-        if not all(isinstance(key, str) for key in keys):
-            raise MalformedError("keys must be text")
-        return dict(zip(keys, map(_python_value, node.values), strict=True))
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError) as error:
-        raise MalformedError("no literal") from error
+class _JSONConstants(ast.NodeTransformer):
+    """Gives JSON's names for constants their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node

@@ -51,11 +51,13 @@ class Arithmetic(GameEnv):
       fraction in lowest terms, or ``error:`` and why there is none.
 
     A response with neither is answered with a hint. An episode whose ``turns`` are used up without
-    an answer is truncated.
+    an answer is truncated. At the end, ``info`` has ``correct``, the ``answer`` as written (``None``
+    without one), the ``expected`` value and the number of ``calls``.
 
     The expression comes from the episode's data: ``{"expression": "(3 + 4) * 12"}``, or any text
-    at all if it brings its own ``"answer"``, or ``{"seed": 3}`` to draw it from that seed, so that a
-    group that shares its data shares its expression. Any other data, or none, draws a new one.
+    at all with its own ``"answer"`` (a number, or text such as ``"3/2"``), or ``{"seed": 3}`` to draw
+    it from that seed, so that a group that shares its data shares its expression. Any other data, or
+    none, draws a new one.
 
     Args:
         operands: how many numbers an expression has.
@@ -130,35 +132,16 @@ class Arithmetic(GameEnv):
     def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
         """Pose an expression.
 
-        Args:
-            data: ``{"expression": str}``, ``{"expression": str, "answer": ...}`` (a number, or text such
-                as ``"3/2"``), ``{"seed": int}``, or anything else for a new expression.
-
-        Returns:
-            One user message: the task and how to write calls and answers.
-
         Raises:
             ValueError: if ``data["expression"]`` or ``data["answer"]`` has no value, there is an answer
-                without an expression, or a key is nearly one of these.
+                without an expression, or a key of the data is misspelt.
         """
         expression, self._solution = self._task(data)
         self._turn = self._calls = 0
         return [{"role": "user", "content": self.prompt.replace("{expression}", expression)}]
 
     def step(self, response: str) -> TextStep:
-        """Grade an answer or run the calculator.
-
-        Args:
-            response: any text.
-
-        Returns:
-            The calculator's results or a hint; nothing after an answer. At the episode's end ``info``
-            has ``correct``, the ``answer`` as written (``None`` without one), the ``expected`` value
-            and the number of ``calls``.
-
-        Raises:
-            RuntimeError: if no episode is under way.
-        """
+        """Grade an answer or run the calculator."""
         self._require_episode()
         self._turn += 1
         answers = _tagged(response, "answer")
@@ -259,15 +242,12 @@ class Arithmetic(GameEnv):
         """A random expression, in parentheses wherever it is part of another."""
         if operands == 1:
             return str(rng.randint(1, 10**self.digits - 1))
-        symbol = rng.choice(self.operators)
         room = 2 ** (depth - 1)
+        # A power's right side is a small number, so its left side takes the other operands.
+        symbol = rng.choice([s for s in self.operators if s != "**" or operands - 1 <= room])
         if symbol == "**":
-            # A power's right side is a small number, so its left side takes the other operands.
-            if operands - 1 > room:
-                symbol = rng.choice([s for s in self.operators if s != "**"] or ["**"])
-            else:
-                left = self._draw_tree(rng, operands - 1, depth - 1)
-                return f"{_nested(left)} ** {rng.randint(0, 3)}"
+            left = self._draw_tree(rng, operands - 1, depth - 1)
+            return f"{_nested(left)} ** {rng.randint(0, 3)}"
         size = rng.randint(max(1, operands - room), min(operands - 1, room))
         sides = (self._draw_tree(rng, part, depth - 1) for part in (size, operands - size))
         return f" {symbol} ".join(map(_nested, sides))
@@ -283,9 +263,6 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
     Args:
         env: the environment; its ``turns`` must suffice.
         data: what it is reset with; the expression is read off the prompt.
-
-    Returns:
-        The game.
 
     Raises:
         ValueError: if the prompt does not let the expression be read off, or the turns do not suffice.

@@ -85,20 +85,10 @@ def calculate(expression: str, *, max_operators: int | None = None) -> Fraction:
 
 
 def parse(expression: str) -> Expression:
-    """Parse an expression without computing it.
-
-    Args:
-        expression: see :func:`calculate`.
-
-    Returns:
-        The number or operation that it stands for; parentheses are gone.
+    """Parse an expression without computing it; parentheses are gone.
 
     Raises:
         CalculatorError: if the text is no expression.
-
-    Examples:
-        >>> parse("1 - 2 * 3").symbol
-        '-'
     """
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"expression too long (at most {MAX_LENGTH} characters)")

@@ -26,7 +26,8 @@ class GuessNumber(GameEnv):
     A guess is answered ``"higher"`` (the hidden number is higher), ``"lower"`` or ``"correct"``;
     anything but a bare number in range is answered ``"invalid"`` and costs the turn all the same.
     The reward is 1 for the guess that finds the number and 0 for every other. The episode
-    terminates when the number is found or the guesses are spent.
+    terminates when the number is found or the guesses are spent; ``info`` then tells whether it was
+    ``found``, and the number of ``guesses``.
 
     The hidden number comes from the episode's data: ``{"number": 7}``, or ``{"seed": 3}`` to draw
     it from that seed, so a group that shares its data shares its secret. Any other data, or none,
@@ -72,33 +73,15 @@ class GuessNumber(GameEnv):
     def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
         """Hide a number.
 
-        Args:
-            data: ``{"number": int}`` in ``1..numbers``, ``{"seed": int}``, or anything else for a
-                new number.
-
-        Returns:
-            One short user message that states the range.
-
         Raises:
-            ValueError: if ``data["number"]`` is not in ``1..numbers``, or a key is nearly one of these.
+            ValueError: if ``data["number"]`` is not in ``1..numbers``, or a key of the data is misspelt.
         """
         self._solution = self._number(data)
         self._guesses = 0
         return [_user(self.prompt.format(numbers=self.numbers))]
 
     def step(self, response: str) -> TextStep:
-        """Answer a guess.
-
-        Args:
-            response: the guess: a decimal number, white space around it allowed.
-
-        Returns:
-            The hint; at the episode's end, ``info`` tells whether the number was ``found`` and how
-            many ``guesses`` were made.
-
-        Raises:
-            RuntimeError: if no episode is under way.
-        """
+        """Answer a guess: a decimal number, white space around it allowed."""
         self._require_episode()
         self._guesses += 1
         answer = self._answer(response)
@@ -160,18 +143,14 @@ def play_guess_number(
 ) -> Game:
     """Play one game with a player that keeps to the hints.
 
-    ``random.Random(seed).randint`` is the player that guesses uniformly among what is still
-    possible (games for a supervised warm start); the best player is bisection,
-    ``lambda low, high: (low + high) // 2``.
+    The player ``random.Random(seed).randint`` guesses uniformly among what is still possible; the
+    best is bisection, ``lambda low, high: (low + high) // 2``.
 
     Args:
         player: called with the lowest and the highest number still possible, returns its guess.
         number: the hidden number.
         numbers: how many numbers there are.
         turns: how many guesses the game has.
-
-    Returns:
-        The game, up to the number found or the guesses spent.
 
     Raises:
         ValueError: if ``number`` is out of range or the hints rule out what the player guesses.
@@ -206,12 +185,6 @@ def optimal_return(numbers: int, turns: int, gamma: float) -> float:
         numbers: how many numbers there are, all equally likely.
         turns: how many guesses an episode has.
         gamma: discount a turn, in ``[0, 1]``.
-
-    Returns:
-        The expected return of the first turn.
-
-    Raises:
-        ValueError: if ``numbers`` or ``turns`` is below 1, or ``gamma`` outside ``[0, 1]``.
 
     Examples:
         >>> round(optimal_return(numbers=16, turns=5, gamma=0.9), 3)
