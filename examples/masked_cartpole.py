@@ -48,6 +48,7 @@ except ImportError:
 MAX_STEPS = 500
 NUM_ENVS = 16
 FRAMES_PER_BATCH = 256
+RANDOM_FRAMES = 2000  # to begin with
 UPDATES_PER_BATCH = 8
 SLICE_LEN, BURN_IN = 32, 8
 GAMMA, N_STEPS = 0.99, 3
@@ -274,9 +275,9 @@ def train(args: argparse.Namespace) -> float:
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        torch._foreach_lerp_(
-            list(target.parameters()), list(network.parameters()), weight=TARGET_RATE
-        )
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), network.parameters(), strict=True):
+                slow.lerp_(fast, TARGET_RATE)
         clips["td_error"] = error.detach().abs() * learned
         buffer.update_tensordict_priority(clips)
 
@@ -285,7 +286,7 @@ def train(args: argparse.Namespace) -> float:
     for _ in collector:
         frames += FRAMES_PER_BATCH
         explore.step(FRAMES_PER_BATCH)
-        if frames < 2000:  # of random play, to begin with
+        if frames < RANDOM_FRAMES:
             continue
         for _ in range(UPDATES_PER_BATCH):
             learn()

@@ -255,7 +255,7 @@ def test_the_conversation_is_that_of_torchrl(adapter):
     assert [(m["role"], m["content"][:30]) for m in ours] == [(r, c[:30]) for r, c in expected]
 
 
-@settings(max_examples=50)
+@settings(max_examples=15)
 @given(st.lists(st.text(), min_size=1, max_size=2))
 def test_any_response_is_taken_as_it_is(responses):
     env = ChatEnvAdapter(lambda: ChatEnv().append_transform(SimpleToolTransform({})))
@@ -520,11 +520,6 @@ def test_a_refused_reset_changes_nothing_and_leaves_no_environment(adapter):
     assert [environment.transform[-1].closed for environment in made] == [1, 1, 1, 1]
 
 
-def test_a_step_before_reset_is_refused(adapter):
-    with pytest.raises(RuntimeError, match="reset"):
-        adapter(ChatEnv).step("hello")
-
-
 # Life and death
 
 
@@ -633,7 +628,7 @@ def test_a_close_during_a_reset_closes_what_it_makes():
 
 
 @given(st.lists(st.sampled_from(["step", "close", "reset"]), min_size=2, max_size=12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8)
 def test_whatever_meets_in_an_adapter_every_environment_is_closed_once(calls):
     made = []
 
