@@ -20,7 +20,9 @@ from .families_in_play import (
     call,
     chat_of,
     kinds,
+    lines,
     play,
+    play_episode,
     stop_of,
     tokenizer_of,
     without_ids,
@@ -76,12 +78,6 @@ def test_an_answer_is_parsed_into_what_was_said(family, kind):
     for said in (text, text + stop_of(family, message)):
         for answer in (said, tokenizer(said, add_special_tokens=False)["input_ids"]):
             assert without_ids(parse_tool_calls(answer, tokenizer).message()) == message
-
-
-def lines(rows):
-    """Each row's tokens without padding."""
-    whole, here = rows["tokens", "full"], rows["masks", "all_attention_mask"]
-    return [line[seen].tolist() for line, seen in zip(whole, here, strict=True)]
 
 
 TOOL_KINDS = {kind for family in FAMILIES for kind in kinds(family) if "call" in kind}
@@ -349,6 +345,19 @@ def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoile
         assert [without_ids(each) for each in said] == [message]
         expected = {Content: ["Wait."] * 2, Whole: [family.say(message)] * 2}
         assert seen == expected.get(env, seen)
+
+
+def test_a_message_that_the_dialogue_refuses_rejects_its_episode():
+    class Tool(Records):
+        def step(self, response, message):
+            return TextStep([{"role": "tool", "content": "nobody asked"}])
+
+    family = NAMED["gpt-oss"]
+    tokenizer = tokenizer_of(family)
+    said = tokenizer(family.say(kinds(family)["plain"]) + family.stop)["input_ids"]
+    stops = [tokenizer.convert_tokens_to_ids(family.stop)]
+    with pytest.raises(Exception, match="no previous assistant message with a tool call"):
+        play_episode(tokenizer, lambda: Tool(2, []), [said], stops)
 
 
 def test_calls_are_numbered_and_answers_name_them():
