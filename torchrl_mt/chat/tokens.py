@@ -1,14 +1,15 @@
 """From chat messages to tokens, without drift.
 
-The opening is rendered by the tokenizer's chat template. Every later message is rendered against a
-fixed context and appended as tokens, so a prompt is exactly the previous prompt, the response as
-sampled, and the new tokens. Only where the template itself rewrites a dialogue may a prompt begin anew.
+A prompt is exactly the previous prompt, the response as sampled, and the tokens of the new messages:
+these are rendered behind a fixed dialogue and appended. Only where the chat template itself rewrites
+earlier messages may a prompt begin anew.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
@@ -34,7 +35,7 @@ OnBreak: TypeAlias = Literal["fork", "append"]
 
 _CACHE_SIZE = 1024
 _LONGEST_CACHED = 1000
-"""Characters; a tool's long answer is rarely seen twice and would fill memory."""
+"""Characters. A tool's long result is rarely seen twice, and would fill memory."""
 
 _PROMPT_END = 32
 """Tokens at the end of a prompt by which an answer is parsed: they may open its thoughts."""
@@ -45,13 +46,12 @@ _Key: TypeAlias = tuple[tuple[tuple[str, Any], ...], ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in the forms that it is needed in."""
+    """A response as text and as messages."""
 
     text: str
     """All that was sampled but the stop token, special tokens included."""
     message: dict[str, Any]
-    """Its parts: ``content``, and where there are such ``reasoning_content`` and ``tool_calls``, each
-    with an ``id``."""
+    """Its ``content``, and ``reasoning_content`` and ``tool_calls`` (with ids) if it has them."""
     in_dialogue: dict[str, Any]
     """The message that stands for it in a dialogue that the chat template renders."""
 
@@ -254,19 +254,15 @@ class ChatTokens:
         if stable or self.on_break == "append":
             if not stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
-            if messages[-1].get("tool_calls") and any(
-                m.get("role") == "tool" for m in new_messages
-            ):
-                # What a tool's answer looks like may depend on the call.
+            results = any(message.get("role") == "tool" for message in new_messages)
+            if messages[-1].get("tool_calls") and results:
+                # What a tool's result looks like may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:
                     return True, self._without_sampled(self._encoder.middle(behind), last_token)
-            try:
+            # A fixed context may not allow what this dialogue does: a tool's result without its call.
+            with suppress(RefusedDialogueError):
                 return True, self.extend(new_messages, last_token=last_token)
-            except RefusedDialogueError:
-                # What the fixed context does not allow may have its place in this dialogue: a tool's
-                # answer, say, only behind its call.
-                pass
         whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
         if behind is not None:
             return True, self._without_sampled(self._encoder.middle(behind), last_token)

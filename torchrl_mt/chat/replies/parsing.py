@@ -1,6 +1,6 @@
 """Parse a model's reply by the tokenizer's own response template, or by its family's notation.
 
-Whatever is sampled, parsing returns: what cannot be read is content.
+Parsing never raises: a reply of which a part cannot be read is plain content.
 """
 
 from __future__ import annotations

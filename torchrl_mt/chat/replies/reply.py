@@ -47,12 +47,8 @@ class ParsedReply:
             written: the reply to compare with.
             reasoning: whether the thoughts must agree too.
         """
-        thoughts = _stripped(self.reasoning), _stripped(written.reasoning)
+        thoughts = tuple(r.reasoning and r.reasoning.strip() for r in (self, written))
         if reasoning and thoughts[0] != thoughts[1] and thoughts != (None, ""):
             return False
         calls, others = ([c["function"] for c in r.tool_calls] for r in (self, written))
         return self.content.strip() == written.content.strip() and calls == others
-
-
-def _stripped(text: str | None) -> str | None:
-    return None if text is None else text.strip()

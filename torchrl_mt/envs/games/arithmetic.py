@@ -111,9 +111,6 @@ class Arithmetic(GameEnv):
         prompt: str = _PROMPT,
         seed: int | None = None,
     ) -> None:
-        _require_task(operands, operators, depth, digits, turns, call_operators)
-        if "{expression}" not in prompt:
-            raise ValueError(f"prompt must contain '{{expression}}', got {prompt[:80]!r}.")
         self.operands = operands
         self.operators = tuple(operators)
         self.depth = depth
@@ -125,9 +122,35 @@ class Arithmetic(GameEnv):
         self.format_penalty = format_penalty
         self.call_cost = call_cost
         self.prompt = prompt
+        self._require_task()
         self._draw(random.Random(0))
         super().__init__(seed)
         self._turn = self._calls = 0
+
+    def _require_task(self) -> None:
+        """Refuse arguments that make no task."""
+        for name in ("operands", "depth", "digits", "turns", "call_operators"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}.")
+        if not self.operators or any(symbol not in _OPERATORS for symbol in self.operators):
+            raise ValueError(f"operators must be some of {_OPERATORS}, got {self.operators!r}.")
+        if self.depth is not None:
+            only_powers = set(self.operators) == {"**"}
+            room = self.depth + 1 if only_powers else 2**self.depth
+            if self.operands > room:
+                also = ": with '**' alone, operations nest on one side only" if only_powers else ""
+                raise ValueError(
+                    f"depth={self.depth} must leave room for operands={self.operands}, got room for "
+                    f"{room}{also}."
+                )
+        if self.call_operators is not None and "/" in self.operators:
+            raise ValueError(
+                "call_operators must be None where operators has '/', since a fraction is written with "
+                f"an operator, got {self.call_operators}: use '//' and '%'."
+            )
+        if "{expression}" not in self.prompt:
+            raise ValueError(f"prompt must contain '{{expression}}', got {self.prompt[:80]!r}.")
 
     def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
         """Pose an expression.
@@ -299,37 +322,6 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
     whole = env.call_operators is None or num_operators(tree) <= env.call_operators
     game.say(env, f"<answer>{ask(expression) if whole else value(tree)}</answer>")
     return game
-
-
-def _require_task(
-    operands: int,
-    operators: Sequence[str],
-    depth: int | None,
-    digits: int,
-    turns: int,
-    call_operators: int | None,
-) -> None:
-    """Refuse arguments that make no task."""
-    numbers = {"operands": operands, "depth": depth, "digits": digits, "turns": turns}
-    for name, number in {**numbers, "call_operators": call_operators}.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
-    if not operators or any(symbol not in _OPERATORS for symbol in operators):
-        raise ValueError(f"operators must be some of {_OPERATORS}, got {operators!r}.")
-    if depth is not None and operands > 2**depth:
-        raise ValueError(
-            f"depth={depth} must leave room for operands={operands}, got room for {2**depth}."
-        )
-    if depth is not None and set(operators) == {"**"} and operands > depth + 1:
-        raise ValueError(
-            f"depth={depth} must leave room for operands={operands}, got room for {depth + 1}: with "
-            "'**' alone, operations nest on one side only."
-        )
-    if call_operators is not None and "/" in operators:
-        raise ValueError(
-            "call_operators must be None where operators has '/', since a fraction is written with "
-            f"an operator, got {call_operators}: use '//' and '%'."
-        )
 
 
 def _tagged(text: str, tag: str) -> list[str]:
