@@ -184,7 +184,7 @@ def test_a_run_says_once_what_its_template_costs(caplog):
 
 
 @pytest.mark.slow
-def test_the_table_of_the_page_on_collecting():
+def test_the_table_of_the_page_on_chat_templates():
     assert (DOCS / "families.inc").read_text(encoding="utf-8") == table(), (
         "python -m tests.chat.families_table docs/families.inc"
     )
@@ -370,9 +370,9 @@ def test_calls_are_numbered_and_answers_name_them():
     assert [f'"call_id": "{id}"' in text for id in ids] == [True] * 4
 
 
-def test_the_shop_of_the_page_on_collecting():
+def test_the_shop_of_the_page_on_environments():
     names = {"TextEnv": TextEnv, "TextStep": TextStep}
-    exec(code_of("collecting.rst", "What the environment is told"), names)
+    exec(code_of("environments.rst", "Responses and tool calls"), names)
     family = FAMILIES[0]
     asked = {"content": "", "tool_calls": [call("price", of="tea"), call("price", of="jam")]}
     texts = iter([family.say(asked), "5"])
