@@ -1,10 +1,11 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 
@@ -57,7 +58,7 @@ def test_draws_with_replacement_are_uniform(make):
     assert ((counts - 2000) ** 2 / 2000).sum() < 21.1
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data())
 def test_an_epoch_gives_each_stored_episode_once(make, data):
     rb, born, given_out = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False), 0, []
@@ -80,7 +81,7 @@ def test_an_epoch_gives_each_stored_episode_once(make, data):
         assert rb.sampler.ran_out == (live <= set(given_out))
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data())
 def test_an_epoch_gives_each_stored_group_once(make, data):
     rb = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False, group_key="group")
@@ -113,7 +114,7 @@ def groups_of(make, groups, first_id=0):
     return data
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data(), replacement=st.booleans())
 def test_only_groups_of_the_size_asked_for_are_dealt(make, data, replacement):
     rb = buffer(

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
-from numbers import Integral
 from pathlib import Path as FilePath
 from typing import Any
 from weakref import ref
@@ -25,7 +24,8 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
+from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.columns.columns import ReadPlan
 from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
@@ -37,7 +37,7 @@ from torchrl_mt.data._store.selection import Selection, plan_runs, state_of
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data._store.store import Admission, EpisodeStore
 from torchrl_mt.data._store.table import Choice, EpisodeTable
-from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one, storage_folder
+from torchrl_mt.data.checkpoint import FileCheckpointer, read_storage, save_as_one
 
 __all__ = ["EpisodeStorage"]
 
@@ -113,10 +113,6 @@ class EpisodeStorage(LazyStackStorage):
 
     __signature__ = ConstructorSignature()
     _default_checkpointer = FileCheckpointer
-    _has_warned = False
-    """Of the class, since storages that were pickled by earlier versions have none of their own."""
-    _exceptional: frozenset[Path] = frozenset()
-    """Shared entries of which exceptional episodes were told of; likewise."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
         """Tell who uses the name of TorchRL's other storages which one is this storage's."""
@@ -137,10 +133,8 @@ class EpisodeStorage(LazyStackStorage):
     ) -> None:
         budgets = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
         for name, budget in budgets.items():
-            if budget is None and name != "max_steps":
-                continue
-            if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
-                raise ValueError(f"{name} must be a positive integer, got {budget!r}")
+            if budget is not None or name == "max_steps":
+                check_positive_integer(name, budget)
         super().__init__(max_size=int(max_steps))
         self.device = torch.empty(0, device=device).device
         self.lock = threading.RLock()
@@ -149,6 +143,9 @@ class EpisodeStorage(LazyStackStorage):
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0
+        self._has_warned = False
+        self._exceptional: frozenset[Path] = frozenset()
+        """Shared entries of which exceptional episodes were told of."""
         self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
@@ -233,8 +230,7 @@ class EpisodeStorage(LazyStackStorage):
         Args:
             span: steps per clip, positive.
         """
-        if span < 1:
-            raise ValueError(f"span must be a positive number of steps, got {span}")
+        check_positive_integer("span", span)
         with self.lock:
             return self.table.total(Choice(span))
 
@@ -242,40 +238,24 @@ class EpisodeStorage(LazyStackStorage):
         """What the entry ``key`` looks like in every stored step; None if it is not stored."""
         return None if self.schema is None else self.schema.entries.get(path_of(key))
 
-    def keys_of_kind(self, kind: str) -> list[NestedKey]:
-        """The stored keys of one kind.
-
-        Args:
-            kind: ``"dense"``, ``"ragged"`` (variable shape), ``"object"`` (non-tensor),
-                ``"shared"`` (next entries that share the rows of their root entry) or ``"growing"``
-                (prompts kept as what each turn adds).
-        """
-        kinds = ("dense", "ragged", "object", "shared", "growing")
-        if kind not in kinds:
-            raise ValueError(f"kind must be one of {kinds}, got {kind!r}")
-        entries = self.schema.entries if self.schema is not None else {}
-        if kind == "growing":
-            return [PROMPT] if self.schema is not None and self.schema.growing else []
-        return [
-            unravel_key(path)
-            for path, entry in entries.items()
-            if (entry.shared if kind == "shared" else entry.kind == kind)
-        ]
-
     @property
     def shared_keys(self) -> list[NestedKey]:
         """The next entries that share the rows of their root entry."""
-        return self.keys_of_kind("shared")
+        return [unravel_key(path) for path, entry in self._entries() if entry.shared]
 
     @property
     def ragged_keys(self) -> list[NestedKey]:
         """The entries whose shape varies from step to step."""
-        return self.keys_of_kind("ragged")
+        return [unravel_key(path) for path, entry in self._entries() if entry.kind == "ragged"]
 
     @property
     def growing_keys(self) -> list[NestedKey]:
         """The entries of which each step keeps what it adds to the step before."""
-        return self.keys_of_kind("growing")
+        return [PROMPT] if self.schema is not None and self.schema.growing else []
+
+    def _entries(self) -> Iterable[tuple[Path, Entry]]:
+        """What is known of each entry."""
+        return () if self.schema is None else self.schema.entries.items()
 
     @property
     def nbytes(self) -> int:
@@ -308,9 +288,13 @@ class EpisodeStorage(LazyStackStorage):
 
     def rows_of(self, index: Any) -> Tensor:
         """The ring rows of stored steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
-        steps, _ = resolve_index(index, self.table.first, self.table.num_steps)
+        return self._rows(index)[0]
+
+    def _rows(self, index: Any) -> tuple[Tensor, torch.Size | None]:
+        """The ring rows of stored steps, and the shape that was asked for."""
+        steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
         _, rows = self.table.places(*self.table.find(steps.numpy()))
-        return torch.from_numpy(rows)
+        return torch.from_numpy(rows), shape
 
     def get(self, index: Any) -> Any:
         """The steps at ``index``: an int, a slice, a mask or integers.
@@ -332,9 +316,8 @@ class EpisodeStorage(LazyStackStorage):
                 if selection.mark is not None:
                     selection.mark(read)
                 return pack(read, self.device, batch_size=index.shape)
-            steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
-            _, rows = self.table.places(*self.table.find(steps.numpy()))
-            data = self._pack(RowPlan(torch.from_numpy(rows)), batch_size=shape)
+            rows, shape = self._rows(index)
+            data = self._pack(RowPlan(rows), batch_size=shape)
         return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
@@ -538,7 +521,7 @@ class EpisodeStorage(LazyStackStorage):
             count,
             " and ".join(
                 f"{budget} from {getattr(self._store, budget)} to {took[budget]}"
-                for budget, lost in self._store.not_kept(written).items()
+                for budget, lost in self._store.not_kept(written.lengths, written.tokens).items()
                 if lost
             ),
         )
@@ -566,7 +549,7 @@ class EpisodeStorage(LazyStackStorage):
             their handles, from ``first`` to before ``end``.
         """
         index = torch.from_numpy(np.arange(first, end))  # sooner begun than torch's
-        for buffer in self._attached_entities_iter():
+        for buffer in buffers_on(self):
             buffer.mark_update(index)
         return index
 
@@ -642,8 +625,8 @@ class EpisodeStorage(LazyStackStorage):
 
         Raises:
             FileNotFoundError: if there is no such folder, or a file is missing.
-            ValueError: if it is no such checkpoint or an earlier version's, a file is damaged, or not
-                even the newest episode fits.
+            ValueError: if it is no such checkpoint, a file is damaged, or not even the newest episode
+                fits.
 
         Examples:
             >>> import tempfile, torch
@@ -657,16 +640,18 @@ class EpisodeStorage(LazyStackStorage):
             tensor([1, 2])
         """
         given = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
-        with storage_folder(path, verify=verify) as folder:
+
+        def load(folder: FilePath) -> EpisodeStorage:
             files = StoreFiles(folder)
             budgets = {
                 name: files.state["budgets"][name] if budget is None else budget
                 for name, budget in given.items()
             }
-            share_next = files.state["share_next"]
-            storage = cls(**budgets, scratch_dir=scratch_dir, share_next=share_next)
+            storage = cls(**budgets, scratch_dir=scratch_dir, share_next=files.state["share_next"])
             storage._restore(lambda store: files.load(store, mapped=True, verify=verify))
-        return storage
+            return storage
+
+        return read_storage(path, load, verify=verify)
 
     def attach(self, buffer: Any) -> None:
         """Tell ``buffer`` of changes, and have it saved and loaded as one, whole or not at all."""

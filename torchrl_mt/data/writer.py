@@ -7,13 +7,9 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from numbers import Integral
-from pathlib import Path as FilePath
 from typing import Any, Literal
 
 import numpy as np
@@ -22,29 +18,32 @@ from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data import (
-    HERReplayBuffer,
-    PrioritizedSampler,
-    PromptGroupSampler,
     TensorDictReplayBuffer,
 )
-from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
+from torchrl_mt._hosts.torchrl import buffers_on, writer_of
+from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.handles import HANDLES
-from torchrl_mt.data._store.interrupts import undisturbed
 from torchrl_mt.data._store.schema import Schema
-from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of, unpack
-from torchrl_mt.data._writing.assembly import Assembler, Assembly
-from torchrl_mt.data._writing.continuity import Continuity, bits_at, compared
+from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of
+from torchrl_mt.data._writing.closed_episodes import (
+    Closed,
+    Reason,
+    handles_of_batch,
+    steps_of,
+    transformed,
+    worth_storing,
+)
+from torchrl_mt.data._writing.continuity import Continuity, compared
+from torchrl_mt.data._writing.matching import Matcher, Matches
 from torchrl_mt.data._writing.open_steps import Label, OpenSteps
 from torchrl_mt.data._writing.segments import Batch, Form, flatten, read_ids, segment
 from torchrl_mt.data._writing.ted import FLAGS, EndFlags, names_of
-from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.open_episode import OpenEpisode
-from torchrl_mt.data.samplers.clip import ClipSampler
-from torchrl_mt.data.samplers.episode import EpisodeSampler
+from torchrl_mt.data.checkpoint import SavesState
+from torchrl_mt.data.samplers.compatible import check_samplers
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["EpisodeWriter"]
@@ -83,23 +82,8 @@ _WHAT_BECOMES = {
     "apart": ", and that one stays open for its own steps",
 }
 
-Reason = Literal["ended", "break", "budget", "flush"]
-"""Why an episode is no longer open."""
 
-
-@dataclass(frozen=True, eq=False)
-class _Gone:
-    """An episode that is no longer open."""
-
-    slot: int
-    rows: np.ndarray
-    """int64 ``[T]``: its rows."""
-    name: Label
-    """What it was called; its id, if it began in this batch."""
-    why: Reason = "ended"
-
-
-class EpisodeWriter(Writer):
+class EpisodeWriter(SavesState, Writer):
     """Gathers steps into episodes and stores each episode once it has ended.
 
     It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes, of
@@ -184,16 +168,9 @@ class EpisodeWriter(Writer):
     ) -> None:
         super().__init__()
         self._track_generations = track_generations
-        if on_break not in ("truncate", "raise", "discard"):
-            raise ValueError(f"on_break must be 'truncate', 'raise' or 'discard', got {on_break!r}")
-        if max_open_steps is not None and (
-            isinstance(max_open_steps, bool)
-            or not isinstance(max_open_steps, Integral)
-            or max_open_steps < 1
-        ):
-            raise ValueError(
-                f"max_open_steps must be a positive number of steps or None, got {max_open_steps!r}"
-            )
+        check_choice("on_break", on_break, ("truncate", "raise", "discard"))
+        if max_open_steps is not None:
+            check_positive_integer("max_open_steps", max_open_steps)
         self.traj_key = None if traj_key is None else unravel_key(traj_key)
         self.transform = transform
         self.on_break = on_break
@@ -300,7 +277,7 @@ class EpisodeWriter(Writer):
             raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
         storage: EpisodeStorage = self._storage
         with storage.lock:
-            _check_samplers(storage)
+            check_samplers(storage)
             return self._write(data)
 
     def add(self, data: Any) -> int | Tensor | None:
@@ -336,11 +313,13 @@ class EpisodeWriter(Writer):
             if not opened.slots:
                 return _nothing()
             gone = [
-                _Gone(slot, opened.rows(slot), opened.labels[slot], "flush")
+                Closed(slot, opened.rows(slot), opened.labels[slot], "flush")
                 for slot in opened.by_age()
             ]
-            episodes, lengths = self._transformed(self._taken(gone), gone)
-            with undisturbed():
+            episodes, lengths = transformed(
+                self.transform, steps_of(gone, opened, self._end_flags), gone, self._end_flags
+            )
+            with interrupts_deferred():
                 stored, _, _ = self._stored(episodes, lengths, gone)
                 self._open = OpenSteps()
                 self._write_count += int(lengths.sum())
@@ -383,26 +362,13 @@ class EpisodeWriter(Writer):
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
         """What :meth:`load_state_dict` does, under the lock."""
-        saved = state_dict["open"]
-        if isinstance(saved, dict):  # of an earlier version
-            saved = [(key, key, steps) for key, (_, steps) in saved.items()]
-        opened, continuity = OpenSteps(), Continuity(state_dict.get("continuity"))
-        for key, label, steps in saved:
+        opened = OpenSteps()
+        for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps)
-            if "continuity" not in state_dict:
-                _learn(continuity, steps, self._end_flags)
-        self._open, self._continuity = opened, continuity
+        self._open, self._continuity = opened, Continuity(state_dict["continuity"])
         self._told_by = state_dict["told_by"]
         self._write_count = state_dict["write_count"]
-        self._counts = {**_NOTHING_COUNTED, **state_dict.get("counts", {})}
-
-    def dumps(self, path: str | FilePath) -> None:
-        """Save the state in the folder ``path``."""
-        save_state(self.state_dict(), path)
-
-    def loads(self, path: str | FilePath) -> None:
-        """Load the state from the folder ``path``."""
-        self.load_state_dict(load_state(path))
+        self._counts = dict(state_dict["counts"])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Drop the open episodes."""
@@ -419,17 +385,9 @@ class EpisodeWriter(Writer):
             return {**state, "_saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("_saved", None)
-        if saved is None:  # of an earlier version
-            opened: dict[int, OpenEpisode] = state.pop("_open")
-            saved = {
-                "open": [(key, key, episode.steps) for key, episode in opened.items()],
-                "told_by": state["_told_by"],
-                "write_count": state["_write_count"],
-            }
-            EpisodeWriter.__init__(self)
-        self._last_form, self._fits = _NO_FORM, _NO_FORM
+        saved = state.pop("_saved")
         self.__dict__.update(state)
+        self._last_form = self._fits = _NO_FORM
         self._restore(saved)  # without the lock: the storage may have none as yet
 
     def _held(self) -> AbstractContextManager[Any]:
@@ -446,7 +404,7 @@ class EpisodeWriter(Writer):
         told_by = self._told(steps, shape)
         ids = None if told_by.key is None else read_ids(steps, told_by.key)
         learn = not self._continuity.knows(paths)
-        batch, continuity = self._segmented(steps, ids, shape, learn)
+        batch, continuity = self._segmented(steps, ids, shape, learn, added, paths)
         if added:
             form = None
         keys, opened = batch.segments.keys, self._open
@@ -454,7 +412,7 @@ class EpisodeWriter(Writer):
         apart = bool(opened.slots) and told_by != self._told_by
         if batch.ended.all() and (apart or opened.newest.keys().isdisjoint(keys)):
             # None of it concerns the open episodes.
-            whole = [_Gone(-1, batch.positions(i), key) for i, key in enumerate(keys)]
+            whole = [Closed(-1, batch.positions(i), key) for i, key in enumerate(keys)]
             whole.sort(key=lambda episode: int(episode.rows[-1]))
             return self._settle(batch, shape, whole, continuity)
         if apart:
@@ -464,11 +422,11 @@ class EpisodeWriter(Writer):
             )
         first = opened.put(batch.steps, self._schema_with(batch, form))
         by_rows = told_by.key is None
-        found = self._assembled(batch, first, by_rows, continuity)
+        found = self._matched(batch, first, by_rows, paths, continuity)
         if found.breaks and not learn:
             # Perhaps the environment no longer holds to what was learned.
-            batch, continuity = self._segmented(steps, ids, shape, True)
-            found = self._assembled(batch, first, by_rows, continuity)
+            batch, continuity = self._segmented(steps, ids, shape, True, added, paths)
+            found = self._matched(batch, first, by_rows, paths, continuity)
         if found.breaks and self.on_break == "raise":
             i, reason = found.breaks[0]
             raise ValueError(
@@ -479,10 +437,15 @@ class EpisodeWriter(Writer):
         return self._settle(batch, shape, gone, continuity, found, told_by)
 
     def _segmented(
-        self, steps: Steps, ids: np.ndarray | None, shape: torch.Size, learn: bool
+        self,
+        steps: Steps,
+        ids: np.ndarray | None,
+        shape: torch.Size,
+        learn: bool,
+        added: tuple[Path, ...],
+        paths: tuple[Path, ...],
     ) -> tuple[Batch, Continuity]:
         """The segments of a batch, without what a buffer added to a sample; what is known then."""
-        added, paths = self._known_entries
         continuity = Continuity(self._continuity.records())
         batch = segment(steps, ids, shape, self._end_flags, paths, continuity, learn=learn)
         if added:
@@ -490,25 +453,24 @@ class EpisodeWriter(Writer):
             batch = replace(batch, steps=replace(batch.steps, columns=rest))
         return batch, continuity
 
-    def _assembled(
-        self, batch: Batch, first: int, by_rows: bool, continuity: Continuity
-    ) -> Assembly:
+    def _matched(
+        self,
+        batch: Batch,
+        first: int,
+        by_rows: bool,
+        paths: tuple[Path, ...],
+        continuity: Continuity,
+    ) -> Matches:
         """The episodes to which the segments of a batch belong."""
-        return Assembler(
+        return Matcher(
             self._open,
             batch,
             first,
             by_rows=by_rows,
-            paths=self._known_entries[1],
+            paths=paths,
             continuity=continuity,
             max_length=self._max_length,
-        ).assemble(self.max_open_steps or self._storage.max_size)
-
-    @property
-    def _known_entries(self) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """Of the last batch, what a buffer added to a sample, and the entries to compare."""
-        entries: tuple[tuple[Path, ...], tuple[Path, ...]] = self._last_form[2]
-        return entries
+        ).match(self.max_open_steps or self._storage.max_size)
 
     def _known(self, steps: Steps, form: Form | None) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         """The entries that a buffer added to a sample, and those to compare."""
@@ -577,7 +539,7 @@ class EpisodeWriter(Writer):
         self._fits = (form, stored, schema)
         return schema
 
-    def _gone(self, batch: Batch, found: Assembly, first: int) -> list[_Gone]:
+    def _gone(self, batch: Batch, found: Matches, first: int) -> list[Closed]:
         """The episodes that are no longer open after a batch, by their last steps."""
         opened, slots, keys = self._open, found.slots, batch.segments.keys
         opened.assign(batch.segments, batch.order, slots)
@@ -594,7 +556,7 @@ class EpisodeWriter(Writer):
         for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
             known = slot in opened.labels
             name = opened.labels[slot] if known else keys[found.fresh[slot]]
-            gone.append(_Gone(slot, rows, name, why))
+            gone.append(Closed(slot, rows, name, why))
         gone.sort(key=lambda episode: int(episode.rows[-1]))
         return gone
 
@@ -602,9 +564,9 @@ class EpisodeWriter(Writer):
         self,
         batch: Batch,
         shape: torch.Size,
-        gone: list[_Gone],
+        gone: list[Closed],
         continuity: Continuity,
-        found: Assembly | None = None,
+        found: Matches | None = None,
         told_by: _ToldBy | None = None,
     ) -> Tensor:
         """Store the episodes that are to be stored, and have the batch count.
@@ -626,11 +588,13 @@ class EpisodeWriter(Writer):
                 order = np.concatenate([episode.rows for episode in gone])
                 episodes = episodes.take(torch.from_numpy(order))
         elif gone:
-            kept = self._worthwhile(gone)
-            episodes = self._taken(kept) if kept else batch.steps
+            kept = worth_storing(
+                gone, self._open, self._end_flags, discard_broken=self.on_break == "discard"
+            )
+            episodes = steps_of(kept, self._open, self._end_flags) if kept else batch.steps
         if kept:
-            episodes, lengths = self._transformed(episodes, kept)
-        with undisturbed():
+            episodes, lengths = transformed(self.transform, episodes, kept, self._end_flags)
+        with interrupts_deferred():
             if kept:
                 stored, kept, lengths = self._stored(episodes, lengths, kept)
                 self._write_count += sum(lengths.tolist())
@@ -642,35 +606,13 @@ class EpisodeWriter(Writer):
                 self._count(batch, found, gone, len(kept))
                 self._told_by = told_by
             self._continuity = continuity
-        return (
-            _aligned(batch, shape, kept, lengths, stored, first) if self._sets_indices() else stored
-        )
-
-    def _worthwhile(self, gone: list[_Gone]) -> list[_Gone]:
-        """The episodes that are to be stored."""
-        given_up = [episode for episode in gone if episode.why != "ended"]
-        if not given_up:
-            return gone
-        lost = []
-        if self.on_break == "discard":
-            lost = [episode for episode in given_up if episode.why == "break"]
-        if not self._end_flags.marks(self._open.take(given_up[0].rows[:1])):
-            lost = given_up
-        return [episode for episode in gone if episode not in lost]
-
-    def _taken(self, gone: list[_Gone]) -> Steps:
-        """The steps of episodes, one after the other; those that have not ended are marked."""
-        rows = [episode.rows for episode in gone]
-        steps = self._open.take(np.concatenate(rows) if len(rows) > 1 else rows[0])
-        if all(episode.why == "ended" for episode in gone):
-            return steps
-        lasts = accumulate(map(len, rows))
-        cut = [at - 1 for at, e in zip(lasts, gone, strict=True) if e.why != "ended"]
-        return self._end_flags.truncate(steps, cut)
+        if self._sets_indices():
+            return handles_of_batch(batch, shape, kept, lengths, stored, first)
+        return stored
 
     def _stored(
-        self, episodes: Steps, lengths: Tensor, gone: list[_Gone]
-    ) -> tuple[Tensor, list[_Gone], Tensor]:
+        self, episodes: Steps, lengths: Tensor, gone: list[Closed]
+    ) -> tuple[Tensor, list[Closed], Tensor]:
         """Store whole episodes, all or none; but those that are given up may be dropped.
 
         Returns:
@@ -703,7 +645,7 @@ class EpisodeWriter(Writer):
         rest = Steps.concat([parts[i] for i in left])
         return self._stored(rest, lengths[left], [gone[i] for i in left])
 
-    def _count(self, batch: Batch, found: Assembly, gone: list[_Gone], stored: int) -> None:
+    def _count(self, batch: Batch, found: Matches, gone: list[Closed], stored: int) -> None:
         """Count what was given up, and say so once."""
         given_up = [episode for episode in gone if episode.why != "ended"]
         if not given_up and not found.breaks:
@@ -738,38 +680,9 @@ class EpisodeWriter(Writer):
     def _sets_indices(self) -> bool:
         """Whether the buffer that this writer belongs to sets indices in the data."""
         return any(
-            isinstance(buffer, TensorDictReplayBuffer) and getattr(buffer, "_writer", None) is self
-            for buffer in self._storage._attached_entities_iter()
+            isinstance(buffer, TensorDictReplayBuffer) and writer_of(buffer) is self
+            for buffer in buffers_on(self._storage)
         )
-
-    def _transformed(self, episodes: Steps, gone: list[_Gone]) -> tuple[Steps, Tensor]:
-        """The episodes as they are to be stored, and their lengths."""
-        lengths = torch.from_numpy(np.array([len(e.rows) for e in gone], dtype=np.int64))
-        if self.transform is None or not gone:
-            return episodes, lengths
-        episodes = copy_of_episodes(episodes, lengths)
-        if getattr(self.transform, "takes_many_episodes", False):
-            results = unpack(_one_batch(self.transform(pack(episodes, unread=True))))
-            last = self._end_flags.ended(results) if results.length else np.zeros(1, dtype=bool)
-            ends = torch.from_numpy(np.flatnonzero(last) + 1)
-            if len(ends) != len(lengths) or not last[-1]:
-                raise ValueError(
-                    f"transform was given {len(lengths)} whole episodes and must return as many, got "
-                    f"{len(ends)} ends of episodes in {results.length} steps"
-                )
-            return results, ends.diff(prepend=ends.new_zeros(1))
-        stops = lengths.cumsum(0).tolist()
-        parts: list[Steps] = []
-        for each, start, stop in zip(gone, [0, *stops], stops, strict=False):
-            try:
-                parts.append(
-                    unpack(_one_batch(self.transform(pack(episodes[start:stop], unread=True))))
-                )
-            except Exception as error:
-                if sys.version_info >= (3, 11):
-                    error.add_note(f"The transform of EpisodeWriter was given episode {each.name}.")
-                raise
-        return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
 
 
 def _check_data(data: Any) -> None:
@@ -781,87 +694,9 @@ def _check_data(data: Any) -> None:
         raise TypeError(f"data must be a TensorDict, got {type(data).__name__}{hint}")
 
 
-def _one_batch(result: Any) -> Any:
-    """What a transform returned, if it can be stored."""
-    if is_tensor_collection(result) and result.ndim == 1:
-        return result
-    raise TypeError(
-        f"transform must return an episode, a TensorDict of batch size [T], got "
-        f"{getattr(result, 'batch_size', type(result).__name__)}"
-    )
-
-
-def _check_samplers(storage: EpisodeStorage) -> None:
-    """Refuse samplers that tie something to a step's place in the storage: it shifts."""
-    for buffer in storage._attached_entities:
-        sampler = getattr(buffer, "_sampler", None)
-        if isinstance(buffer, HERReplayBuffer) and isinstance(
-            sampler, (ClipSampler, EpisodeSampler)
-        ):
-            raise TypeError(
-                f"HERReplayBuffer gives new goals to single steps: use TorchRL's RandomSampler or "
-                f"SamplerWithoutReplacement, got {type(sampler).__name__}"
-            )
-        if isinstance(sampler, ClipSampler):
-            continue
-        if isinstance(sampler, (PrioritizedSampler, StreamingSliceSampler)):
-            raise TypeError(
-                f"{type(sampler).__name__} remembers steps by their place in the storage, and places "
-                "in an EpisodeStorage change when older episodes leave: use ClipSampler, "
-                "PrioritizedClipSampler or EpisodeSampler"
-            )
-        by_recency = isinstance(sampler, PromptGroupSampler) and sampler.strategy == "recency"
-        if by_recency:
-            raise TypeError(
-                'PromptGroupSampler(strategy="recency") keeps an entry for every storage index up to '
-                "the last one written, and those of an EpisodeStorage are handles, from 2**52 on: use "
-                "another strategy, or EpisodeSampler(group_key=...)"
-            )
-
-
-def _aligned(
-    batch: Batch, shape: torch.Size, gone: list[_Gone], lengths: Tensor, stored: Tensor, first: int
-) -> Tensor:
-    """The handle of each step of the batch, -1 if it is not known or not stored.
-
-    Args:
-        batch: the batch.
-        shape: its batch size.
-        gone: the episodes that were stored.
-        lengths: int64 ``[E]``, steps of each as it was stored.
-        stored: int64 ``[K]``, indices of the last of these steps, those that are stored still.
-        first: row of the first step of the batch.
-    """
-    is_one = batch.places is None and len(gone) == 1 and gone[0].rows[0] == first
-    if is_one and len(gone[0].rows) == shape.numel() == len(stored):
-        return stored.view(shape)  # The batch is one whole episode.
-    if not gone:
-        return torch.full(shape, -1, device="cpu")
-    index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
-    # Of all that was stored, the first may have left again.
-    for episode, length in zip(reversed(gone), reversed(lengths.tolist()), strict=True):
-        begin, stop, end = end - length, end, end - length
-        if begin < 0 or length != len(episode.rows):
-            continue
-        before = int(np.searchsorted(episode.rows, first))
-        at = episode.rows[before:] - first
-        index[at if batch.places is None else batch.places[at]] = known[begin + before : stop]
-    return torch.from_numpy(index).view(shape)
-
-
 def _nothing() -> Tensor:
     """The indices of no steps, or the lengths of no episodes."""
     return torch.zeros(0, dtype=torch.int64, device="cpu")
-
-
-def _learn(continuity: Continuity, steps: Steps, flags: EndFlags) -> None:
-    """Learn from the steps of an open episode."""
-    columns = steps.columns
-    continuity.learn(
-        compared(steps, flags.keys),
-        lambda path: bits_at(columns[path], slice(1, None)),
-        lambda path: bits_at(columns[path], slice(None, -1)),
-    )
 
 
 def _paths(keys: NestedKey | Sequence[NestedKey] | None) -> tuple[Path, ...]:

@@ -31,10 +31,6 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
         int64 ``[n]`` on the CPU, places in ``[0, stored)``; and the shape that was asked for, None
         for a single step.
 
-    Raises:
-        IndexError: if a step is not stored (any more), or a mask has another shape.
-        TypeError: if it is no index.
-
     Examples:
         >>> resolve_index([-1, 0, HANDLES + 12], 10, 5)
         (tensor([4, 0, 2]), torch.Size([3]))
@@ -76,11 +72,7 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
 
 
 def integers(values: Tensor, name: str) -> Tensor:
-    """The values as int64.
-
-    Raises:
-        TypeError: if they are no integers; names the argument.
-    """
+    """The values as int64."""
     if not values.numel():
         return values.long()
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:

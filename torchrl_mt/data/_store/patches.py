@@ -29,10 +29,6 @@ class PatchedEntry:
     Args:
         storage: where it is stored.
         key: the entry.
-
-    Raises:
-        KeyError: if it is not stored.
-        ValueError: if its shape varies, it holds Python objects, or shares rows with another.
     """
 
     def __init__(self, storage: EpisodeStorage, key: NestedKey) -> None:
@@ -64,11 +60,7 @@ class PatchedEntry:
         return self.data[self._storage.rows_of(handles).to(self.device)]
 
     def values(self, given: Any, steps: int) -> Tensor:
-        """New values for so many steps.
-
-        Raises:
-            ValueError: if they are of another dtype or shape than the entry.
-        """
+        """New values for so many steps."""
         values = torch.as_tensor(given)
         shape = (steps, *self.shape[1:])
         if values.dtype != self.data.dtype or values.numel() != torch.Size(shape).numel():

@@ -157,11 +157,7 @@ class Ring:
         return new
 
     def push(self, size: int) -> int | None:
-        """Place a block of ``size`` rows; its first row, or None if no gap is long enough.
-
-        Raises:
-            ValueError: if ``size`` is not positive.
-        """
+        """Place a block of ``size`` rows; its first row, or None if no gap is long enough."""
         if size < 1:
             raise ValueError(f"size must be a positive number of rows, got {size}")
         limit = self.head if self.wrapped else self.capacity
@@ -222,9 +218,6 @@ class Ring:
 
         Returns:
             the moves to apply to whatever the rows hold.
-
-        Raises:
-            ValueError: if the live rows do not fit.
         """
         moves = self.layout()
         live = moves.upper + moves.lower

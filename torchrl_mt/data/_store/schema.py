@@ -96,9 +96,6 @@ class Schema:
             steps: whole episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
             share_next: whether a ``("next", k)`` that agrees with ``k`` is to be shared.
-
-        Raises:
-            ValueError: if the tensors of one entry differ in dtype or in number of dimensions.
         """
         entries = {path: _entry(path, column) for path, column in steps.columns.items()}
         if share_next:
@@ -143,9 +140,6 @@ class Schema:
 
         Args:
             other: what has to fit; whether it shares entries does not matter.
-
-        Raises:
-            ValueError: if it does not fit; names the key, what was expected and what came.
         """
         missing = self.entries.keys() - other.entries.keys()
         if missing:
@@ -197,9 +191,6 @@ class Schema:
         Args:
             steps: whole episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
-
-        Raises:
-            ValueError: if they do not fit; names the key, what was expected and what came.
         """
         entries = self.merge(Schema.of(steps, lengths, share_next=False)).entries
         return self._with(
@@ -291,10 +282,8 @@ def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
         differs = here.numpy()[1:] != following.numpy()[:-1]
         differs[[stop - 1 for stop in accumulate(lengths.tolist()[:-1])]] = False
         return not differs.any()
-    goes_on = torch.ones(steps.length, dtype=torch.bool, device="cpu")
-    goes_on[lengths.cumsum(0) - 1] = False
-    step = goes_on.nonzero().squeeze(1).to(here.device)
-    return torch.equal(here.index_select(0, step + 1), following.index_select(0, step))
+    odd = _disagreeing(steps, lengths, path)
+    return odd is not None and not bool(odd.any())
 
 
 def _entry(path: Path, column: Column) -> Entry:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record, records_for
-from torchrl_mt.data._store.interrupts import undisturbed
+from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.schema import Schema, as_array, bits
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, step_tensors
 from torchrl_mt.data._writing.continuity import bits_at
-from torchrl_mt.data._writing.grouping import Segments
+from torchrl_mt.data._writing.segments import Segments
 
 __all__ = ["Label", "OpenSteps"]
 
@@ -177,7 +177,7 @@ class OpenSteps:
                 longer[name] = np.zeros(size, dtype=held.dtype)
                 longer[name][:known] = held
             free = [*range(size - 1, known - 1, -1), *self._free]
-            with undisturbed():
+            with interrupts_deferred():
                 self.__dict__.update(longer)
                 self._free = free
         return self._free[len(self._free) - number :][::-1]
@@ -240,7 +240,7 @@ class OpenSteps:
     def discard(self, slot: int) -> None:
         """Let go of an open episode."""
         rows = self.rows(slot)
-        with undisturbed():
+        with interrupts_deferred():
             self._release(rows)
             self._end(slot)
             self._recent = (_NO_ROWS, _NO_ROWS, [])
@@ -311,7 +311,7 @@ class OpenSteps:
             if path not in columns:
                 fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
                 columns[path] = fresh or _Items(type(column), size)
-        with undisturbed():
+        with interrupts_deferred():
             self._records, self.columns, self.schema = records, columns, schema
 
     def _with(self, packed: Mapping[Path, Any], other: Callable[[Any], Any]) -> dict[Path, Any]:
@@ -337,7 +337,7 @@ class OpenSteps:
         place[live] = np.arange(len(live))
         slots, first, last = self._all(), self.first.copy(), self.last.copy()
         first[slots], last[slots] = place[first[slots]], place[last[slots]]
-        with undisturbed():
+        with interrupts_deferred():
             self._records, self.columns = records, columns
             self.first, self.last, self.owner, self.tail = first, last, owner, len(live)
 

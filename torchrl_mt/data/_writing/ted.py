@@ -32,11 +32,7 @@ class EndFlags:
     when all are."""
 
     def ended(self, steps: Steps) -> np.ndarray:
-        """Bool ``[N]``: the steps that end their episode.
-
-        Raises:
-            ValueError: if there is no flag, or one is no tensor.
-        """
+        """Bool ``[N]``: the steps that end their episode."""
         found = [steps.columns[key] for key in self.keys or _END_KEYS if key in steps.columns]
         missing = [key for key in self.keys if key not in steps.columns]
         if missing or not found:
@@ -66,11 +62,7 @@ class EndFlags:
         return last
 
     def truncate(self, steps: Steps, at: Sequence[int]) -> Steps:
-        """The steps, of which those at the positions ``at`` are marked truncated.
-
-        Raises:
-            ValueError: if there is no flag to mark.
-        """
+        """The steps, of which those at the positions ``at`` are marked truncated."""
         columns = dict(steps.columns)
         marked = self.marks(steps)
         if not marked:

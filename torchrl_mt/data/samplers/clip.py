@@ -14,17 +14,18 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt._hosts.torchrl import ConstructorSignature
+from torchrl_mt.checks import check_choice, check_positive_integer
 from torchrl_mt.data._store.steps import path_of
 from torchrl_mt.data._store.table import Choice, EpisodeTable, Unit, search
-from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.samplers.base import (
+from torchrl_mt.data.checkpoint import SavesState
+from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
+from torchrl_mt.data.samplers.draws import (
     draw_integers,
     draw_uniform,
     episode_storage,
     require_episodes,
 )
-from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
 from torchrl_mt.data.samplers.strides import check_strides
 from torchrl_mt.data.storage import EpisodeStorage
 
@@ -34,7 +35,7 @@ Selector = Callable[[int, EpisodeStorage, int, int], Tensor]
 """``selector(step, storage, num_slices, span)``: the clips to sample, int64 ``[num_slices]``."""
 
 
-class ClipSampler(Sampler):
+class ClipSampler(SavesState, Sampler):
     """Samples clips of consecutive steps, with the conventions of TorchRL's ``SliceSampler``.
 
     ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
@@ -122,14 +123,13 @@ class ClipSampler(Sampler):
                 f"give exactly one of slice_len and num_slices, got slice_len={slice_len} and "
                 f"num_slices={num_slices}"
             )
-        counts = {"slice_len": slice_len, "num_slices": num_slices, "stride": stride}
-        for name, value in counts.items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if weighting not in ("clip", "episode"):
-            raise ValueError(f'weighting must be "clip" or "episode", got {weighting!r}')
-        if layout not in ("flat", "clips"):
-            raise ValueError(f'layout must be "flat" or "clips", got {layout!r}')
+        if slice_len is not None:
+            slice_len = check_positive_integer("slice_len", slice_len)
+        if num_slices is not None:
+            num_slices = check_positive_integer("num_slices", num_slices)
+        stride = check_positive_integer("stride", stride)
+        check_choice("weighting", weighting, ("clip", "episode"))
+        check_choice("layout", layout, ("flat", "clips"))
         self.span = _both_sides(span, slice_len)
         varying = not strict_length or any(self.span)
         if pad_output and not varying:
@@ -313,14 +313,6 @@ class ClipSampler(Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the count of samples where :meth:`state_dict` left it."""
         self._step = state_dict["step"]
-
-    def dumps(self, path: Any) -> None:
-        """Save the state in the folder ``path``."""
-        save_state(self.state_dict(), path)
-
-    def loads(self, path: Any) -> None:
-        """Load the state from the folder ``path``."""
-        self.load_state_dict(load_state(path))
 
     def _empty(self) -> None:
         """Nothing to forget: the count of samples goes on."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.samplers.base import draw_uniform
+from torchrl_mt.data.samplers.draws import draw_uniform
 
 __all__ = ["Epoch"]
 
@@ -114,7 +114,7 @@ class Epoch:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` left it."""
         self._pool, self.given = list(state_dict["pool"]), set(state_dict["given"])
-        self._counts = dict(state_dict.get("counts", {}))
+        self._counts = dict(state_dict["counts"])
         self._oldest, self._following = state_dict["stored"]
 
     def _is_left(self, episode: int) -> bool:

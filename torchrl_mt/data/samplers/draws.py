@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_mt._hosts.torchrl import buffers_on, writer_of
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["draw_integers", "draw_order", "draw_uniform", "episode_storage", "require_episodes"]
@@ -42,7 +43,7 @@ def require_episodes(storage: EpisodeStorage, what: str) -> None:
     """
     if storage.num_episodes:
         return
-    writers = [getattr(buffer, "_writer", None) for buffer in storage._attached_entities]
+    writers = map(writer_of, buffers_on(storage))
     lengths = [n for writer in writers for n in getattr(writer, "open_lengths", {}).values()]
     if not lengths:
         raise RuntimeError(f"cannot sample {what}: nothing is stored yet")

@@ -18,11 +18,7 @@ __all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
 
 
 def check_index(index: Any) -> Tensor:
-    """The index as an int64 tensor, of the same memory if it is one.
-
-    Raises:
-        TypeError: if it does not hold integers.
-    """
+    """The index as an int64 tensor, of the same memory if it is one."""
     return integers(torch.as_tensor(index), "index")
 
 
@@ -65,9 +61,6 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
             each row of ``index``.
         index: ``N`` integers.
         dtype: what they are converted to.
-
-    Raises:
-        ValueError: if there are as many as neither, or one is negative, infinite or NaN.
 
     Examples:
         >>> check_priority([1, 2], torch.tensor([[0, 1], [5, 6]]), torch.float32)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.samplers.base import draw_uniform
+from torchrl_mt.data.samplers.draws import draw_uniform
 from torchrl_mt.data.samplers.priorities.segment_trees import MinTree, SumTree
 
 __all__ = ["PriorityRing"]
@@ -140,9 +140,6 @@ class PriorityRing:
 
         Returns:
             int64 ``[num]``.
-
-        Raises:
-            RuntimeError: if the weights of the open steps add up to zero or overflow.
         """
         total = self._sum.root
         if total <= 0:

@@ -18,7 +18,7 @@ from torchrl_mt.data._writing.continuity import Continuity, Verdict
 from torchrl_mt.data._writing.open_steps import OpenSteps
 from torchrl_mt.data._writing.segments import IS_INIT, Batch, differs_in
 
-__all__ = ["MOST_OF_AN_ID", "Assembler", "Assembly"]
+__all__ = ["MOST_OF_AN_ID", "Matcher", "Matches"]
 
 MOST_OF_AN_ID = 32
 """Open episodes that may share an id; the one that has waited longest for a step gives way."""
@@ -28,7 +28,7 @@ _Live = dict[int, tuple[int, int]]
 
 
 @dataclass
-class Assembly:
+class Matches:
     """Where the segments of a batch go."""
 
     slots: np.ndarray
@@ -43,7 +43,7 @@ class Assembly:
     """Segments that do not go on from the open episode of their id, and why."""
 
 
-class Assembler:
+class Matcher:
     """Finds the episodes of a batch whose steps :meth:`OpenSteps.put` has written.
 
     Args:
@@ -77,7 +77,7 @@ class Assembler:
         self.first_rows = batch.firsts() + first
         self.sizes = batch.segments.sizes
 
-    def assemble(self, max_steps: int) -> Assembly:
+    def match(self, max_steps: int) -> Matches:
         """Find the episode of each segment.
 
         Args:
@@ -96,7 +96,7 @@ class Assembler:
         if odd:
             self._find_among_several(found, odd)
         odd |= self._not_going_on(found, odd)
-        result = Assembly(found)
+        result = Matches(found)
         single = np.array([key not in odd for key in keys]) if odd else np.True_
         steps = self.open.num_steps + int(parts.stops[-1])
         if self.max_length is not None and steps > self.max_length and self.open.slots:
@@ -166,7 +166,7 @@ class Assembler:
                 wrong += at[~verdict.goes_on].tolist()
         return {keys[i] for i in wrong}
 
-    def _one_by_one(self, odd: set[int], result: Assembly, unused: Iterator[int]) -> None:
+    def _one_by_one(self, odd: set[int], result: Matches, unused: Iterator[int]) -> None:
         """Find the episodes of segments with these ids, each after the other."""
         live: dict[int, _Live] = {
             key: {
@@ -198,7 +198,7 @@ class Assembler:
             if not self.batch.ended[i]:
                 mine[slot] = (int(self.batch.lasts()[i]) + self.first, length)
 
-    def _give_up(self, mine: _Live, result: Assembly) -> None:
+    def _give_up(self, mine: _Live, result: Matches) -> None:
         """Let go of episodes of an id, of which a segment goes on from none."""
         while len(mine) >= (1 if self.by_rows else MOST_OF_AN_ID):
             oldest = min(mine, key=lambda slot: mine[slot][0])
@@ -227,7 +227,7 @@ class Assembler:
         self._judge(here[:1], there[best : best + 1])
         return slots[best], None
 
-    def _beyond(self, max_steps: int, result: Assembly) -> list[int]:
+    def _beyond(self, max_steps: int, result: Matches) -> list[int]:
         """The episodes that give way: those that have waited longest for a step."""
         lengths = {slot: int(self.open.length[slot]) for slot in self.open.slots.values()}
         waited = {slot: int(self.open.batch[slot]) for slot in lengths}
