@@ -1,5 +1,6 @@
 """How much the property tests of this folder try: a little in the fast tier, all of it in the other."""
 
+import pytest
 from hypothesis import Phase, settings
 
 FEW = 6
@@ -20,6 +21,11 @@ def few_or(number):
 def every(step):
     """1, or ``step`` in the fast tier: which of many similar moments are tried."""
     return step if _tier["is_fast"] else 1
+
+
+def slow(*values):
+    """Parameters of the slow tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def examples(number=None, **kwargs):

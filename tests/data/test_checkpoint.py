@@ -32,7 +32,7 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Transform
 
-from tests.data.properties import every, examples
+from tests.data.properties import every, examples, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
     ClipSampler,
@@ -187,7 +187,7 @@ def test_a_loaded_buffer_goes_on_like_the_saved_one(
         assert parts(make, same) == parts(make, rb)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["dumps", "state_dict", slow("pickle"), slow("deepcopy")])
 def test_saving_changes_nothing(make, how, tmp_path):
     for sampler in SAMPLERS:
         one, two = buffer(sampler), buffer(sampler)
@@ -540,7 +540,7 @@ def test_a_state_does_not_change_with_the_buffer(make):
 # ---- at one moment ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("prefetch", [slow(None), 2])
 @pytest.mark.parametrize("how", ["dumps", "state_dict"])
 def test_what_is_saved_is_of_one_moment(meanwhile, how, prefetch, tmp_path):
     rb = buffer("clips", max_steps=10**5, prefetch=prefetch)

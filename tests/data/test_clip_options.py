@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, set_recurrent_mode
 
-from tests.data.properties import examples
+from tests.data.properties import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 
 SAMPLERS = [ClipSampler, PrioritizedClipSampler]
@@ -157,7 +157,7 @@ def all_clips(lengths, slice_len, span, strict):
     return Counter(found)
 
 
-SPANS = [True, 1, 2, (True, False), (False, True), (1, 3), (0, 2)]
+SPANS = [True, slow(1), slow(2), *map(slow, [(True, False), (False, True)]), (1, 3), slow((0, 2))]
 
 
 @pytest.mark.parametrize("weighting", ["clip", "episode"])

@@ -13,7 +13,7 @@ from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import InitTracker, PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
-from tests.data.properties import examples
+from tests.data.properties import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 
@@ -177,7 +177,7 @@ def test_rollouts_without_ids_are_episodes(caplog):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("frames", [10, 1])
+@pytest.mark.parametrize("frames", [10, slow(1)])
 def test_two_collectors_on_one_buffer(batched, frames):
     def env():
         return TransformedEnv(PendulumEnv(), StepCounter(max_steps=9))

@@ -223,9 +223,9 @@ def test_a_refused_draw_of_groups_changes_nothing(make, replacement):
     assert ids(make, rb.sample(1)) == [2, 7, 8]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("size", [0, 1.5, True, "2"])
 def test_group_size_is_a_positive_integer_and_needs_a_key(size):
-    with pytest.raises(ValueError, match="group_size must be a positive integer or None, got"):
+    with pytest.raises(ValueError, match="group_size must be a positive integer, got"):
         EpisodeSampler(group_key="group", group_size=size)
     with pytest.raises(ValueError, match="group_size=2 needs group_key"):
         EpisodeSampler(group_size=2)

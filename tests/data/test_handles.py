@@ -291,6 +291,7 @@ def test_what_is_not_stored_is_said(stored):
         stored[[float(HANDLES + 4)]]
 
 
+@pytest.mark.slow
 def test_handles_go_through_a_checkpoint_to_another_process(stored, tmp_path):
     rb = ReplayBuffer(storage=stored, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2))
     handles = torch.arange(7) + HANDLES + 3

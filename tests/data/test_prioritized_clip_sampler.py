@@ -683,6 +683,7 @@ def test_what_has_left_does_not_join_what_is_stored(make):
     assert rb.sampler.dropped == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["flat", "clips"])
 @pytest.mark.parametrize("how", ["mask", "reordered", "joined", "halves", "stacked twice"])
 def test_parts_of_a_sample_give_their_clips_priorities(make, layout, how):

@@ -20,7 +20,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from tests.data.properties import examples
+from tests.data.properties import examples, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
     ClipSampler,
@@ -178,7 +178,7 @@ def buffer(sampler=None, *, max_steps=30, cls=ReplayBuffer, **kwargs):
     )
 
 
-@pytest.mark.parametrize("kind", ["vectors", "turns"])
+@pytest.mark.parametrize("kind", [slow("vectors"), "turns"])
 def test_a_flipped_bit_is_found_and_its_file_named(make, kind, tmp_path):
     rb = buffer()
     rb.extend(getattr(make, kind)([3, 4, 2, 5, 3, 4])[:-1])

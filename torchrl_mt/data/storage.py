@@ -115,9 +115,9 @@ class EpisodeStorage(LazyStackStorage):
     _default_checkpointer = FileCheckpointer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
-        """Tell who uses the name of TorchRL's other storages which one is this storage's."""
+        """Refuse ``max_size``, the budget's name in TorchRL's storages, and name ``max_steps``."""
         if "max_size" in kwargs:
-            raise TypeError("EpisodeStorage has no argument max_size: give max_steps, the budget")
+            raise TypeError("EpisodeStorage has no argument max_size: give max_steps, the budget.")
         return super().__new__(cls)
 
     @torch.inference_mode(False)
@@ -144,12 +144,12 @@ class EpisodeStorage(LazyStackStorage):
         self._store = self._new_store(share_next)
         self._revision = 0
         self._has_warned = False
-        self._exceptional: frozenset[Path] = frozenset()
-        """Shared entries of which exceptional episodes were told of."""
+        self._warned_of: frozenset[Path] = frozenset()
+        """Shared entries of which a warning told that episodes disagree."""
         self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
-        """A store for this storage's episodes that holds none yet."""
+        """An empty store with this storage's budgets."""
         return EpisodeStore(
             self.max_size,
             self.device,
@@ -172,7 +172,7 @@ class EpisodeStorage(LazyStackStorage):
 
     @property
     def _last_cursor(self) -> tuple[int, int]:
-        """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
+        """A value that changes with every write, by which HERReplayBuffer notices it."""
         with self.lock:
             return self._revision, self.table.end
 
@@ -254,7 +254,7 @@ class EpisodeStorage(LazyStackStorage):
         return [PROMPT] if self.schema is not None and self.schema.growing else []
 
     def _entries(self) -> Iterable[tuple[Path, Entry]]:
-        """What is known of each entry."""
+        """The entries of the schema."""
         return () if self.schema is None else self.schema.entries.items()
 
     @property
@@ -269,7 +269,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             episodes = self.num_episodes
             if not -episodes <= i < episodes:
-                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored")
+                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored.")
             i %= episodes
             length = int(self.table.lengths[i])
             return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
@@ -321,7 +321,7 @@ class EpisodeStorage(LazyStackStorage):
         return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
-        """What a sampler selected with this very index, once."""
+        """The selection that a sampler made with this very index, once."""
         known = self._selections.pop(id(index), None)
         if known is None or known[0]() is not index:
             return None
@@ -410,7 +410,7 @@ class EpisodeStorage(LazyStackStorage):
             column = self._store.columns.get(path_of(key))
             if column is None:
                 known = [unravel_key(path) for path in self._store.columns]
-                raise KeyError(f"{key!r} is not stored; the entries are {known}")
+                raise KeyError(f"{key!r} is not stored; the entries are {known}.")
             return column.read(RowPlan(self.table.starts.clone()))
 
     # ---- writing --------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ class EpisodeStorage(LazyStackStorage):
         """Not supported: steps are stored by whole episodes, and never changed afterwards."""
         raise TypeError(
             "EpisodeStorage takes whole episodes and never changes stored steps: use it with "
-            "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write"
+            "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write."
         )
 
     def append(self, episode: Any) -> Tensor:
@@ -438,7 +438,7 @@ class EpisodeStorage(LazyStackStorage):
         if is_tensor_collection(episode) and episode.ndim != 1:
             raise ValueError(
                 f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
-                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)"
+                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
             )
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
@@ -485,10 +485,10 @@ class EpisodeStorage(LazyStackStorage):
             self._store.admit(episode.on(self.device), length)
 
     def _tell_of_rows(self, before: Schema | None, written: Admission) -> None:
-        """Say which entries disagree with the rows that they shared, once for each."""
+        """Warn of entries that disagree with the rows that they shared, once for each."""
         for path in written.odd:
-            if path not in self._exceptional:
-                self._exceptional |= {path}
+            if path not in self._warned_of:
+                self._warned_of |= {path}
                 _logger.warning(
                     "%s of an episode is not %s of the step after: such episodes have rows of their "
                     "own for it. This is said once for each storage and key.",
@@ -506,7 +506,7 @@ class EpisodeStorage(LazyStackStorage):
             )
 
     def _warn_of_too_much(self, written: Admission) -> None:
-        """Say of which budgets a write took more than there is."""
+        """Warn of a write that exceeds a budget by itself."""
         count = written.lengths.shape[0]
         took = {
             "max_steps": written.steps.length,
@@ -527,14 +527,14 @@ class EpisodeStorage(LazyStackStorage):
         )
 
     def _changed(self, new: int) -> Tensor:
-        """Note that the stored steps are others now; give the handles of the ``new`` last ones."""
+        """Tell everybody that the stored steps changed: the handles of the ``new`` last ones."""
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
         return self._told(end - new, end)
 
     def _replaced(self) -> None:
-        """Note that all stored steps are others now."""
+        """Tell everybody that all stored steps were replaced."""
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
@@ -543,7 +543,7 @@ class EpisodeStorage(LazyStackStorage):
             self._told(first, min(first + _TOLD_AT_ONCE, end))
 
     def _told(self, first: int, end: int) -> Tensor:
-        """Tell every buffer on this storage of steps: what its sampler remembers may be of the past.
+        """Tell every buffer on this storage that steps were written, for its sampler's caches.
 
         Returns:
             their handles, from ``first`` to before ``end``.
@@ -589,7 +589,7 @@ class EpisodeStorage(LazyStackStorage):
         return pack(self._store.read(plan), self.device, batch_size=batch_size)
 
     def _settle(self) -> None:
-        """Read what is selected but not read yet, before the rows change."""
+        """Read pending selections before the rows change."""
         for _, selection in list(self._selections.values()):
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
@@ -703,7 +703,7 @@ class EpisodeStorage(LazyStackStorage):
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """Hold what is stored now again if the body loads other steps and then fails."""
+        """Put back what is stored now if the body loads other steps and then fails."""
         with self.lock:
             store = self._store
             try:
@@ -722,7 +722,7 @@ class EpisodeStorage(LazyStackStorage):
                 "samples from it, or let one process serve it to all: "
                 "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Workers that "
                 "only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or the "
-                "folder of a checkpoint that was written by buffer.dumps(folder)"
+                "folder of a checkpoint that was written by buffer.dumps(folder)."
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
@@ -746,5 +746,5 @@ class EpisodeStorage(LazyStackStorage):
 
 
 def _lasting() -> AbstractContextManager[Any]:
-    """Where tensors are made that can be changed later on, in inference mode, too."""
+    """A context, also in inference mode, in which tensors are made that can be changed later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

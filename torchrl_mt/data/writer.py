@@ -184,7 +184,7 @@ class EpisodeWriter(SavesState, Writer):
         return self._track_generations
 
     def generations_of(self, index: int | Tensor) -> Tensor:
-        """0 for the handle of a stored step, which no other step ever has; -1 for anything else.
+        """0 for the handle of a stored step, -1 for anything else.
 
         Args:
             index: integers of any shape.
@@ -196,7 +196,7 @@ class EpisodeWriter(SavesState, Writer):
         return torch.where((index >= HANDLES) & self._storage.contains(index), 0, -1)
 
     def _forget(self) -> None:
-        """Begin without an open episode, knowing nothing."""
+        """Drop the open episodes and what was learned and counted."""
         self._open = OpenSteps()
         self._told_by: _ToldBy | None = None
         self._write_count = 0
@@ -241,11 +241,11 @@ class EpisodeWriter(SavesState, Writer):
             }
 
     def register_storage(self, storage: Storage) -> None:
-        """Called by the replay buffer."""
+        """Take the storage to write to; called by the replay buffer."""
         if not isinstance(storage, EpisodeStorage):
             raise TypeError(
                 f"EpisodeWriter writes to an EpisodeStorage, got {type(storage).__name__}: use "
-                f"ReplayBuffer(storage=EpisodeStorage(max_steps), writer=EpisodeWriter(), ...)"
+                f"ReplayBuffer(storage=EpisodeStorage(max_steps), writer=EpisodeWriter(), ...)."
             )
         super().register_storage(storage)
 
@@ -274,7 +274,7 @@ class EpisodeWriter(SavesState, Writer):
         """
         _check_data(data)
         if not data.ndim:
-            raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
+            raise ValueError("data must have a batch size of [N] or [B, T], got []: use add().")
         storage: EpisodeStorage = self._storage
         with storage.lock:
             check_samplers(storage)
@@ -337,11 +337,11 @@ class EpisodeWriter(SavesState, Writer):
         with self._held():
             if episode not in self._open.slots:
                 known = [*self.open_lengths]
-                raise KeyError(f"no episode {episode!r} is open; the open ones are {known}")
+                raise KeyError(f"no episode {episode!r} is open; the open ones are {known}.")
             self._open.discard(self._open.slots[episode])
 
     def state_dict(self) -> dict[str, Any]:
-        """The open episodes, what was learned and what was counted, as copies."""
+        """Copies of the open episodes, of what was learned and of the counts."""
         with self._held():
             opened = self._open
             return {
@@ -361,7 +361,7 @@ class EpisodeWriter(SavesState, Writer):
             self._restore(state_dict)
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`load_state_dict` does, under the lock."""
+        """Do what :meth:`load_state_dict` says; the caller holds the lock."""
         opened = OpenSteps()
         for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps)
@@ -395,7 +395,7 @@ class EpisodeWriter(SavesState, Writer):
         return nullcontext() if self._storage is None else self._storage.lock
 
     def _write(self, data: Any) -> Tensor:
-        """What :meth:`extend` does, under the lock."""
+        """Do what :meth:`extend` says; the caller holds the lock."""
         shape = data.batch_size
         steps, form = flatten(data)
         if form is None and self.transform is None:
@@ -418,7 +418,7 @@ class EpisodeWriter(SavesState, Writer):
         if apart:
             raise ValueError(
                 f"episodes are open that were told apart by {self._told_by}, this batch "
-                f"would be by {told_by}: send one kind of batch, or flush() first"
+                f"would be by {told_by}: send one kind of batch, or flush() first."
             )
         first = opened.put(batch.steps, self._schema_with(batch, form))
         by_rows = told_by.key is None
@@ -431,7 +431,7 @@ class EpisodeWriter(SavesState, Writer):
             i, reason = found.breaks[0]
             raise ValueError(
                 f"the steps of episode {keys[i]} do not go on from the open one: {reason}. "
-                f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'"
+                f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
         gone = self._gone(batch, found, first)
         return self._settle(batch, shape, gone, continuity, found, told_by)
@@ -493,7 +493,7 @@ class EpisodeWriter(SavesState, Writer):
             return _ToldBy(None, shape[:-1].numel())
         key = path_of(self.traj_key)
         if key not in steps.columns:
-            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}")
+            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}.")
         return _ToldBy(key)
 
     @property
@@ -502,7 +502,7 @@ class EpisodeWriter(SavesState, Writer):
         return self._storage.max_size if self.transform is None else None
 
     def _check_lengths(self, batch: Batch) -> None:
-        """Refuse what can never be stored."""
+        """Refuse an episode that is longer than the storage."""
         budget = self._max_length
         if budget is None or batch.steps.length <= budget or batch.segments.sizes.max() <= budget:
             return
@@ -510,7 +510,7 @@ class EpisodeWriter(SavesState, Writer):
         i = int(sizes.argmax())
         raise ValueError(
             f"episode {batch.segments.keys[i]} is refused: an episode of {sizes[i]} steps does not fit "
-            f"in max_steps={budget}: give EpisodeStorage a larger budget"
+            f"in max_steps={budget}: give EpisodeStorage a larger budget."
         )
 
     def _schema_with(self, batch: Batch, form: Form | None) -> Schema:
@@ -569,7 +569,7 @@ class EpisodeWriter(SavesState, Writer):
         found: Matches | None = None,
         told_by: _ToldBy | None = None,
     ) -> Tensor:
-        """Store the episodes that are to be stored, and have the batch count.
+        """Store the episodes that ended, and accept the batch.
 
         Args:
             batch: the batch.
@@ -602,7 +602,7 @@ class EpisodeWriter(SavesState, Writer):
                 stored = lengths = _nothing()
             if found is not None:
                 left = {episode.slot: episode.rows for episode in gone}
-                self._open.commit(batch.segments, batch.order, found.slots, found.fresh, left)
+                self._open.accept(batch.segments, batch.order, found.slots, found.fresh, left)
                 self._count(batch, found, gone, len(kept))
                 self._told_by = told_by
             self._continuity = continuity
@@ -632,7 +632,7 @@ class EpisodeWriter(SavesState, Writer):
                     if episode.why in ("break", "budget"):
                         refused.append(i)
                         continue
-                    drop = f", or drop it: writer.discard({episode.name!r})"
+                    drop = f" To drop it: writer.discard({episode.name!r})."
                     drop = drop if episode.name in self._open.slots else ""
                     raise ValueError(
                         f"episode {episode.name} is refused: {reason}{drop}"
@@ -646,7 +646,7 @@ class EpisodeWriter(SavesState, Writer):
         return self._stored(rest, lengths[left], [gone[i] for i in left])
 
     def _count(self, batch: Batch, found: Matches, gone: list[Closed], stored: int) -> None:
-        """Count what was given up, and say so once."""
+        """Count the episodes that were given up, and warn of them once."""
         given_up = [episode for episode in gone if episode.why != "ended"]
         if not given_up and not found.breaks:
             return
@@ -686,12 +686,12 @@ class EpisodeWriter(SavesState, Writer):
 
 
 def _check_data(data: Any) -> None:
-    """Refuse what is no TensorDict."""
+    """Refuse data that is no TensorDict."""
     if not is_tensor_collection(data):
         hint = ""
         if isinstance(data, (list, tuple)):
             hint = ": join steps with torch.stack, or tensordict.lazy_stack if their shapes vary"
-        raise TypeError(f"data must be a TensorDict, got {type(data).__name__}{hint}")
+        raise TypeError(f"data must be a TensorDict, got {type(data).__name__}{hint}.")
 
 
 def _nothing() -> Tensor:

@@ -90,7 +90,7 @@ class Schema:
 
     @staticmethod
     def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:
-        """The schema that the first episodes fix.
+        """The schema of the first episodes.
 
         Args:
             steps: whole episodes, one after the other.
@@ -145,18 +145,18 @@ class Schema:
         if missing:
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(min(missing))} is "
-                f"missing"
+                f"missing."
             )
         extra = other.entries.keys() - self.entries.keys()
         if extra:
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(min(extra))} is not "
-                f"among them"
+                f"among them."
             )
         if other.root_class is not self.root_class:
             raise ValueError(
                 f"an episode must come in the class of the first one: expected "
-                f"{_class_name(self.root_class)}, got {_class_name(other.root_class)}"
+                f"{_class_name(self.root_class)}, got {_class_name(other.root_class)}."
             )
         return self._with(
             {path: _merge(path, entry, other.entries[path]) for path, entry in self.entries.items()}
@@ -300,7 +300,7 @@ def _entry(path: Path, column: Column) -> Entry:
         if item.dtype != first.dtype or item.ndim != first.ndim:
             raise ValueError(
                 f"{name_of(path)} must keep its dtype and number of dimensions: expected "
-                f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}"
+                f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}."
             )
     return Entry("ragged", (-1,) * first.ndim, first.dtype, lazy=True)
 
@@ -318,7 +318,7 @@ def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
     if expected.kind == got.kind == "object":
         return expected
     raise ValueError(
-        f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}"
+        f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}."
     )
 
 

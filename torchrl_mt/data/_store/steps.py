@@ -142,7 +142,7 @@ class Steps:
                 odd = sorted(part.columns.keys() ^ first.columns.keys())
                 raise ValueError(
                     f"every step must have the same keys; {', '.join(map(name_of, odd))} are in "
-                    f"some steps only"
+                    f"some steps only."
                 )
         columns = {
             path: _concat(path, [part.columns[path] for part in parts]) for path in first.columns
@@ -168,7 +168,7 @@ def unpack(data: Any) -> Steps:
         [('a',), ('next', 'b')]
     """
     if not is_tensor_collection(data) or is_non_tensor(data):
-        raise TypeError(f"data must be a TensorDict or a tensorclass, got {type(data).__name__}")
+        raise TypeError(f"data must be a TensorDict or a tensorclass, got {type(data).__name__}.")
     columns: dict[Path, Column] = {}
     root_class = None
     if is_tensorclass(data):
@@ -304,7 +304,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
             odd = sorted(".".join((*path, str(name))) for name in set(node.keys()) ^ keys)
             raise ValueError(
                 f"every step must have the same keys; {odd} are in some steps only: "
-                f"give the others a value too (None for Python objects)"
+                f"give the others a value too (None for Python objects)."
             )
     for name in list(nodes[0].keys()):
         where = (*path, name)
@@ -321,7 +321,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
             _unpack_rows(where, values, columns)
         else:
             kinds = sorted({type(value).__name__ for value in values})
-            raise ValueError(f"{name_of(where)} must be of one kind in every step, got {kinds}")
+            raise ValueError(f"{name_of(where)} must be of one kind in every step, got {kinds}.")
 
 
 def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
@@ -422,7 +422,7 @@ def _check_values(path: Path, column: Tensor | Rows) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(
                 f"{name_of(path)} must be a dense tensor with values, got layout {tensor.layout} "
-                f"on device {tensor.device}: convert it before it is stored"
+                f"on device {tensor.device}: convert it before it is stored."
             )
 
 
@@ -450,7 +450,7 @@ def _concat(path: Path, parts: list[Column]) -> Column:
         return Objects([item for part in parts for item in part.items])  # type: ignore[union-attr]
     if any(isinstance(part, Objects) for part in parts):
         raise ValueError(
-            f"{name_of(path)} must be of one kind in every step, got tensors and objects"
+            f"{name_of(path)} must be of one kind in every step, got tensors and objects."
         )
     if all(isinstance(part, Tensor) for part in parts):
         first = parts[0]
@@ -459,7 +459,7 @@ def _concat(path: Path, parts: list[Column]) -> Column:
                 raise ValueError(
                     f"{name_of(path)} must keep its shape and dtype: expected "
                     f"{_signature(first)}, got {_signature(part)}; variable lengths go in a "
-                    f"lazy stack of steps"
+                    f"lazy stack of steps."
                 )
         return torch.cat(parts)  # type: ignore[arg-type]
     return Rows([item for part in parts for item in step_tensors(part)])

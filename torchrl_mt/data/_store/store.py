@@ -121,12 +121,12 @@ class EpisodeStore:
         """
         sizes = lengths.tolist()
         if min(sizes) < 1:
-            raise ValueError("an episode must have at least one step, got an empty one")
+            raise ValueError("an episode must have at least one step, got an empty one.")
         longest = max(sizes)
         if longest > self.max_steps:
             raise ValueError(
                 f"an episode of {longest} steps does not fit in max_steps={self.max_steps}: give "
-                f"EpisodeStorage a larger budget"
+                f"EpisodeStorage a larger budget."
             )
         if self.schema is None:
             schema = Schema.of(steps, lengths, share_next=self.share_next)
@@ -141,7 +141,7 @@ class EpisodeStore:
         return replace(self._admitted(schema, steps, lengths), odd=odd)
 
     def _is_rule(self, path: Path, odd: Tensor) -> bool:
-        """Whether episodes that disagree, with these, are too many to have rows of their own aside."""
+        """Whether too many episodes disagree, with these, to keep their rows aside."""
         column = self.columns.get(path)
         if not isinstance(column, NextColumn):
             return False
@@ -171,7 +171,7 @@ class EpisodeStore:
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
         """The steps of ``plan``; columns that are ``known`` are not read again."""
         if self.schema is None:
-            raise IndexError("nothing is stored yet")
+            raise IndexError("nothing is stored yet.")
         known = known or {}
         columns = {
             path: known[path] if path in known else plan.read(path, column)
@@ -263,14 +263,14 @@ class EpisodeStore:
         self.table.renumber(oldest, first, state["renumbered"])
 
     def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
-        """How many of the oldest episodes must be left out, so that the others fit."""
+        """How many of the oldest saved episodes exceed the budgets; an error if all do."""
         left_out = max(self.not_kept(lengths, tokens).values())
         if left_out and left_out == len(lengths):
             budget = "max_steps" if int(lengths[-1]) > self.max_steps else "max_tokens"
             size = int(lengths[-1] if budget == "max_steps" else tokens[-1])
             raise ValueError(
                 f"the newest episode that was saved has {size} {budget[4:]}, more than "
-                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget"
+                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget."
             )
         return left_out
 
@@ -283,12 +283,12 @@ class EpisodeStore:
         if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
             raise ValueError(
                 f"an episode of {int(tokens.max())} tokens does not fit in "
-                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget"
+                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget."
             )
         return Admission(schema, steps, lengths, tokens)
 
     def _plan(self, admitted: Admission) -> Callable[[], None]:
-        """What stores the episodes; whatever can fail has failed before it is returned."""
+        """A function that stores the episodes and cannot fail: what can fail is done here."""
         schema, table = admitted.schema, self.table
         steps, lengths, tokens = admitted.steps, admitted.lengths, admitted.tokens
         skipped = max(self.not_kept(lengths, tokens).values()) if len(lengths) > 1 else 0
@@ -491,7 +491,7 @@ class _RingRows:
 
 
 def _has_disagreeing(column: StoredColumn) -> bool:
-    """Whether there are episodes that it has rows of their own for."""
+    """Whether a column keeps rows of disagreeing episodes aside."""
     return isinstance(column, NextColumn) and len(column.disagreeing) > 0
 
 

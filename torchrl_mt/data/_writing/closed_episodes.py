@@ -78,7 +78,7 @@ def transformed(
         if len(ends) != len(lengths) or not last[-1]:
             raise ValueError(
                 f"transform was given {len(lengths)} whole episodes and must return as many, got "
-                f"{len(ends)} ends of episodes in {results.length} steps"
+                f"{len(ends)} ends of episodes in {results.length} steps."
             )
         return results, ends.diff(prepend=ends.new_zeros(1))
     stops = lengths.cumsum(0).tolist()
@@ -134,5 +134,5 @@ def _one_batch(result: Any) -> Any:
         return result
     raise TypeError(
         f"transform must return an episode, a TensorDict of batch size [T], got "
-        f"{getattr(result, 'batch_size', type(result).__name__)}"
+        f"{getattr(result, 'batch_size', type(result).__name__)}."
     )

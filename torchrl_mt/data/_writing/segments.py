@@ -92,7 +92,7 @@ def group_steps(ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray | None:
         if len(twice):
             raise ValueError(
                 f"each row of a [B, T] batch is one environment and needs ids of its own: id "
-                f"{int(twice[0])} is in more than one row"
+                f"{int(twice[0])} is in more than one row."
             )
         return by_id
     return None if alone else np.argsort(ids, kind="stable")
@@ -158,7 +158,7 @@ def flatten(data: Any) -> tuple[Steps, Form | None]:
     shape = data.batch_size
     number = shape.numel()
     if not number:
-        raise ValueError(f"data must hold at least one step, got batch size {list(shape)}")
+        raise ValueError(f"data must hold at least one step, got batch size {list(shape)}.")
     if type(data) is TensorDict:
         columns: dict[Path, Tensor] = {}
         form: list[tuple[Path, torch.Size, torch.dtype]] = []
@@ -172,7 +172,7 @@ def flatten(data: Any) -> tuple[Steps, Form | None]:
         if isinstance(value, Tensor) and value.is_nested:
             raise ValueError(
                 f"{key!r} is a nested tensor, which does not go in a [B, T] batch: give a lazy stack "
-                f"of steps (tensordict.lazy_stack), or [N] steps"
+                f"of steps (tensordict.lazy_stack), or [N] steps."
             )
     return unpack(data.reshape(-1)), None
 
@@ -184,7 +184,7 @@ def read_ids(steps: Steps, key: Path) -> np.ndarray:
         return ids.numpy().reshape(-1)
     if ids is None or ids.is_floating_point() or ids.is_complex() or ids.numel() != steps.length:
         got = "objects" if ids is None else f"{tuple(ids.shape)} {ids.dtype}"
-        raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}")
+        raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}.")
     array: np.ndarray = ids.reshape(-1).long().cpu().numpy()
     return array
 

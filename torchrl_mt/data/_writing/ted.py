@@ -40,14 +40,14 @@ class EndFlags:
             name = name_of(missing[0]) if missing else '("next", "done")'
             raise ValueError(
                 f"data must tell where episodes end: {name} {'' if missing else wanted}is "
-                f"missing; the keys are {names_of(steps)}"
+                f"missing; the keys are {names_of(steps)}."
             )
         # Flags of one shape are those of the same agents.
         by_agents: dict[int, np.ndarray] = {}
         for column in found:
             flag = stacked(column)
             if flag is None:
-                raise ValueError("done flags must be tensors, got Python objects")
+                raise ValueError("done flags must be tensors, got Python objects.")
             values = _array(flag, steps.length)
             width = values.shape[1]
             by_agents[width] = values | by_agents[width] if width in by_agents else values
@@ -68,7 +68,7 @@ class EndFlags:
         if not marked:
             raise ValueError(
                 'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
-                'or ("next", "done")'
+                'or ("next", "done").'
             )
         for key in marked:
             flag = stacked(columns[key])

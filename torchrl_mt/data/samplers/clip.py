@@ -121,7 +121,7 @@ class ClipSampler(SavesState, Sampler):
         if (slice_len is None) == (num_slices is None):
             raise TypeError(
                 f"give exactly one of slice_len and num_slices, got slice_len={slice_len} and "
-                f"num_slices={num_slices}"
+                f"num_slices={num_slices}."
             )
         if slice_len is not None:
             slice_len = check_positive_integer("slice_len", slice_len)
@@ -135,29 +135,29 @@ class ClipSampler(SavesState, Sampler):
         if pad_output and not varying:
             raise ValueError(
                 "pad_output=True pads clips that are shorter than others: use it with "
-                "strict_length=False or with span"
+                "strict_length=False or with span."
             )
         if layout == "clips" and varying and not pad_output:
             raise ValueError(
                 'layout="clips" needs clips of one length: use strict_length=True without span, '
-                'pad_output=True, or layout="flat"'
+                'pad_output=True, or layout="flat".'
             )
         if any(self.span) and stride > 1:
-            raise ValueError(f"span needs stride=1, got span={span} and stride={stride}")
+            raise ValueError(f"span needs stride=1, got span={span} and stride={stride}.")
         if type(burn_in) is not int or burn_in < 0:
-            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}.")
         if slice_len is not None:
             _check_burn_in(burn_in, slice_len)
         if selector is not None and not callable(selector):
             raise TypeError(
                 f"selector must be a function (step, storage, num_slices, span) -> clip indices, "
-                f"got {type(selector).__name__}"
+                f"got {type(selector).__name__}."
             )
         if selector is not None and (varying or weighting != "clip"):
             raise ValueError(
                 f"selector chooses among the clips of full length: use strict_length=True, no span "
                 f'and weighting="clip", got strict_length={strict_length}, span={span} and '
-                f"weighting={weighting!r}"
+                f"weighting={weighting!r}."
             )
         self.slice_len = slice_len
         self.num_slices = num_slices
@@ -236,7 +236,7 @@ class ClipSampler(SavesState, Sampler):
         if batch_size < 1 or batch_size % divisor:
             raise RuntimeError(
                 f"batch_size counts steps and must be a positive multiple of {name}, got "
-                f"batch_size={batch_size} and {name}={divisor}"
+                f"batch_size={batch_size} and {name}={divisor}."
             )
         other = batch_size // divisor
         num, steps = (other, divisor) if self.slice_len is not None else (divisor, other)
@@ -302,7 +302,7 @@ class ClipSampler(SavesState, Sampler):
             raise RuntimeError(
                 f"no stored episode holds a clip of {needed} steps: the longest has "
                 f"{int(storage.table.lengths.max())}; use shorter clips, a smaller stride or "
-                f"strict_length=False"
+                f"strict_length=False."
             )
         return before, total
 
@@ -332,7 +332,7 @@ def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | in
     if len(sides) != 2 or any(type(s) not in (bool, int) or not 0 <= s <= most for s in sides):
         raise ValueError(
             f"span must be a bool, a number of steps below slice_len, or a tuple of two of them, "
-            f"got {span!r}"
+            f"got {span!r}."
         )
     return sides
 
@@ -342,7 +342,7 @@ def _check_burn_in(burn_in: int, slice_len: int) -> None:
     if burn_in >= slice_len:
         raise ValueError(
             f"burn_in must be less than the steps of a clip, {slice_len}, of which it is a part; got "
-            f"{burn_in}"
+            f"{burn_in}."
         )
 
 
@@ -355,18 +355,18 @@ def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:
     if not isinstance(given, Tensor):
         raise TypeError(
             f"selector must give clip indices as a tensor or array of integers, got "
-            f"{type(clips).__name__}"
+            f"{type(clips).__name__}."
         )
     integral = given.dtype in _INTEGERS
     if not integral or given.shape != (num_slices,):
         raise ValueError(
             f"selector must give integers of shape ({num_slices},), got {given.dtype} and "
-            f"{tuple(given.shape)}"
+            f"{tuple(given.shape)}."
         )
     clips = given.detach().cpu().long()
     if bool(((clips < 0) | (clips >= stored)).any()):
         raise ValueError(
             f"selector must give clip indices in [0, {stored}): so many clips of {span} steps are "
-            f"stored; got values from {int(clips.min())} to {int(clips.max())}"
+            f"stored; got values from {int(clips.min())} to {int(clips.max())}."
         )
     return clips

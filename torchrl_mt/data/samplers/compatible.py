@@ -22,7 +22,7 @@ def check_samplers(storage: EpisodeStorage) -> None:
         ):
             raise TypeError(
                 f"HERReplayBuffer gives new goals to single steps: use TorchRL's RandomSampler or "
-                f"SamplerWithoutReplacement, got {type(sampler).__name__}"
+                f"SamplerWithoutReplacement, got {type(sampler).__name__}."
             )
         if isinstance(sampler, ClipSampler):
             continue
@@ -30,12 +30,12 @@ def check_samplers(storage: EpisodeStorage) -> None:
             raise TypeError(
                 f"{type(sampler).__name__} remembers steps by their place in the storage, and places "
                 "in an EpisodeStorage change when older episodes leave: use ClipSampler, "
-                "PrioritizedClipSampler or EpisodeSampler"
+                "PrioritizedClipSampler or EpisodeSampler."
             )
         by_recency = isinstance(sampler, PromptGroupSampler) and sampler.strategy == "recency"
         if by_recency:
             raise TypeError(
                 'PromptGroupSampler(strategy="recency") keeps an entry for every storage index up to '
                 "the last one written, and those of an EpisodeStorage are handles, from 2**52 on: use "
-                "another strategy, or EpisodeSampler(group_key=...)"
+                "another strategy, or EpisodeSampler(group_key=...)."
             )

@@ -96,14 +96,14 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             if replacement:
                 raise ValueError(
                     f"max_sample_count={max_sample_count} counts epochs: use it with "
-                    f"replacement=False"
+                    f"replacement=False."
                 )
         if group_size is not None:
             group_size = check_positive_integer("group_size", group_size)
             if group_key is None:
                 raise ValueError(
                     f"group_size={group_size} needs group_key, the entry that tells the group of an "
-                    f"episode: 'group' with a MultiTurnCollector"
+                    f"episode: 'group' with a MultiTurnCollector."
                 )
         self.replacement = replacement
         self.group_key = group_key
@@ -137,7 +137,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         """
         storage = episode_storage(storage, self)
         if batch_size < 1:
-            raise ValueError(f"batch_size counts episodes and must be positive, got {batch_size}")
+            raise ValueError(f"batch_size counts episodes and must be positive, got {batch_size}.")
         with storage.lock:
             require_episodes(storage, "episodes")
             if self.group_size is not None:
@@ -201,7 +201,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         if not len(positions):
             raise RuntimeError(
                 f"cannot sample episodes: all that are stored were given out "
-                f"max_sample_count={self.max_sample_count} times; write others first"
+                f"max_sample_count={self.max_sample_count} times; write others first."
             )
         units = left or self._sampleable_count(storage, batch_size)
         self._remaining_batches = -(-units // batch_size)
@@ -234,7 +234,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             raise RuntimeError(
                 f"no group of group_size={self.group_size} episodes is stored: the {len(groups)} "
                 f"groups by {self.group_key!r} have {least} to {most} episodes; give EpisodeStorage "
-                f"room for all episodes of a group, or the group_size that they were collected with"
+                f"room for all episodes of a group, or the group_size that they were collected with."
             )
 
     def _groups(self, storage: EpisodeStorage) -> Groups:

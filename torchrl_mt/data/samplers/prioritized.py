@@ -143,7 +143,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             max_capacity = check_positive_integer("max_capacity", max_capacity)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
         self._beta = _not_negative("beta", beta)
         self._max_capacity = max_capacity
         self.dtype = dtype
@@ -291,7 +291,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if bool(unknown.any()):
             raise IndexError(
                 f"index must be below {stored}, the number of stored steps, or the handle of one, "
-                f"below {end}; got {int(index[unknown].flatten()[0])}"
+                f"below {end}; got {int(index[unknown].flatten()[0])}."
             )
 
     @staticmethod
@@ -443,5 +443,5 @@ def _is_column(index: Tensor) -> bool:
 def _not_negative(name: str, value: Any) -> float:
     """The value of an argument, if it may have it."""
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
     return float(value)

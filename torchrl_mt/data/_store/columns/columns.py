@@ -58,7 +58,7 @@ class Change:
     first: int | None = None
     """If so, the oldest row that stays, None if none does."""
     left: Blocks | None = None
-    """The rows of those that leave, for objects and disagreeing episodes to be dropped, unless all rows were
+    """The rows of those that leave, for what is kept beside the rows to be dropped, unless all rows were
     laid out anew without them.
     """
     odd: Mapping[Path, Tensor] = field(default_factory=dict)
@@ -115,14 +115,12 @@ class _FixedShape:
     data: Tensor
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes."""
         return plan_values(self.data, change.written, column)
 
     def release(self, blocks: Blocks, first: int | None) -> None:
         """Nothing to let go of: rows are overwritten."""
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The values."""
         return {"values": Part(live.pieces(self.data))}
 
 
@@ -139,22 +137,18 @@ class DenseColumn(_FixedShape):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self.data.numel() * self.data.element_size()
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
-        """The rows of ``plan``, each ``shift`` rows further on."""
         return self._windows.read(plan, shift)
 
     def laid_out(self, moves: Moves, capacity: int) -> DenseColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = copy(self)
         new._hold(self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold these rows."""
         self._hold(saved.into("values", rows, self.data))
 
 
@@ -174,7 +168,6 @@ class RecordColumn(_FixedShape):
         self.data = record.entries(record.data)[self.path]
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
-        """The rows of ``plan``, each ``shift`` rows further on."""
         return plan.entries(self.record, shift)[self.path]
 
     def laid_out(self, moves: Moves, capacity: int) -> RecordColumn:
@@ -182,7 +175,6 @@ class RecordColumn(_FixedShape):
         return copy(self)
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold these rows."""
         saved.into("values", rows, self.data)
 
 
@@ -238,7 +230,6 @@ class NextColumn:
         return plan_rows(self.source.data, torch.tensor(places, device="cpu"), values)
 
     def read(self, plan: RowPlan) -> Tensor:
-        """The rows of ``plan``, as new memory."""
         values = self.source.read(plan, shift=1)
         if len(self.disagreeing):
             self.disagreeing.put(plan.rows(), values)
@@ -296,7 +287,6 @@ class ObjectColumn:
         return commit
 
     def read(self, plan: RowPlan) -> Objects:
-        """The rows of ``plan``."""
         return Objects([own(self.data[row]) for row in plan.rows().tolist()])
 
     def release(self, blocks: Blocks, first: int | None) -> None:
@@ -305,19 +295,16 @@ class ObjectColumn:
             self.data[row : row + stop - begin] = None
 
     def laid_out(self, moves: Moves, capacity: int) -> ObjectColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = ObjectColumn(capacity)
         new.data[: moves.upper] = self.data[moves.start : moves.start + moves.upper]
         new.data[moves.upper : moves.upper + moves.lower] = self.data[: moves.lower]
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The objects."""
         upper = self.data[live.start : live.start + live.upper]
         return {"objects": Objects([*upper, *self.data[: live.lower]])}
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold these rows."""
         items = saved.objects("objects", rows)
         if len(items) > len(self.data):
             self.data = np.empty(len(items), dtype=object)
@@ -340,7 +327,6 @@ class RaggedColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         tensors = (self.values, self.offset, self.shape)
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -410,7 +396,6 @@ class RaggedColumn:
         self.ring.pop(next_start=next_start)
 
     def laid_out(self, moves: Moves, capacity: int) -> RaggedColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = copy(self)
         new.offset = moves.laid_out(self.offset, capacity)
         new.shape = moves.laid_out(self.shape, capacity)
@@ -426,7 +411,6 @@ class RaggedColumn:
         }
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold these rows."""
         self.offset = saved.into("offset", rows, self.offset)
         self.shape = saved.into("shape", rows, self.shape)
         elements = saved.rows("values")

@@ -39,7 +39,7 @@ class Memory:
         if not self.is_cpu:
             raise ValueError(
                 f"scratch_dir holds files that are mapped into the CPU's memory: use device='cpu', "
-                f"got {str(device)!r}"
+                f"got {str(device)!r}."
             )
         self.scratch_dir = Path(scratch_dir).absolute()
         self.scratch_dir.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ class ClipPriorities:
         return self._ring
 
     def follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
-        """Take note of what came and left.
+        """Follow what was written and evicted.
 
         Args:
             storage: the storage.
@@ -184,7 +184,7 @@ class ClipPriorities:
         if capacity < storage.max_size:
             raise ValueError(
                 f"max_capacity must be at least the storage's max_steps={storage.max_size}, got "
-                f"{capacity}: give none to take the storage's"
+                f"{capacity}: give none to take the storage's."
             )
         if self._table is not None and self._table is not storage.table:
             self.forget()

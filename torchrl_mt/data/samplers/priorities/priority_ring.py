@@ -144,12 +144,12 @@ class PriorityRing:
         total = self._sum.root
         if total <= 0:
             raise RuntimeError(
-                "no clip can be drawn: all priorities are zero; use eps > 0, or update some"
+                "no clip can be drawn: all priorities are zero; use eps > 0, or update some."
             )
         if not math.isfinite(total):
             raise RuntimeError(
                 f"(priority + eps) ** alpha adds up to more than {self.dtype} holds: scale the "
-                f"priorities down, or use dtype=torch.float64"
+                f"priorities down, or use dtype=torch.float64."
             )
         slots = self._scan(num, total, generator)
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.

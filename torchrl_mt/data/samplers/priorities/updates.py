@@ -68,14 +68,14 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
     """
     given = torch.as_tensor(priority)
     if given.is_complex() or given.dtype == torch.bool:
-        raise ValueError(f"priority must hold real numbers, got {given.dtype}")
+        raise ValueError(f"priority must hold real numbers, got {given.dtype}.")
     values = given.detach().to("cpu", dtype)
     numbers = values.numpy()
     if numbers.size and not (numbers.min() >= 0 and numbers.max() < math.inf):
         worst = values[~((values >= 0) & values.isfinite())][0]
         raise ValueError(
             f"priority must be finite and not negative, in {dtype}; got {float(worst)}: use "
-            f"td_error.abs(), say"
+            f"td_error.abs(), say."
         )
     if values.numel() == 1:
         return values.flatten().expand(index.numel())
@@ -86,7 +86,7 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
         return values.flatten()
     raise ValueError(
         f"priority must be one number, or one for each element of index: got priority of shape "
-        f"{tuple(values.shape)} for index of shape {tuple(index.shape)}"
+        f"{tuple(values.shape)} for index of shape {tuple(index.shape)}."
     )
 
 
