@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import Phase, settings
 
-FEW = 6
+FEW = 4
 """Examples in the fast tier."""
 _tier = {"is_fast": False}
 

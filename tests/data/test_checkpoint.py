@@ -129,7 +129,7 @@ def grouped(make, turns, lengths, seed):
     return data
 
 
-FAST = ["clips", "clips by priority", "each group", "each slice"]
+FAST = ["clips by priority", "each group", "each slice"]
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_rollouts_without_ids_are_episodes(caplog):
     assert "episode 0" in said[0]
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [slow(False), True])
 @pytest.mark.parametrize("frames", [10, slow(1)])
 def test_two_collectors_on_one_buffer(batched, frames):
     def env():

@@ -227,6 +227,7 @@ def test_flat_batches_of_several_environments_need_ids():
     assert rb.storage.num_episodes + len(rb.writer.open_episodes) > 8
 
 
+@pytest.mark.slow
 def test_the_oldest_dialogs_leave():
     rb = make_buffer(max_steps=8)
     fill(rb, "history", 1, yield_completed_trajectories=True)
@@ -280,6 +281,7 @@ def test_returns_run_within_dialogs():
             assert math.isclose(value, expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_mc_advantage_writes_whole_groups():
     rb = make_buffer(TensorDictReplayBuffer, batch_size=2)
     rb.append_transform(MCAdvantage(grpo_size=2, trajectory_return="sum"))

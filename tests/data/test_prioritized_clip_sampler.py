@@ -683,7 +683,6 @@ def test_what_has_left_does_not_join_what_is_stored(make):
     assert rb.sampler.dropped == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["flat", "clips"])
 @pytest.mark.parametrize("how", ["mask", "reordered", "joined", "halves", "stacked twice"])
 def test_parts_of_a_sample_give_their_clips_priorities(make, layout, how):
@@ -721,6 +720,7 @@ def test_parts_of_a_sample_give_their_clips_priorities(make, layout, how):
     assert priorities(rb) == pytest.approx(before | expected)
 
 
+@pytest.mark.slow
 def test_priorities_come_from_another_process(make):
     rb = buffer(max_steps=12, slice_len=2, seed=2, batch_size=8)
     rb.extend(make.vectors([4, 4, 4]))

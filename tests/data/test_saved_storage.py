@@ -20,7 +20,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from tests.data.properties import examples, slow
+from tests.data.properties import every, examples, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
     ClipSampler,
@@ -192,7 +192,11 @@ def test_a_flipped_bit_is_found_and_its_file_named(make, kind, tmp_path):
     assert len(files) > 12
     for file in files:
         whole = file.read_bytes()
-        for place in {0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(3))}:
+        for place in (
+            {0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(3))}
+            if every(2) == 1
+            else {draw.randrange(len(whole))}
+        ):
             flipped = bytearray(whole)
             flipped[place] ^= 1 << draw.randrange(8)
             file.write_bytes(flipped)
@@ -284,7 +288,7 @@ def test_a_checkpoint_loads_under_another_sampler(make, said, tmp_path):
         lambda: EpisodeSampler(replacement=False),
         RandomSampler,
         SamplerWithoutReplacement,
-    ]
+    ][:: every(2)]
     data = make.vectors([3, 4, 2, 5])
     for i, first in enumerate(samplers):
         rb = buffer(first())

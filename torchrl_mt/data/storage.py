@@ -24,6 +24,7 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.columns.columns import ReadPlan
@@ -33,7 +34,7 @@ from torchrl_mt.data._store.files.store_files import StoreFiles
 from torchrl_mt.data._store.handles import HANDLES, resolve_index
 from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
 from torchrl_mt.data._store.schema import PROMPT, Entry, Schema
-from torchrl_mt.data._store.selection import Selection, plan_runs, state_of
+from torchrl_mt.data._store.selection import Selection, plan_runs
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data._store.store import Admission, EpisodeStore
 from torchrl_mt.data._store.table import Choice, EpisodeTable
@@ -325,7 +326,7 @@ class EpisodeStorage(LazyStackStorage):
         known = self._selections.pop(id(index), None)
         if known is None or known[0]() is not index:
             return None
-        return known[1] if known[1].given == state_of(index) else None
+        return known[1] if known[1].given == times_changed(index) else None
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self)):
@@ -383,7 +384,7 @@ class EpisodeStorage(LazyStackStorage):
             )
             if index.device != self.device:
                 index = to_device(index, self.device)
-            selection = Selection(plan, state_of(index), mark)
+            selection = Selection(plan, times_changed(index), mark)
             key, selections = id(index), self._selections
             # Whoever looks for the key has the index, so that it cannot be another's.
             selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)

@@ -312,15 +312,15 @@ class EpisodeWriter(SavesState, Writer):
             opened = self._open
             if not opened.slots:
                 return _nothing()
-            gone = [
+            closed = [
                 Closed(slot, opened.rows(slot), opened.labels[slot], "flush")
                 for slot in opened.by_age()
             ]
             episodes, lengths = transformed(
-                self.transform, steps_of(gone, opened, self._end_flags), gone, self._end_flags
+                self.transform, steps_of(closed, opened, self._end_flags), closed, self._end_flags
             )
             with interrupts_deferred():
-                stored, _, _ = self._stored(episodes, lengths, gone)
+                stored, _, _ = self._stored(episodes, lengths, closed)
                 self._open = OpenSteps()
                 self._write_count += int(lengths.sum())
             return stored
@@ -433,8 +433,8 @@ class EpisodeWriter(SavesState, Writer):
                 f"the steps of episode {keys[i]} do not go on from the open one: {reason}. "
                 f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
-        gone = self._gone(batch, found, first)
-        return self._settle(batch, shape, gone, continuity, found, told_by)
+        closed = self._closed(batch, found, first)
+        return self._settle(batch, shape, closed, continuity, found, told_by)
 
     def _segmented(
         self,
@@ -539,7 +539,7 @@ class EpisodeWriter(SavesState, Writer):
         self._fits = (form, stored, schema)
         return schema
 
-    def _gone(self, batch: Batch, found: Matches, first: int) -> list[Closed]:
+    def _closed(self, batch: Batch, found: Matches, first: int) -> list[Closed]:
         """The episodes that are no longer open after a batch, by their last steps."""
         opened, slots, keys = self._open, found.slots, batch.segments.keys
         opened.assign(batch.segments, batch.order, slots)
@@ -547,24 +547,24 @@ class EpisodeWriter(SavesState, Writer):
         whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
         for slot in found.broken:
             whys[slot] = "break"
-        for slot in found.beyond:
+        for slot in found.over_budget:
             whys[slot] = "budget"
         if not whys:
             return []
-        gone = []
+        closed = []
         rows_of = opened.rows_of([*whys], first + batch.steps.length)
         for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
             known = slot in opened.labels
             name = opened.labels[slot] if known else keys[found.fresh[slot]]
-            gone.append(Closed(slot, rows, name, why))
-        gone.sort(key=lambda episode: int(episode.rows[-1]))
-        return gone
+            closed.append(Closed(slot, rows, name, why))
+        closed.sort(key=lambda episode: int(episode.rows[-1]))
+        return closed
 
     def _settle(
         self,
         batch: Batch,
         shape: torch.Size,
-        gone: list[Closed],
+        closed: list[Closed],
         continuity: Continuity,
         found: Matches | None = None,
         told_by: _ToldBy | None = None,
@@ -574,7 +574,7 @@ class EpisodeWriter(SavesState, Writer):
         Args:
             batch: the batch.
             shape: its batch size.
-            gone: the episodes that are no longer open.
+            closed: the episodes that are no longer open.
             continuity: what was learned.
             found: where its segments go; None if they are whole and not among the open steps.
             told_by: how its episodes are told apart, if they are.
@@ -582,14 +582,14 @@ class EpisodeWriter(SavesState, Writer):
         Returns:
             the index to give out.
         """
-        first, kept, episodes = 0 if found is None else self._open.tail, gone, batch.steps
+        first, kept, episodes = 0 if found is None else self._open.tail, closed, batch.steps
         if found is None:
             if batch.order is not None:
-                order = np.concatenate([episode.rows for episode in gone])
+                order = np.concatenate([episode.rows for episode in closed])
                 episodes = episodes.take(torch.from_numpy(order))
-        elif gone:
+        elif closed:
             kept = worth_storing(
-                gone, self._open, self._end_flags, discard_broken=self.on_break == "discard"
+                closed, self._open, self._end_flags, discard_broken=self.on_break == "discard"
             )
             episodes = steps_of(kept, self._open, self._end_flags) if kept else batch.steps
         if kept:
@@ -601,9 +601,9 @@ class EpisodeWriter(SavesState, Writer):
             else:
                 stored = lengths = _nothing()
             if found is not None:
-                left = {episode.slot: episode.rows for episode in gone}
+                left = {episode.slot: episode.rows for episode in closed}
                 self._open.accept(batch.segments, batch.order, found.slots, found.fresh, left)
-                self._count(batch, found, gone, len(kept))
+                self._count(batch, found, closed, len(kept))
                 self._told_by = told_by
             self._continuity = continuity
         if self._sets_indices():
@@ -611,7 +611,7 @@ class EpisodeWriter(SavesState, Writer):
         return stored
 
     def _stored(
-        self, episodes: Steps, lengths: Tensor, gone: list[Closed]
+        self, episodes: Steps, lengths: Tensor, closed: list[Closed]
     ) -> tuple[Tensor, list[Closed], Tensor]:
         """Store whole episodes, all or none; but those that are given up may be dropped.
 
@@ -620,12 +620,12 @@ class EpisodeWriter(SavesState, Writer):
         """
         storage: EpisodeStorage = self._storage
         try:
-            return storage.append_all(episodes, lengths), gone, lengths
+            return storage.append_all(episodes, lengths), closed, lengths
         except ValueError as error:
             stops = lengths.cumsum(0).tolist()
             parts = [episodes[a:b] for a, b in zip([0, *stops], stops, strict=False)]
             refused = []
-            for i, (part, episode) in enumerate(zip(parts, gone, strict=True)):
+            for i, (part, episode) in enumerate(zip(parts, closed, strict=True)):
                 try:
                     storage.check(part)
                 except ValueError as reason:
@@ -639,18 +639,18 @@ class EpisodeWriter(SavesState, Writer):
                     ) from error
             if not refused:
                 raise
-        left = [i for i in range(len(gone)) if i not in refused]
+        left = [i for i in range(len(closed)) if i not in refused]
         if not left:
             return _nothing(), [], _nothing()
         rest = Steps.concat([parts[i] for i in left])
-        return self._stored(rest, lengths[left], [gone[i] for i in left])
+        return self._stored(rest, lengths[left], [closed[i] for i in left])
 
-    def _count(self, batch: Batch, found: Matches, gone: list[Closed], stored: int) -> None:
+    def _count(self, batch: Batch, found: Matches, closed: list[Closed], stored: int) -> None:
         """Count the episodes that were given up, and warn of them once."""
-        given_up = [episode for episode in gone if episode.why != "ended"]
+        given_up = [episode for episode in closed if episode.why != "ended"]
         if not given_up and not found.breaks:
             return
-        dropped = len(gone) - stored
+        dropped = len(closed) - stored
         self._counts["breaks"] += len(found.breaks)
         self._counts["dropped"] += dropped
         self._counts["truncated"] += len(given_up) - dropped
@@ -664,7 +664,7 @@ class EpisodeWriter(SavesState, Writer):
                 reason,
                 _WHAT_BECOMES[self.on_break if found.broken else "apart"],
             )
-        if found.beyond and "budget" not in self._said:
+        if found.over_budget and "budget" not in self._said:
             self._said.add("budget")
             _logger.warning(
                 "the open episodes were to have more than max_open_steps=%s steps, or one of them more "
@@ -674,7 +674,7 @@ class EpisodeWriter(SavesState, Writer):
                 "This is said once for each writer; writer.stats() counts.",
                 self.max_open_steps or self._storage.max_size,
                 self._storage.max_size,
-                next(episode.name for episode in gone if episode.why == "budget"),
+                next(episode.name for episode in closed if episode.why == "budget"),
             )
 
     def _sets_indices(self) -> bool:

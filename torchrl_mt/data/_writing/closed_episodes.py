@@ -38,37 +38,37 @@ class Closed:
 
 
 def worth_storing(
-    gone: list[Closed], steps: OpenSteps, flags: EndFlags, *, discard_broken: bool
+    closed: list[Closed], steps: OpenSteps, flags: EndFlags, *, discard_broken: bool
 ) -> list[Closed]:
     """The episodes that are to be stored."""
-    given_up = [episode for episode in gone if episode.why != "ended"]
+    given_up = [episode for episode in closed if episode.why != "ended"]
     if not given_up:
-        return gone
+        return closed
     lost = []
     if discard_broken:
         lost = [episode for episode in given_up if episode.why == "break"]
     if not flags.marks(steps.take(given_up[0].rows[:1])):
         lost = given_up
-    return [episode for episode in gone if episode not in lost]
+    return [episode for episode in closed if episode not in lost]
 
 
-def steps_of(gone: list[Closed], opened: OpenSteps, flags: EndFlags) -> Steps:
+def steps_of(closed: list[Closed], opened: OpenSteps, flags: EndFlags) -> Steps:
     """The steps of episodes, one after the other; those that have not ended are marked."""
-    rows = [episode.rows for episode in gone]
+    rows = [episode.rows for episode in closed]
     steps = opened.take(np.concatenate(rows) if len(rows) > 1 else rows[0])
-    if all(episode.why == "ended" for episode in gone):
+    if all(episode.why == "ended" for episode in closed):
         return steps
     lasts = accumulate(map(len, rows))
-    cut = [at - 1 for at, e in zip(lasts, gone, strict=True) if e.why != "ended"]
+    cut = [at - 1 for at, e in zip(lasts, closed, strict=True) if e.why != "ended"]
     return flags.truncate(steps, cut)
 
 
 def transformed(
-    transform: Callable[[Any], Any] | None, episodes: Steps, gone: list[Closed], flags: EndFlags
+    transform: Callable[[Any], Any] | None, episodes: Steps, closed: list[Closed], flags: EndFlags
 ) -> tuple[Steps, Tensor]:
     """The episodes as they are to be stored, and their lengths."""
-    lengths = torch.from_numpy(np.array([len(e.rows) for e in gone], dtype=np.int64))
-    if transform is None or not gone:
+    lengths = torch.from_numpy(np.array([len(e.rows) for e in closed], dtype=np.int64))
+    if transform is None or not closed:
         return episodes, lengths
     episodes = copy_of_episodes(episodes, lengths)
     if getattr(transform, "takes_many_episodes", False):
@@ -83,7 +83,7 @@ def transformed(
         return results, ends.diff(prepend=ends.new_zeros(1))
     stops = lengths.cumsum(0).tolist()
     parts: list[Steps] = []
-    for each, start, stop in zip(gone, [0, *stops], stops, strict=False):
+    for each, start, stop in zip(closed, [0, *stops], stops, strict=False):
         try:
             parts.append(unpack(_one_batch(transform(pack(episodes[start:stop], unread=True)))))
         except Exception as error:
@@ -96,7 +96,7 @@ def transformed(
 def handles_of_batch(
     batch: Batch,
     shape: torch.Size,
-    gone: list[Closed],
+    closed: list[Closed],
     lengths: Tensor,
     stored: Tensor,
     first: int,
@@ -106,19 +106,19 @@ def handles_of_batch(
     Args:
         batch: the batch.
         shape: its batch size.
-        gone: the episodes that were stored.
+        closed: the episodes that were stored.
         lengths: int64 ``[E]``, steps of each as it was stored.
         stored: int64 ``[K]``, indices of the last of these steps, those that are stored still.
         first: row of the first step of the batch.
     """
-    is_one = batch.places is None and len(gone) == 1 and gone[0].rows[0] == first
-    if is_one and len(gone[0].rows) == shape.numel() == len(stored):
+    is_one = batch.places is None and len(closed) == 1 and closed[0].rows[0] == first
+    if is_one and len(closed[0].rows) == shape.numel() == len(stored):
         return stored.view(shape)  # The batch is one whole episode.
-    if not gone:
+    if not closed:
         return torch.full(shape, -1, device="cpu")
     index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
     # Of all that was stored, the first may have left again.
-    for episode, length in zip(reversed(gone), reversed(lengths.tolist()), strict=True):
+    for episode, length in zip(reversed(closed), reversed(lengths.tolist()), strict=True):
         begin, stop, end = end - length, end, end - length
         if begin < 0 or length != len(episode.rows):
             continue

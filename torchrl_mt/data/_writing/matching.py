@@ -37,7 +37,7 @@ class Matches:
     """The slots of the episodes that begin in the batch, and the first segment of each."""
     broken: list[int] = field(default_factory=list)
     """Slots of episodes that nothing goes on from any more."""
-    beyond: list[int] = field(default_factory=list)
+    over_budget: list[int] = field(default_factory=list)
     """Slots of episodes that give way to a budget of steps."""
     breaks: list[tuple[int, str]] = field(default_factory=list)
     """Segments that do not go on from the open episode of their id, and why."""
@@ -102,7 +102,7 @@ class Matcher:
         if self.max_length is not None and steps > self.max_length and self.open.slots:
             lengths = self.open.length[found] + self.sizes
             long = (found >= 0) & (lengths > self.max_length) & single
-            result.beyond += found[long].tolist()
+            result.over_budget += found[long].tolist()
             found[long] = -1
         new = np.flatnonzero((found < 0) & single)
         unused = iter(self.open.new_slots(number if odd else len(new)))
@@ -112,7 +112,7 @@ class Matcher:
         if odd:
             self._one_by_one(odd, result, unused)
         if steps > max_steps:
-            result.beyond += self._beyond(max_steps, result)
+            result.over_budget += self._over_budget(max_steps, result)
         return result
 
     def _find_among_several(self, found: np.ndarray, odd: set[int]) -> None:
@@ -183,7 +183,7 @@ class Matcher:
             if slot is not None:
                 before = mine.pop(slot)[1]
                 if self.max_length is not None and before + length > self.max_length:
-                    result.beyond.append(slot)
+                    result.over_budget.append(slot)
                     slot = None
                 else:
                     length += before
@@ -227,7 +227,7 @@ class Matcher:
         self._judge(here[:1], there[best : best + 1])
         return slots[best], None
 
-    def _beyond(self, max_steps: int, result: Matches) -> list[int]:
+    def _over_budget(self, max_steps: int, result: Matches) -> list[int]:
         """The episodes that give way: those that have waited longest for a step."""
         lengths = {slot: int(self.open.length[slot]) for slot in self.open.slots.values()}
         waited = {slot: int(self.open.batch[slot]) for slot in lengths}
@@ -236,7 +236,7 @@ class Matcher:
             lengths[slot] = lengths.get(slot, 0) + int(self.sizes[i])
             waited[slot] = self.open.batches + 1
             begun.setdefault(slot, int(self.first_rows[i]))
-        for slot in {*result.slots[self.batch.ended].tolist(), *result.broken, *result.beyond}:
+        for slot in {*result.slots[self.batch.ended].tolist(), *result.broken, *result.over_budget}:
             lengths.pop(slot, None)
         gone: list[int] = []
         total = sum(lengths.values())
