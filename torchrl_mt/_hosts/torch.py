@@ -8,5 +8,5 @@ from torch import Tensor
 
 
 def times_changed(tensor: Tensor) -> int:
-    """How often torch has seen a tensor change in place; 0 in inference mode, where it does not count."""
+    """How often torch saw a tensor change in place; 0 in inference mode, where it does not count."""
     return 0 if tensor.is_inference() else tensor._version
