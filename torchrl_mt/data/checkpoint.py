@@ -90,11 +90,15 @@ class FileCheckpointer(StorageCheckpointerBase):
         """Save ``storage`` in the folder ``path``."""
         path = Path(path).absolute()
         _check_made(path)
-        with storage.lock:
-            if is_unfinished(path.parent):  # A whole buffer is being saved.
-                save_store(storage._store, path)
-            else:
-                save_version(path, lambda folder: save_store(storage._store, folder / _STORAGE))
+
+        def write(folder: Path) -> None:
+            with storage.lock:
+                save_store(storage._store, folder)
+
+        if is_unfinished(path.parent):  # A whole buffer is being saved.
+            write(path)
+        else:
+            save_version(path, lambda version: write(version / _STORAGE))
 
     def loads(self, storage: Any, path: str | Path) -> None:
         """Load ``storage`` from the folder ``path``; nothing, if that fails.
