@@ -98,11 +98,3 @@ def check_positive_finite(name: str, value: float) -> None:
     """Refuse what is not a finite number above 0."""
     check_finite(name, value)
     check_positive(name, value)
-
-
-def check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:
-    """Refuse what no generalised advantage estimate takes."""
-    check_mask("mask", mask, reward.shape)
-    check_shape("value", value, reward.shape)
-    for name, discount in discounts.items():
-        check_unit_interval(name, discount)

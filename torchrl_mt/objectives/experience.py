@@ -86,9 +86,9 @@ class ExperienceMaker(TensorDictModuleBase):
     - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
     - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the episode's sampled tokens,
       its turns, or one inside the other, through all its rows
-      (:func:`~torchrl_mt.objectives.functional.time.episode_gae`,
-      :func:`~torchrl_mt.objectives.functional.time.turn_gae`,
-      :func:`~torchrl_mt.objectives.functional.time.bilevel_gae`);
+      (:func:`~torchrl_mt.objectives.functional.episode_gae`,
+      :func:`~torchrl_mt.objectives.functional.turn_gae`,
+      :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode

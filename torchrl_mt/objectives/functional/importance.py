@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_mask, check_shape
 from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO
-from torchrl_mt.objectives.functional.time.turns import index_turns
+from torchrl_mt.objectives.functional.time.episodes import index_turns
 
 MAX_RATIO = math.exp(MAX_LOG_RATIO)
 """Where a ratio is cut off."""

@@ -1,4 +1,4 @@
-"""The squared error of values, per token, clipped around the old values if asked."""
+"""The critic's loss: the squared error of values, per token, clipped around the old ones if asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards brought to one scale: cut off, or normalised by the statistics of all seen so far.
+"""Rewards reshaped: cut off, normalised by running statistics, lowered for length.
 
 The running statistics are those of all rewards at once, in whatever order, batches or shards they
 came, and what they give is finite after a single reward and after equal ones.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_mt.checks import check_mask, check_positive
-from torchrl_mt.objectives.functional.moments import Moments, masked_moments
+from torchrl_mt.objectives.functional.whitening import Moments, masked_moments
 
 
 def clip_reward(
@@ -46,6 +46,36 @@ def clip_reward(
     clipped = reward.float().clamp(low, high)
     cut = ((clipped != reward.float()) & mask).sum() / mask.sum().clamp(min=1)
     return clipped, cut.detach()
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Soft overlong punishment: what to add to the reward of a response of each length.
+
+    DAPO, eq. 13 (https://arxiv.org/abs/2503.14476)::
+
+        0                                          length <= max_length - buffer
+        (max_length - buffer - length) / buffer    in between
+        -1                                         length >= max_length
+
+    Args:
+        lengths: Sampled tokens of each response or episode, any shape (``mask.sum(-1)`` of rows).
+        max_length: Length from which on the penalty is -1, in tokens.
+        buffer: Over how many tokens before that it grows.
+
+    Returns:
+        In [-1, 0], float32, the shape of ``lengths``.
+
+    Raises:
+        ValueError: If ``buffer`` is not in (0, ``max_length``].
+
+    Examples:
+        >>> overlong_penalty(torch.tensor([60, 80, 90, 100, 140]), max_length=100, buffer=20)
+        tensor([ 0.0000,  0.0000, -0.5000, -1.0000, -1.0000])
+    """
+    check_positive("buffer", buffer)
+    if buffer > max_length:
+        raise ValueError(f"buffer must be at most max_length ({max_length}), got {buffer}.")
+    return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
 class RewardNormalizer(nn.Module):
