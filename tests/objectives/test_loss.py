@@ -25,7 +25,7 @@ from torchrl_mt.objectives.functional import (
     ppo,
 )
 from torchrl_mt.objectives.functional.policy.objectives import clip_bounds
-from torchrl_mt.scoring.value_model import ValueModel
+from torchrl_mt.scoring.values import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 

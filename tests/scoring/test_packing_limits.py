@@ -6,11 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_mt.scoring.packing import forward_passes, packs
+from torchrl_mt.scoring.passes import Passes
 
 
-def passes_over(lengths, **options):
+def passes_over(lengths, with_lengths=False, **limits):
     attended = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return list(forward_passes(attended.long(), attended, attended, packed=True, **options))
+    passes = Passes(packed=True, **limits)
+    rows = attended.long(), attended, attended
+    return list(forward_passes(*rows, passes, with_lengths=with_lengths))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

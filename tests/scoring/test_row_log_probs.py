@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens, scoring_mode
-from torchrl_mt.scoring.value_model import ValueModel
-from torchrl_mt.scoring.values import row_values
+from torchrl_mt.scoring.forward import scoring_mode
+from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens
+from torchrl_mt.scoring.values import ValueModel, row_values
 
 DEVICES = [
     "cpu",

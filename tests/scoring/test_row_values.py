@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_mt.scoring.value_model import ValueModel
-from torchrl_mt.scoring.values import row_values
+from torchrl_mt.scoring.values import ValueModel, row_values
 
 
 @pytest.fixture(params=["value model", "token classification"])

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import check_choice
-from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
     dynamic_sampling_mask,
@@ -69,9 +69,9 @@ def top_entropy(rows: TensorDictBase, *, rho: float = 0.2) -> Tensor:
     Returns:
         ``[N, S]`` bool.
     """
-    entropy = read_entry(rows, _rows.ENTROPY)
+    entropy = read_entry(rows, row_keys.ENTROPY)
     mask = scored_tokens(
-        read_entry(rows, _rows.ATTENTION_MASK), read_entry(rows, _rows.ASSISTANT_MASK)
+        read_entry(rows, row_keys.ATTENTION_MASK), read_entry(rows, row_keys.ASSISTANT_MASK)
     )
     return entropy_mask(entropy, mask & _valid(rows).unsqueeze(-1), rho)
 
@@ -85,17 +85,7 @@ FILTERS: dict[str, Filter] = {
 
 
 def find_filters(filters: str | Filter | Sequence[str | Filter]) -> tuple[Filter, ...]:
-    """Look up filters by name.
-
-    Args:
-        filters: A name, a function, or several of these.
-
-    Returns:
-        The functions, in order.
-
-    Raises:
-        ValueError: If a name is unknown.
-        TypeError: If one is no function.
+    """Look up filters by name; functions stay what they are.
 
     Examples:
         >>> find_filters("top_entropy") == (top_entropy,)
@@ -123,19 +113,10 @@ def reads_entropy(one: Filter) -> bool:
 
 
 def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor) -> Tensor:
-    """Multiply the weights of several filters.
+    """Multiply the weights that filters give to rows: ``[N, S]`` float32, zero on masked tokens.
 
-    Args:
-        filters: One or more.
-        rows: What they are given.
-        mask: ``[N, S]`` bool, true on the sampled tokens of valid rows.
-
-    Returns:
-        ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If a filter returns another shape, or a weight that is negative or not finite.
-        TypeError: If one returns no tensor of real numbers.
+    ``mask`` ``[N, S]`` bool is true on the sampled tokens of valid rows. A weight that is negative or
+    not finite, or of another shape or type, is refused.
     """
     weight = mask.float()
     for one in filters:
@@ -169,10 +150,12 @@ def _name(one: Filter) -> Filter:
 
 def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
     """Score of each row's episode, and its group."""
-    score = read_entry(rows, _rows.EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters")
-    return score, read_entry(rows, _rows.GROUP)
+    score = read_entry(
+        rows, row_keys.EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters"
+    )
+    return score, read_entry(rows, row_keys.GROUP)
 
 
 def _valid(rows: TensorDictBase) -> Tensor:
     """Which rows are not rejected."""
-    return read_valid(rows, _rows.VALID, read_entry(rows, _rows.ASSISTANT_MASK))
+    return read_valid(rows, row_keys.VALID, read_entry(rows, row_keys.ASSISTANT_MASK))

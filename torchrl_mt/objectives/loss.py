@@ -22,14 +22,7 @@ from torchrl_mt.checks import (
     check_positive_finite,
     check_shape,
 )
-from torchrl_mt.objectives import rows as _rows
-from torchrl_mt.objectives.diagnostics import (
-    CORRECTION_DIAGNOSTICS,
-    CRITIC_DIAGNOSTICS,
-    POLICY_DIAGNOSTICS,
-    critic_diagnostics,
-    policy_diagnostics,
-)
+from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
     Correction,
@@ -53,9 +46,16 @@ from torchrl_mt.objectives.loss_inputs import (
     read_inputs,
     warn_of_no_correction,
 )
+from torchrl_mt.objectives.metrics import (
+    CORRECTION_DIAGNOSTICS,
+    CRITIC_DIAGNOSTICS,
+    POLICY_DIAGNOSTICS,
+    critic_diagnostics,
+    policy_diagnostics,
+)
 from torchrl_mt.objectives.rows import check_like, check_temperature, read_entry
-from torchrl_mt.scoring.forward import check_dtype
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
+from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.values import check_critic, row_values
 
 Sequences = Literal["row", "turn"]
@@ -129,10 +129,9 @@ class MultiTurnLoss(LossModule):
         critic_coef: Weight of the value loss.
         clip_value: Clip the value loss at this distance from ``"values"``
             (:func:`~torchrl_mt.objectives.functional.value_loss`).
-        packed: Give the models several rows in one sequence instead of padding each to the longest
-            (:func:`~torchrl_mt.objectives.row_log_probs`).
-        dtype: Run the models in mixed precision: bfloat16 or float16. Losses are in float32 in any
-            case.
+        passes: How rows are cut into forward passes. The graphs of all are kept until the backward
+            pass: to bound memory, give the loss shards of the rows (:meth:`total`).
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
@@ -171,20 +170,20 @@ class MultiTurnLoss(LossModule):
     class _AcceptedKeys(LossModule._AcceptedKeys):
         """Where the entries lie; ``set_keys`` changes them."""
 
-        action: NestedKey = _rows.TOKENS
-        attention_mask: NestedKey = _rows.ATTENTION_MASK
-        assistant_mask: NestedKey = _rows.ASSISTANT_MASK
-        sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
-        sampler_log_prob: NestedKey = _rows.SAMPLER_LOG_PROBS
-        ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
-        advantage: NestedKey = _rows.ADVANTAGE
-        weight: NestedKey = _rows.WEIGHTS
-        valid: NestedKey = _rows.VALID
-        sampling_temperature: NestedKey = _rows.SAMPLING_TEMPERATURE
-        turns: NestedKey = _rows.TURNS
-        group: NestedKey = _rows.GROUP
-        value: NestedKey = _rows.VALUES
-        value_target: NestedKey = _rows.RETURNS
+        action: NestedKey = row_keys.TOKENS
+        attention_mask: NestedKey = row_keys.ATTENTION_MASK
+        assistant_mask: NestedKey = row_keys.ASSISTANT_MASK
+        sample_log_prob: NestedKey = row_keys.OLD_LOG_PROBS
+        sampler_log_prob: NestedKey = row_keys.SAMPLER_LOG_PROBS
+        ref_log_probs: NestedKey = row_keys.REF_LOG_PROBS
+        advantage: NestedKey = row_keys.ADVANTAGE
+        weight: NestedKey = row_keys.WEIGHTS
+        valid: NestedKey = row_keys.VALID
+        sampling_temperature: NestedKey = row_keys.SAMPLING_TEMPERATURE
+        turns: NestedKey = row_keys.TURNS
+        group: NestedKey = row_keys.GROUP
+        value: NestedKey = row_keys.VALUES
+        value_target: NestedKey = row_keys.RETURNS
 
     def __init__(
         self,
@@ -203,8 +202,8 @@ class MultiTurnLoss(LossModule):
         critic: nn.Module | None = None,
         critic_coef: float = 1.0,
         clip_value: float | None = None,
-        packed: bool = False,
-        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         causal_lm(actor)
@@ -229,7 +228,6 @@ class MultiTurnLoss(LossModule):
             )
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_positive_finite("temperature", temperature)
-        check_dtype(dtype)
         if critic is not None:
             check_critic(critic)
         if kl_coef is not None:
@@ -255,7 +253,7 @@ class MultiTurnLoss(LossModule):
         self.temperature = temperature
         self.critic_coef = critic_coef
         self.clip_value = clip_value
-        self.passes: dict[str, Any] = {"packed": packed, "dtype": dtype}
+        self.passes = find_passes(passes, keywords)
         self._compared = False
         self._set_in_keys()
         self.out_keys = [
@@ -320,13 +318,13 @@ class MultiTurnLoss(LossModule):
         mask = counted_tokens(
             tensordict,
             keys,
-            read_entry(tensordict, keys.attention_mask, _rows.ATTENTION_MASK),
-            read_entry(tensordict, keys.assistant_mask, _rows.ASSISTANT_MASK),
+            read_entry(tensordict, keys.attention_mask, row_keys.ATTENTION_MASK),
+            read_entry(tensordict, keys.assistant_mask, row_keys.ASSISTANT_MASK),
             self._loss_mask_keys(),
         )
         group = None
         if self.aggregation == "prompt_mean":
-            group = read_entry(tensordict, keys.group, _rows.GROUP)
+            group = read_entry(tensordict, keys.group, row_keys.GROUP)
             check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
         return aggregation_total(mask, self.aggregation, group=group)
 
@@ -366,12 +364,12 @@ class MultiTurnLoss(LossModule):
             *inputs,
             temperature=self.temperature,
             with_entropy=True,
-            **self.passes,
+            passes=self.passes,
         )
         assert entropy is not None
         outputs = {"the actor's log-probabilities": log_prob, "the actor's entropies": entropy}
         if self.critic_network is not None:
-            value = row_values(self.critic_network, *inputs, **self.passes)
+            value = row_values(self.critic_network, *inputs, passes=self.passes)
             outputs["the critic's values"] = value
         check_outputs(outputs, mask)
         group = rows.get("group")

@@ -2,6 +2,10 @@
 
 Shapes are ``[N, S]`` (rows, tokens) unless said; masks are boolean, true on the tokens that the
 policy sampled, and may have holes and padding anywhere. Any floating type in, float32 out.
+
+What does not fit is refused by name: a ``ValueError`` where shapes differ, a number is out of range, a
+name is unknown, an argument that is needed is missing or a sampled token has no turn; a ``TypeError``
+where a mask is not boolean or ids are no integers. Functions tell only what they raise beyond that.
 """
 
 from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total, merge_totals

@@ -49,10 +49,6 @@ def token_tis(
         Weights ``[N, S]`` float32 without gradient, zero on masked tokens, and
         :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
 
-    Raises:
-        ValueError: If shapes differ or ``cap`` is not positive.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> old, mask = torch.tensor([[0.5, 9.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
         >>> token_tis(old, torch.zeros(1, 2), mask)[0]
@@ -84,10 +80,6 @@ def sequence_tis(
 
     Returns:
         As :func:`token_tis`; the tokens of a sequence have one weight.
-
-    Raises:
-        ValueError: If shapes differ, ``cap`` is not positive or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> old, mask = torch.tensor([[0.5, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)
@@ -121,10 +113,6 @@ def icepop(
         Weights ``[N, S]`` float32 without gradient, zero on masked and on dropped tokens, and
         :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
 
-    Raises:
-        ValueError: If shapes differ or ``bounds`` are not in order.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> old, mask = torch.tensor([[0.4, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
         >>> icepop(old, torch.zeros(1, 2), mask)[0]
@@ -157,10 +145,6 @@ def sequence_mis(
 
     Returns:
         As :func:`icepop`; the tokens of a sequence have one weight.
-
-    Raises:
-        ValueError: If shapes differ, ``bounds`` are not in order or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> old = torch.tensor([[0.5, 2.0], [2.0, 2.0]]).log()
@@ -200,10 +184,6 @@ def geometric(
     Returns:
         Weights ``[N, S]`` float32, 1 on tokens of sequences that are kept, else 0, and
         :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
-
-    Raises:
-        ValueError: If shapes differ, ``bounds`` are not in order or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> old = torch.tensor([[0.5, 2.0], [2.0, 2.0]]).log()
@@ -252,15 +232,7 @@ WEIGHING = (icepop, sequence_mis, sequence_tis, token_tis)
 def weighs(correction: Correction) -> bool:
     """Say whether a correction multiplies by the ratio of the old policy to the sampler.
 
-    Args:
-        correction: A function, bound with ``functools.partial`` or not, compiled or not.
-
-    Returns:
-        Whether it is one of those here that do.
-
-    Examples:
-        >>> weighs(token_tis), weighs(torch.compile(token_tis)), weighs(geometric)
-        (True, True, False)
+    It may be bound with ``functools.partial`` or not, compiled or not.
     """
     while isinstance(correction, functools.partial):
         correction = correction.func
@@ -324,9 +296,6 @@ def correct(
     Returns:
         The product ``[N, S]`` float32, and ``"ess"`` and ``"mask_fraction"`` of it; its
         ``"clip_fraction"`` is the largest one of the corrections.
-
-    Raises:
-        ValueError: If there is no correction.
 
     Examples:
         >>> old, mask = torch.tensor([[9.0, 1 / 9]]).log(), torch.ones(1, 2, dtype=torch.bool)

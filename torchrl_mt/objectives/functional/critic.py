@@ -36,10 +36,6 @@ def value_loss(
         Loss per token ``[N, S]`` float32, zero on masked tokens, and whether the value lies further
         than ``clip_value`` from the old one, ``[N, S]`` bool.
 
-    Raises:
-        ValueError: If shapes differ, ``clip_value`` is not positive or ``old_value`` lacks.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> value, returns = torch.tensor([[1.0]]), torch.tensor([[2.0]])
         >>> mask = torch.tensor([[True]])

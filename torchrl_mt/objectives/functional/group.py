@@ -66,10 +66,6 @@ def group_advantage(
     Returns:
         ``[N]`` float32; 0 for every member of a group whose valid members are all equal.
 
-    Raises:
-        ValueError: If shapes differ, ``kind`` is unknown, or it needs ``lengths``.
-        TypeError: If ``group`` is not of integers or ``valid`` not boolean.
-
     Examples:
         >>> returns = torch.tensor([1.0, 0.0, 3.0, 5.0])
         >>> group_advantage(returns, torch.tensor([7, 2, 7, 3]), "dr_grpo")

@@ -6,11 +6,10 @@ came, and what they give is finite after a single reward and after equal ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchrl_mt._hosts.torch import ExactBuffers
 from torchrl_mt.checks import check_mask, check_positive
 from torchrl_mt.objectives.functional.whitening import Moments, masked_moments
 
@@ -29,10 +28,6 @@ def clip_reward(
     Returns:
         The rewards, float32, and the share of those under ``mask`` that were cut, a float32 scalar (0
         if none is).
-
-    Raises:
-        ValueError: If ``low`` is above ``high`` or shapes differ.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> clip_reward(torch.tensor([-7.0, 0.5]), -1.0, 1.0)
@@ -65,9 +60,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     Returns:
         In [-1, 0], float32, the shape of ``lengths``.
 
-    Raises:
-        ValueError: If ``buffer`` is not in (0, ``max_length``].
-
     Examples:
         >>> overlong_penalty(torch.tensor([60, 80, 90, 100, 140]), max_length=100, buffer=20)
         tensor([ 0.0000,  0.0000, -0.5000, -1.0000, -1.0000])
@@ -78,7 +70,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
-class RewardNormalizer(nn.Module):
+class RewardNormalizer(ExactBuffers):
     """Normalise rewards by the running mean and standard deviation of all that it was shown.
 
     ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 as
@@ -91,9 +83,6 @@ class RewardNormalizer(nn.Module):
             as long as all seen are equal.
         clip: Largest absolute value of what comes out, above 0.
         eps: Added to the standard deviation.
-
-    Raises:
-        ValueError: If ``clip`` is not positive.
 
     Examples:
         >>> normalizer = RewardNormalizer()
@@ -118,16 +107,6 @@ class RewardNormalizer(nn.Module):
         empty = torch.empty(0)
         for name, value in vars(masked_moments(empty, empty.bool())).items():
             self.register_buffer(name, value.clone())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewardNormalizer:
-        """Move the statistics, in the precision they have: a count in bfloat16 ends at 256."""
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype is not buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
     @property
     def moments(self) -> Moments:

@@ -30,10 +30,6 @@ def dynamic_sampling_mask(returns: Tensor, group: Tensor, *, valid: Tensor | Non
     Returns:
         ``[N]`` bool.
 
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``group`` is not of integers or ``valid`` not boolean.
-
     Examples:
         >>> returns = torch.tensor([1.0, 0.0, 1.0, 1.0])
         >>> dynamic_sampling_mask(returns, torch.tensor([7, 7, 8, 8]))
@@ -64,10 +60,6 @@ def clip_filter_weight(
 
     Returns:
         ``[N]`` float32.
-
-    Raises:
-        ValueError: If shapes differ or ``max_weight`` is not positive.
-        TypeError: If ``group`` is not of integers or ``valid`` not boolean.
 
     Examples:
         >>> returns = torch.tensor([1.0, 0.0, 1.0, 1.0])

@@ -71,10 +71,6 @@ def masked_moments(x: Tensor, mask: Tensor, *, weight: Tensor | None = None) -> 
     Returns:
         The moments; of no value, if the mask is empty.
 
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> x, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
         >>> moments = masked_moments(x, mask)
@@ -134,10 +130,6 @@ def masked_whiten(
 
     Returns:
         float32, zero where ``mask`` is false and where the statistics have no spread.
-
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> advantage = torch.tensor([[1.0, 7.0], [3.0, 5.0]])

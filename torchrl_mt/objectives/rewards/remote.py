@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_mt.http_client import HttpClient, HttpError
-from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.rewards.sources import wait_all
 from torchrl_mt.objectives.rows import read_entry, read_objects
 
@@ -166,7 +166,7 @@ class RemoteReward:
         """The requests, with no tensor left in them."""
         tokens, attended, mask = (
             read_entry(rows, key)
-            for key in (_rows.TOKENS, _rows.ATTENTION_MASK, _rows.ASSISTANT_MASK)
+            for key in (row_keys.TOKENS, row_keys.ATTENTION_MASK, row_keys.ASSISTANT_MASK)
         )
         before = attended & (mask.cumsum(-1) == 0)
         columns = {"queries": self._texts(tokens, attended), "prompts": self._texts(tokens, before)}

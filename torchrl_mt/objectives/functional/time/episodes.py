@@ -65,21 +65,12 @@ def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -
     Returns:
         The order, and what is read by it.
 
-    Raises:
-        ValueError: If shapes differ or a sampled token has a negative turn id.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> mask = torch.tensor([[True, True], [False, True]])
         >>> index_episodes(mask, torch.tensor([[0, 2], [1, 1]]), torch.tensor([7, 7])).token
         tensor([0, 3, 1])
     """
-    check_rows(mask)
-    check_shape("turns", turns, mask.shape)
-    if episode is None:
-        episode = torch.arange(mask.shape[0], device=mask.device)
-    check_shape("episode", episode, mask.shape[:1])
-    ids, of_row = torch.unique(episode, return_inverse=True)
+    ids, of_row = _episodes(mask, turns, episode)
     width = max(1, mask.shape[1])
     token = mask.flatten().nonzero().squeeze(-1)
     turn = turns.flatten()[token]
@@ -154,22 +145,12 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     Returns:
         The turns, ordered by episode, then by turn id.
 
-    Raises:
-        ValueError: If shapes differ or a sampled token has a negative turn id.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> mask = torch.tensor([[True, True, False, True]])
         >>> index_turns(mask, torch.tensor([[0, 0, 1, 1]])).turn
         tensor([0, 1])
     """
-    check_rows(mask)
-    check_shape("turns", turns, mask.shape)
-    if episode is None:
-        row = torch.arange(mask.shape[0], device=mask.device)
-    else:
-        check_shape("episode", episode, mask.shape[:1])
-        row = torch.unique(episode, return_inverse=True)[1]
+    row = _episodes(mask, turns, episode)[1]
     token = mask.flatten().nonzero().squeeze(-1)
     turn = turns.flatten()[token].long()
     if not token.numel():
@@ -186,3 +167,14 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     # Episodes without a sampled token have no turn, and get no number.
     numbered = torch.unique_consecutive(key // (high + 1), return_inverse=True)[1]
     return TurnIndex(mask, of_token, first, last, numbered, key % (high + 1))
+
+
+def _episodes(mask: Tensor, turns: Tensor, episode: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The ids of episodes ``[E]``, ascending, and the place of each row's among them ``[N]``."""
+    check_rows(mask)
+    check_shape("turns", turns, mask.shape)
+    if episode is None:
+        each = torch.arange(mask.shape[0], device=mask.device)
+        return each, each
+    check_shape("episode", episode, mask.shape[:1])
+    return torch.unique(episode, return_inverse=True)

@@ -48,10 +48,6 @@ def masked_gae(
     Returns:
         Advantage and return (advantage + value), ``[..., S]`` float32, zero on masked tokens.
 
-    Raises:
-        ValueError: If shapes differ or a discount is out of range.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> reward = torch.tensor([[0.0, 0.0, 1.0]])
         >>> value = torch.tensor([[0.5, 9.0, 0.5]])
@@ -108,10 +104,6 @@ def episode_gae(
 
     Returns:
         Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ, a discount is out of range, or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> mask = torch.tensor([[True, True], [False, True]])
@@ -172,10 +164,6 @@ def turn_gae(
     Returns:
         Advantage and return (advantage + value) of each token's turn, ``[N, S]`` float32, zero on
         masked tokens.
-
-    Raises:
-        ValueError: If shapes differ, a discount is out of range, or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> reward = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
@@ -240,10 +228,6 @@ def bilevel_gae(
 
     Returns:
         Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ, a discount is out of range, or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> reward = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])

@@ -33,10 +33,6 @@ def masked_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
     Returns:
         ``[..., S]`` float32, zero on masked tokens.
 
-    Raises:
-        ValueError: If shapes differ or ``gamma`` is out of range.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> import torch
         >>> reward = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]])
@@ -82,10 +78,6 @@ def turn_returns(
     Returns:
         ``[N, S]`` float32, zero on masked tokens.
 
-    Raises:
-        ValueError: If shapes differ, ``gamma`` is out of range, or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> import torch
         >>> reward = torch.tensor([[0.0, 1.0, 0.0, 0.0, 2.0]])
@@ -128,10 +120,6 @@ def turn_normalize(
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> import torch
