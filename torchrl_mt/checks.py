@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -98,3 +98,26 @@ def check_positive_finite(name: str, value: float) -> None:
     """Refuse what is not a finite number above 0."""
     check_finite(name, value)
     check_positive(name, value)
+
+
+def find_functions(
+    name: str, given: str | Callable | Sequence[str | Callable], known: Mapping[str, Callable]
+) -> tuple[Callable, ...]:
+    """Look up functions by name: of one, or of several; functions stay what they are.
+
+    Examples:
+        >>> find_functions("norm", ["abs", max], {"abs": abs})
+        (<built-in function abs>, <built-in function max>)
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    found = []
+    for one in given if several else [given]:  # type: ignore[union-attr]
+        if isinstance(one, str):
+            check_choice(name, one, known)
+            one = known[one]
+        if not callable(one):
+            raise TypeError(
+                f"{name} must be a name, a function or several of these, got {given!r}."
+            )
+        found.append(one)
+    return tuple(found)

@@ -1,5 +1,6 @@
 """torch still keeps what it knows of a module where it is looked for."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -8,6 +9,7 @@ from torchrl_mt._hosts.torch import ExactBuffers, is_changed, is_compiled
 # --- Models that score rows -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_told_from_others():
     compiled = nn.Linear(1, 1)
     assert not is_compiled(compiled)

@@ -17,13 +17,13 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.checks import check_choice, check_positive_finite
+from torchrl_mt.checks import check_choice, check_positive_finite, find_functions
 from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import (
+    FILTERS,
     Filter,
     filter_weight,
-    find_filters,
     reads_entropy,
     reads_group,
 )
@@ -249,7 +249,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.reward = RewardMix(
             OWN if reward is None else reward, transform=reward_transform, passes=self.passes
         )
-        self.filters = find_filters(filters)
+        self.filters = find_functions("filters", filters, FILTERS)
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -373,9 +373,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 batch.episodes,
                 valid=batch.valid,
                 shown=batch.with_usual_keys(),
-                reward_key=self.tensor_keys.reward,
-                label_key=self.tensor_keys.label,
-                mask_key=self.tensor_keys.assistant_mask,
+                keys=self.tensor_keys,
             )
             metrics |= scores
         elif self.gamma is not None:

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice
 from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
@@ -82,24 +81,6 @@ FILTERS: dict[str, Filter] = {
     "top_entropy": top_entropy,
 }
 """Name to filter, as :class:`~torchrl_mt.objectives.ExperienceMaker` takes it."""
-
-
-def find_filters(filters: str | Filter | Sequence[str | Filter]) -> tuple[Filter, ...]:
-    """Look up filters by name; functions stay what they are.
-
-    Examples:
-        >>> find_filters("top_entropy") == (top_entropy,)
-        True
-    """
-    found = []
-    for one in [filters] if isinstance(filters, str) or callable(filters) else filters:
-        if isinstance(one, str):
-            check_choice("filters", one, FILTERS)
-            one = FILTERS[one]
-        if not callable(one):
-            raise TypeError(f"filters must be names or functions of rows, got {one!r}.")
-        found.append(one)
-    return tuple(found)
 
 
 def reads_group(one: Filter) -> bool:

@@ -7,7 +7,7 @@ gradients of shards add up to the full batch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -129,9 +129,9 @@ class MultiTurnLoss(LossModule):
         critic_coef: Weight of the value loss.
         clip_value: Clip the value loss at this distance from ``"values"``
             (:func:`~torchrl_mt.objectives.functional.value_loss`).
-        passes: How rows are cut into forward passes. The graphs of all are kept until the backward
-            pass: to bound memory, give the loss shards of the rows (:meth:`total`).
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
+        passes: How the forward pass is made. Its limits are not read: the rows given are one pass, so
+            that all workers make equally many. Shards of the rows bound memory (:meth:`total`).
+        **keywords: ``packed`` and ``dtype`` of :class:`~torchrl_mt.objectives.Passes`, one by one.
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
@@ -253,7 +253,8 @@ class MultiTurnLoss(LossModule):
         self.temperature = temperature
         self.critic_coef = critic_coef
         self.clip_value = clip_value
-        self.passes = find_passes(passes, keywords)
+        passes = find_passes(passes, keywords, ("packed", "dtype"))
+        self.passes = replace(passes, micro_batch_size=None, micro_batch_tokens=None)
         self._compared = False
         self._set_in_keys()
         self.out_keys = [

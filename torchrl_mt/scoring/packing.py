@@ -52,14 +52,8 @@ def micro_batches(
 ) -> list[Tensor]:
     """Cut rows into batches of similar length.
 
-    Args:
-        lengths: ``[N]`` int64 tokens of each row.
-        max_rows: Most rows of a batch; no limit by default.
-        max_tokens: Most tokens of a batch, padding included; no limit by default. A longer row is a
-            batch of its own.
-
-    Returns:
-        Row indices of each batch, int64, longest rows first; together they are all rows, once.
+    A batch has at most ``max_rows`` rows and ``max_tokens`` tokens, padding included; a longer row is a
+    batch of its own. What is returned are row indices of each batch, longest rows first.
 
     Examples:
         >>> micro_batches(torch.tensor([2, 9, 3]), max_tokens=8)
@@ -84,13 +78,8 @@ def micro_batches(
 def packs(lengths: Tensor, capacity: int, max_rows: int | None = None) -> list[list[int]]:
     """Put rows together so that few packs hold them: best-fit decreasing.
 
-    Args:
-        lengths: ``[N]`` int64 tokens of each row; rows without tokens are left out.
-        capacity: Most tokens of a pack. A longer row is a pack of its own.
-        max_rows: Most rows of a pack; no limit by default.
-
-    Returns:
-        Row indices of each pack.
+    A pack has at most ``capacity`` tokens and ``max_rows`` rows; a longer row is a pack of its own, and
+    rows without tokens are left out. What is returned are row indices of each pack.
 
     Examples:
         >>> packs(torch.tensor([2, 9, 3, 6, 0]), 9)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,15 +51,14 @@ class Passes:
             )
 
 
-def find_passes(passes: Passes | None, keywords: Mapping[str, Any]) -> Passes:
-    """Take settings as one record or as keywords of its fields.
+def find_passes(
+    passes: Passes | None,
+    keywords: Mapping[str, Any],
+    known: Sequence[str] = ("packed", "micro_batch_size", "micro_batch_tokens", "dtype"),
+) -> Passes:
+    """Take settings as one record, or as keywords of those of its fields that are ``known``.
 
-    Args:
-        passes: The record, if one was given.
-        keywords: Fields of :class:`Passes`, if they were given one by one.
-
-    Raises:
-        TypeError: If both are given, ``passes`` is none, or a keyword is unknown.
+    Both at once, and an unknown keyword, are a ``TypeError``.
 
     Examples:
         >>> find_passes(None, {"packed": True}) == Passes(packed=True)
@@ -68,7 +67,6 @@ def find_passes(passes: Passes | None, keywords: Mapping[str, Any]) -> Passes:
         Traceback (most recent call last):
         TypeError: passes and packed cannot both be given; write passes=Passes(packed=...).
     """
-    known = [field.name for field in fields(Passes)]
     unknown = [name for name in keywords if name not in known]
     if unknown:
         raise TypeError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice, check_positive
+from torchrl_mt.checks import check_positive, find_functions
 from torchrl_mt.objectives.functional.importance import (
     MAX_RATIO,
     effective_sample_size,
@@ -260,19 +260,7 @@ def find_corrections(
     """
     if correction is None:
         return ()
-    if isinstance(correction, str) or not isinstance(correction, Sequence):
-        correction = [correction]
-    found = []
-    for item in correction:
-        if isinstance(item, str):
-            check_choice("correction", item, CORRECTIONS)
-            item = CORRECTIONS[item]
-        if not callable(item):
-            raise TypeError(
-                f"correction must be a name, a function or several of these, got {correction!r}."
-            )
-        found.append(item)
-    return tuple(found)
+    return find_functions("correction", correction, CORRECTIONS)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from torchrl_mt.objectives.metrics import summary
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.sources import RewardSource, ask
 from torchrl_mt.objectives.row_batch import check_real
+from torchrl_mt.objectives.row_keys import ExperienceKeys
 from torchrl_mt.objectives.rows import check_finite, check_like, read_entry, read_objects
 from torchrl_mt.scoring.passes import Passes, find_passes
 
@@ -151,9 +152,7 @@ class RewardMix(nn.Module):
         *,
         valid: Tensor | None = None,
         shown: TensorDictBase | None = None,
-        reward_key: NestedKey = row_keys.REWARDS,
-        label_key: NestedKey = row_keys.LABEL,
-        mask_key: NestedKey = row_keys.ASSISTANT_MASK,
+        keys: ExperienceKeys | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Ask all sources and add them up.
 
@@ -163,9 +162,7 @@ class RewardMix(nn.Module):
             valid: ``[N]`` bool: rejected rows, false here, are given to no source, enter no metric
                 and have the reward 0.
             shown: The same rows under their usual keys, as sources are given them; ``rows`` by default.
-            reward_key: Where the episodes' own rewards are.
-            label_key: Where each row's label is, non-tensor.
-            mask_key: Where the mask of sampled tokens is, for errors.
+            keys: Where the episodes' own rewards and the labels, non-tensor, lie in ``rows``.
 
         Returns:
             The reward, ``[N, S]`` float32, zero on masked tokens; and of each label and source the
@@ -181,9 +178,10 @@ class RewardMix(nn.Module):
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
         shown = rows if shown is None else shown
-        labels = self._labels(rows, episodes, label_key, valid)
-        # Rejected rows have no label, and so no source.
+        keys = ExperienceKeys() if keys is None else keys
+        labels = self._labels(rows, episodes, keys.label, valid)
         device = episodes.mask.device
+        # Rejected rows have no label, and so no source.
         of_label = {
             label: torch.tensor([x == label for x in labels], device=device)
             for label in self.weights
@@ -192,14 +190,12 @@ class RewardMix(nn.Module):
         scored: dict[int, Tensor] = {}
         places: dict[int, Tensor] = {}
         for i, source in enumerate(self.sources):
-            wants = torch.zeros_like(valid)
-            for label, here in of_label.items():
-                if i in self.weights[label]:
-                    wants |= here
-            if not bool(wants.any()):
+            asking = [here for label, here in of_label.items() if i in self.weights[label]]
+            if not asking:
                 continue
+            wants = torch.stack(asking).any(0)
             if source == OWN:
-                own = _own(rows, reward_key, mask_key, wants.unsqueeze(-1), episodes, shown)
+                own = _own(rows, keys, wants.unsqueeze(-1), episodes)
                 scored[i] = _on_sampled(own, episodes, shown)
                 continue
             if getattr(source, "per_episode", False):
@@ -329,24 +325,14 @@ class RewardMix(nn.Module):
 
 
 def _own(
-    rows: TensorDictBase,
-    key: NestedKey,
-    mask_key: NestedKey,
-    wants: Tensor,
-    episodes: EpisodeIndex,
-    shown: TensorDictBase,
+    rows: TensorDictBase, keys: ExperienceKeys, wants: Tensor, episodes: EpisodeIndex
 ) -> Tensor:
     """The episodes' own rewards ``[N, S]`` on the rows that want them, ``[N, 1]`` bool."""
-    own = read_entry(rows, key, row_keys.REWARDS)
-    check_like(key, own, mask_key, episodes.mask.shape)
-    check_real(key, own)
-    check_finite(
-        key,
-        own,
-        wants.expand_as(own),
-        shown.get(row_keys.EPISODE, None),
-        "what made the rewards is at fault; drop the episode or mark it as not valid.",
-    )
+    own = read_entry(rows, keys.reward, row_keys.REWARDS)
+    check_like(keys.reward, own, keys.assistant_mask, episodes.mask.shape)
+    check_real(keys.reward, own)
+    hint = "what made the rewards is at fault; drop the episode or mark it as not valid."
+    check_finite(keys.reward, own, wants.expand_as(own), rows.get(keys.episode, None), hint)
     return torch.where(wants, own, 0.0)
 
 
