@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(config, items):
     """In the fast tier, properties of this folder are tried with few examples."""
     if config.getoption("markexpr") == "not slow":
-        few = settings(max_examples=8)
+        few = settings(max_examples=6)
         tests = {item.obj for item in items if HERE in item.path.parents}
         for test in filter(is_hypothesis_test, tests):
             few(test)

@@ -5,7 +5,12 @@ import pytest
 
 def some(fast, values):
     """All of ``values``; those that are not ``fast`` are slow."""
-    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in values]
+    return [
+        x
+        if x in fast
+        else pytest.param(*(x if isinstance(x, tuple) else [x]), marks=pytest.mark.slow)
+        for x in values
+    ]
 
 
 def pairs(ones, others):

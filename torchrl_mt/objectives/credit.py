@@ -26,7 +26,7 @@ from torchrl_mt.objectives.functional import (
     turn_returns,
 )
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
-from torchrl_mt.objectives.row_batch import RowBatch
+from torchrl_mt.objectives.rows.batch import RowBatch
 
 AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae"]
 """How credit is given: to whole episodes by group, or over time."""
@@ -41,7 +41,7 @@ ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 @dataclass(frozen=True)
 class Credit:
-    """A way to give credit; :class:`~torchrl_mt.objectives.ExperienceMaker` says what each means.
+    """A way to give credit; :class:`~torchrl_mt.objectives.ExperienceMaker` says what each field means.
 
     Raises:
         ValueError: If the kind is unknown or a number out of range.
@@ -49,20 +49,12 @@ class Credit:
     """
 
     advantage: AdvantageKind | Callable[[TensorDictBase], Tensor]
-    """The advantage, by name, or a function of completed rows to ``[N, S]``."""
     gamma: float | None
-    """Discount: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token; ``None`` is 1, or
-    what the rows' own returns were made with."""
     lmbda: float
-    """Trace decay: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of ``"turn_gae"`` per turn."""
     turn_gamma: float
-    """Discount per turn of ``"bilevel_gae"``."""
     turn_lmbda: float
-    """Trace decay per turn of ``"bilevel_gae"``."""
     lone_value: float
-    """What an episode alone in its group gets."""
     whiten: bool
-    """Whether advantages are normalised over all tokens that are trained."""
 
     def __post_init__(self) -> None:
         """Refuse what is unknown or out of range, by the names of the maker's arguments."""
@@ -123,17 +115,11 @@ class Credit:
             batch: The rows.
             reward: ``[N, S]`` floating; ``None`` to take the returns that came with the rows.
             kl_reward: ``[N, S]`` float32: the KL's part in the reward.
-            made: What was made of the rows so far, ``[N, S]`` by the names of the keys; ``"value"``
-                among it if a critic is needed.
+            made: What was made of the rows so far, ``[N, S]`` by the names of the keys.
 
         Returns:
             Advantage and return, ``[N, S]`` float32; zero on masked tokens, the advantage on rejected
-            rows, too.
-
-        Raises:
-            ValueError: If returns or advantages are not finite where they count, or a function of rows
-                returns another shape.
-            TypeError: If it returns no tensor of real numbers.
+            rows, too. What is not finite where it counts is refused.
         """
         if self.needs_critic:
             assert reward is not None

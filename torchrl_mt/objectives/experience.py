@@ -18,7 +18,6 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.checks import check_choice, check_positive_finite, find_functions
-from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import (
     FILTERS,
@@ -43,11 +42,11 @@ from torchrl_mt.objectives.metrics import (
     summary,
 )
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
-from torchrl_mt.objectives.row_batch import RowBatch, read_batch
-from torchrl_mt.objectives.row_keys import ExperienceKeys
-from torchrl_mt.objectives.rows import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
+from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
+from torchrl_mt.objectives.rows.reading import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
-from torchrl_mt.objectives.writing import check_writable, undone_on_failure
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.scoring.passes import Passes, find_passes
@@ -419,7 +418,7 @@ class ExperienceMaker(TensorDictModuleBase):
         out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
             completed = batch.with_usual_keys(out)
-            completed.set(row_keys.EPISODE_SCORE, batch.scores(reward))
+            completed.set(EPISODE_SCORE, batch.scores(reward))
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)

@@ -13,8 +13,8 @@ from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt._hosts.tensordict import tensor_fields, with_tensor_fields
-from torchrl_mt.objectives.row_keys import ExperienceKeys
-from torchrl_mt.objectives.rows import read_entry
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry
 
 _NAMES = {
     "sequences": "action",

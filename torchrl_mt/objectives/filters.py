@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
     dynamic_sampling_mask,
     entropy_mask,
 )
-from torchrl_mt.objectives.rows import read_entry, read_valid
+from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry, read_valid
 from torchrl_mt.scoring.log_probs import scored_tokens
 
 __all__ = ["FILTERS", "Filter", "clip_filter", "dynamic_sampling", "top_entropy"]
@@ -68,9 +68,10 @@ def top_entropy(rows: TensorDictBase, *, rho: float = 0.2) -> Tensor:
     Returns:
         ``[N, S]`` bool.
     """
-    entropy = read_entry(rows, row_keys.ENTROPY)
+    entropy = read_entry(rows, ExperienceKeys.entropy)
     mask = scored_tokens(
-        read_entry(rows, row_keys.ATTENTION_MASK), read_entry(rows, row_keys.ASSISTANT_MASK)
+        read_entry(rows, ExperienceKeys.attention_mask),
+        read_entry(rows, ExperienceKeys.assistant_mask),
     )
     return entropy_mask(entropy, mask & _valid(rows).unsqueeze(-1), rho)
 
@@ -131,12 +132,10 @@ def _name(one: Filter) -> Filter:
 
 def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
     """Score of each row's episode, and its group."""
-    score = read_entry(
-        rows, row_keys.EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters"
-    )
-    return score, read_entry(rows, row_keys.GROUP)
+    score = read_entry(rows, EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters")
+    return score, read_entry(rows, ExperienceKeys.group)
 
 
 def _valid(rows: TensorDictBase) -> Tensor:
     """Which rows are not rejected."""
-    return read_valid(rows, row_keys.VALID, read_entry(rows, row_keys.ASSISTANT_MASK))
+    return read_valid(rows, ExperienceKeys.valid, read_entry(rows, ExperienceKeys.assistant_mask))

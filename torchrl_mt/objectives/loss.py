@@ -15,6 +15,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_mt._hosts.torchrl import loss_mask_keys
 from torchrl_mt.checks import (
     check_choice,
     check_finite,
@@ -22,7 +23,6 @@ from torchrl_mt.checks import (
     check_positive_finite,
     check_shape,
 )
-from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
     Correction,
@@ -53,7 +53,8 @@ from torchrl_mt.objectives.metrics import (
     critic_diagnostics,
     policy_diagnostics,
 )
-from torchrl_mt.objectives.rows import check_like, check_temperature, read_entry
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.values import check_critic, row_values
@@ -170,20 +171,20 @@ class MultiTurnLoss(LossModule):
     class _AcceptedKeys(LossModule._AcceptedKeys):
         """Where the entries lie; ``set_keys`` changes them."""
 
-        action: NestedKey = row_keys.TOKENS
-        attention_mask: NestedKey = row_keys.ATTENTION_MASK
-        assistant_mask: NestedKey = row_keys.ASSISTANT_MASK
-        sample_log_prob: NestedKey = row_keys.OLD_LOG_PROBS
-        sampler_log_prob: NestedKey = row_keys.SAMPLER_LOG_PROBS
-        ref_log_probs: NestedKey = row_keys.REF_LOG_PROBS
-        advantage: NestedKey = row_keys.ADVANTAGE
-        weight: NestedKey = row_keys.WEIGHTS
-        valid: NestedKey = row_keys.VALID
-        sampling_temperature: NestedKey = row_keys.SAMPLING_TEMPERATURE
-        turns: NestedKey = row_keys.TURNS
-        group: NestedKey = row_keys.GROUP
-        value: NestedKey = row_keys.VALUES
-        value_target: NestedKey = row_keys.RETURNS
+        action: NestedKey = ExperienceKeys.action
+        attention_mask: NestedKey = ExperienceKeys.attention_mask
+        assistant_mask: NestedKey = ExperienceKeys.assistant_mask
+        sample_log_prob: NestedKey = ExperienceKeys.sample_log_prob
+        sampler_log_prob: NestedKey = ExperienceKeys.sampler_log_prob
+        ref_log_probs: NestedKey = ExperienceKeys.ref_log_probs
+        advantage: NestedKey = ExperienceKeys.advantage
+        weight: NestedKey = ExperienceKeys.weight
+        valid: NestedKey = ExperienceKeys.valid
+        sampling_temperature: NestedKey = ExperienceKeys.sampling_temperature
+        turns: NestedKey = ExperienceKeys.turns
+        group: NestedKey = ExperienceKeys.group
+        value: NestedKey = ExperienceKeys.value
+        value_target: NestedKey = ExperienceKeys.value_target
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class MultiTurnLoss(LossModule):
         """The entries that are read where they are there, and count then."""
         keys = self.tensor_keys
         ref = [keys.ref_log_probs] * self._ref_is_optional
-        return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *self._loss_mask_keys()]
+        return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *loss_mask_keys(self)]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.
@@ -319,13 +320,13 @@ class MultiTurnLoss(LossModule):
         mask = counted_tokens(
             tensordict,
             keys,
-            read_entry(tensordict, keys.attention_mask, row_keys.ATTENTION_MASK),
-            read_entry(tensordict, keys.assistant_mask, row_keys.ASSISTANT_MASK),
-            self._loss_mask_keys(),
+            read_entry(tensordict, keys.attention_mask, ExperienceKeys.attention_mask),
+            read_entry(tensordict, keys.assistant_mask, ExperienceKeys.assistant_mask),
+            loss_mask_keys(self),
         )
         group = None
         if self.aggregation == "prompt_mean":
-            group = read_entry(tensordict, keys.group, row_keys.GROUP)
+            group = read_entry(tensordict, keys.group, ExperienceKeys.group)
             check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
         return aggregation_total(mask, self.aggregation, group=group)
 
@@ -354,7 +355,7 @@ class MultiTurnLoss(LossModule):
         names = self._names()
         if self._ref_is_optional and tensordict.get(keys.ref_log_probs, None) is not None:
             names.append("ref_log_probs")
-        rows, mask = read_inputs(tensordict, keys, names, self._loss_mask_keys())
+        rows, mask = read_inputs(tensordict, keys, names, loss_mask_keys(self))
         check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask
-from torchrl_mt.objectives.rows import (
+from torchrl_mt.objectives.rows.reading import (
     LOG_PROB_ROUNDING,
     MODEL_FAULT,
     NO_LOG_PROB,

@@ -15,7 +15,7 @@ from torchrl_mt.objectives.functional import (
     kl_estimate,
 )
 from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of
-from torchrl_mt.objectives.row_batch import RowBatch
+from torchrl_mt.objectives.rows.batch import RowBatch
 
 POLICY_DIAGNOSTICS = (
     "trained_tokens",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_mt.objectives.functional import turn_returns
-from torchrl_mt.objectives.row_batch import RowBatch
+from torchrl_mt.objectives.rows.batch import RowBatch
 
 _logger = logging.getLogger("torchrl_mt")
 

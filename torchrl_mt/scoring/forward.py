@@ -106,13 +106,8 @@ def _levels(model: nn.Module) -> Iterator[nn.Module]:
 def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
     """Call a model on its own device, while no other thread scores with it.
 
-    Args:
-        model: The model.
-        inputs: Keyword arguments; tensors may lie anywhere.
-        dtype: What to compute in where torch's automatic mixed precision does.
-
-    Returns:
-        The model's output.
+    ``inputs`` are keyword arguments, whose tensors may lie anywhere; ``dtype`` is what to compute in
+    where torch's automatic mixed precision does.
 
     Raises:
         ValueError: If the model has no embedding of a token, or its rotary frequencies depend on the

@@ -21,18 +21,12 @@ from torchrl_mt.scoring.token_log_probs import log_probs_at
 
 
 def causal_lm(actor: nn.Module) -> nn.Module:
-    """Find the language model in an actor.
+    """Find the language model in an actor: the model itself, not a copy.
 
     Args:
         actor: A causal language model that is called with ``input_ids`` and ``attention_mask`` and
             returns logits ``[N, L, V]`` or an object that has them as ``logits``; or TorchRL's
-            ``TransformersWrapper`` around one.
-
-    Returns:
-        The language model itself, not a copy.
-
-    Raises:
-        TypeError: If ``actor`` is another kind of policy.
+            ``TransformersWrapper`` around one. Another kind of policy is a ``TypeError``.
     """
     if isinstance(actor, TransformersWrapper) and isinstance(actor.model, nn.Module):
         return actor.model

@@ -19,12 +19,9 @@ from torchrl_mt._hosts.transformers import RotaryFrequencies, rotary_frequencies
 def lengths_apart(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
     """Compute a pass as if it were the model's first, and leave the frequencies as they were.
 
-    Args:
-        model: The model; one without such embeddings is left alone.
-        inputs: Keyword arguments of the pass: ``input_ids`` and ``position_ids`` or ``attention_mask``.
-
-    Raises:
-        ValueError: If rows of the pass have other frequencies than they would have alone.
+    A model without such embeddings is left alone. ``inputs`` are keyword arguments of the pass:
+    ``input_ids`` and ``position_ids`` or ``attention_mask``. Rows that have other frequencies together
+    than they would have alone are refused.
     """
     ropes = rotary_frequencies(model)
     for rope in ropes:

@@ -16,15 +16,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.checks import check_shape
-from torchrl_mt.objectives import row_keys
 from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 from torchrl_mt.objectives.metrics import summary
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.sources import RewardSource, ask
-from torchrl_mt.objectives.row_batch import check_real
-from torchrl_mt.objectives.row_keys import ExperienceKeys
-from torchrl_mt.objectives.rows import check_finite, check_like, read_entry, read_objects
+from torchrl_mt.objectives.rows.batch import check_real
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import check_finite, check_like, read_entry, read_objects
 from torchrl_mt.scoring.passes import Passes, find_passes
 
 OWN: Literal["episode"] = "episode"
@@ -328,7 +327,7 @@ def _own(
     rows: TensorDictBase, keys: ExperienceKeys, wants: Tensor, episodes: EpisodeIndex
 ) -> Tensor:
     """The episodes' own rewards ``[N, S]`` on the rows that want them, ``[N, 1]`` bool."""
-    own = read_entry(rows, keys.reward, row_keys.REWARDS)
+    own = read_entry(rows, keys.reward, ExperienceKeys.reward)
     check_like(keys.reward, own, keys.assistant_mask, episodes.mask.shape)
     check_real(keys.reward, own)
     hint = "what made the rewards is at fault; drop the episode or mark it as not valid."
@@ -348,7 +347,7 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
     if not len(lost):
         return placed
     n, t = lost.unbind(-1)
-    turns, episode = read_entry(rows, row_keys.TURNS), episodes.of_row[n]
+    turns, episode = read_entry(rows, ExperienceKeys.turns), episodes.of_row[n]
     # Padding has no turn: what lies on it is of the turn before it.
     turn, sampled = turns.cummax(-1).values[n, t], turns.flatten()[episodes.token]
     width = int(torch.cat([turn, sampled]).max()) + 2

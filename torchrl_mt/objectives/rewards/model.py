@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_mt.objectives import row_keys
-from torchrl_mt.objectives.rows import read_entry
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry
 from torchrl_mt.scoring.forward import run_model, scoring_mode
 from torchrl_mt.scoring.packing import micro_batches
 from torchrl_mt.scoring.passes import Passes, find_passes
@@ -79,8 +79,8 @@ class ModelReward(nn.Module):
         Raises:
             ValueError: If the model returns scores of another shape.
         """
-        tokens = read_entry(rows, row_keys.TOKENS)
-        attention_mask = read_entry(rows, row_keys.ATTENTION_MASK)
+        tokens = read_entry(rows, ExperienceKeys.action)
+        attention_mask = read_entry(rows, ExperienceKeys.attention_mask)
 
         scores = torch.zeros(len(tokens), device=tokens.device)
         lengths = attention_mask.sum(-1)

@@ -28,20 +28,11 @@ _T = TypeVar("_T")
 
 
 def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tensor]:
-    """Ask sources about rows; those that answer with an awaitable are waited for together.
+    """Ask sources about rows, ``(name, source, rows)`` each, for ``[n]`` or ``[n, S]`` float32.
 
-    Awaitables run on an event loop of their own, which also works where one is running already. If
-    one fails the others are cancelled.
-
-    Args:
-        calls: Name, source and rows of each call.
-
-    Returns:
-        Each source's answer, ``[n]`` or ``[n, S]`` float32.
-
-    Raises:
-        TypeError: If an answer is no tensor or sequence of numbers.
-        ValueError: If an answer has the wrong shape or is not finite.
+    Those that answer with an awaitable are waited for together, on an event loop of their own, which
+    also works where one is running already. If one fails the others are cancelled. An answer that is
+    no tensor or sequence of finite numbers, or of another shape, is refused.
     """
     answers: list[Any] = []
     try:

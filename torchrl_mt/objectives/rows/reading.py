@@ -15,7 +15,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask
-from torchrl_mt.objectives.row_keys import EPISODE, EPISODE_INDEX, FORK, WRITERS
+from torchrl_mt.objectives.rows.keys import WRITERS, ExperienceKeys
 
 LOG_PROB_ROUNDING = 0.5
 """How far above 0 half precision may put the log-probability of a certain token, and more."""
@@ -89,15 +89,15 @@ def check_finite(
 
 def read_episode(
     rows: TensorDictBase,
-    episode_key: NestedKey = EPISODE,
-    index_key: NestedKey = EPISODE_INDEX,
-    fork_key: NestedKey = FORK,
+    episode_key: NestedKey = ExperienceKeys.episode,
+    index_key: NestedKey = ExperienceKeys.episode_index,
+    fork_key: NestedKey = ExperienceKeys.fork,
 ) -> Tensor:
     """Read which rows are one episode; copies of an episode in one batch are episodes of their own.
 
     Refuses a row that is there twice: its rewards would count twice in one episode.
     """
-    episode = read_entry(rows, episode_key, EPISODE)
+    episode = read_entry(rows, episode_key, ExperienceKeys.episode)
     check_like(episode_key, episode, "batch_size", rows.batch_size)
     copy, fork = rows.get(index_key, None), rows.get(fork_key, None)
     if copy is not None:
@@ -128,14 +128,6 @@ def check_temperature(
 
     ``valid`` ``[N]`` bool is true on the rows that count. Where the entry is missing nothing is known
     and nothing refused; NaN says that a row's tokens were sampled at temperatures that differ.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> rows = TensorDict({"t": torch.tensor([0.7, 0.7])}, [2])
-        >>> check_temperature(rows, "t", 0.7, torch.tensor([True, True]))
-        >>> check_temperature(rows, "t", 1.0, torch.tensor([False, True]))
-        Traceback (most recent call last):
-        ValueError: row 1 has 't' 0.7, but temperature is 1.0. The policy that ...
     """
     sampled = rows.get(key, None)
     if sampled is None:

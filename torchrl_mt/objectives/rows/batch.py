@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl_mt.checks import check_mask
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
-from torchrl_mt.objectives.row_keys import ExperienceKeys, as_path
-from torchrl_mt.objectives.rows import (
+from torchrl_mt.objectives.rows.keys import ExperienceKeys, as_path
+from torchrl_mt.objectives.rows.reading import (
     LOG_PROB_ROUNDING,
     NO_LOG_PROB,
     check_finite,
@@ -171,11 +171,8 @@ class RowBatch:
 def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
     """Read rows ``[N]``, or say what is wrong with them.
 
-    Raises:
-        KeyError: If an entry is missing.
-        ValueError: If shapes differ, a row or a turn is there twice, padding or nothing at all was
-            sampled.
-        TypeError: If a mask is not boolean, or tokens or ids are no integers.
+    An entry is missing, shapes differ, a mask or ids have another type, a row or a turn is there twice,
+    padding or nothing at all was sampled.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
     entries = [_read(rows, keys, name) for name in names]

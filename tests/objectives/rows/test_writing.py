@@ -8,7 +8,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.functional import RewardNormalizer
-from torchrl_mt.objectives.writing import check_writable, undone_on_failure
+from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 
 
 def entries(rows):

@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import nn
 
-from torchrl_mt.objectives.row_keys import as_path
+from torchrl_mt.objectives.rows.keys import as_path
 
 
 def check_writable(rows: TensorDictBase, keys: Sequence[NestedKey]) -> None:
