@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 
 import torch
@@ -107,9 +107,24 @@ def check_positive_finite(name: str, value: float) -> None:
     check_positive(name, value)
 
 
-def check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:
-    """Refuse what no generalised advantage estimate takes."""
-    check_mask("mask", mask, reward.shape)
-    check_shape("value", value, reward.shape)
-    for name, discount in discounts.items():
-        check_unit_interval(name, discount)
+def find_functions(
+    name: str, given: str | Callable | Sequence[str | Callable], known: Mapping[str, Callable]
+) -> tuple[Callable, ...]:
+    """Look up functions by name: of one, or of several; functions stay what they are.
+
+    Examples:
+        >>> find_functions("norm", ["abs", max], {"abs": abs})
+        (<built-in function abs>, <built-in function max>)
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    found = []
+    for one in given if several else [given]:  # type: ignore[union-attr]
+        if isinstance(one, str):
+            check_choice(name, one, known)
+            one = known[one]
+        if not callable(one):
+            raise TypeError(
+                f"{name} must be a name, a function or several of these, got {given!r}."
+            )
+        found.append(one)
+    return tuple(found)

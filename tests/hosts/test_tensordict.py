@@ -11,6 +11,7 @@ from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
+    TensorClass,
     TensorDict,
     assert_close,
     tensorclass,
@@ -94,3 +95,22 @@ def test_an_unread_stack_is_made_when_somebody_looks_into_it(kind, look):
     assert contents(look(stack)) == contents(host(*make()))
     assert len(calls) == 1
     assert type(stack) is host
+
+
+# ---- records of experience ------------------------------------------------------------------------
+
+
+class Record(TensorClass, shadow=True):
+    values: torch.Tensor
+    name: str
+
+
+def test_the_tensors_of_a_record_are_read_and_replaced():
+    record = Record(values=torch.ones(2), name="here", batch_size=[2])
+    fields = hosts.tensordict_of(record)
+    assert isinstance(fields, TensorDict)
+    assert torch.equal(fields["values"], torch.ones(2))
+    other = hosts.with_tensor_fields(record, fields.apply(lambda x: x + 1))
+    assert isinstance(other, Record)
+    assert torch.equal(other.values, torch.full((2,), 2.0))
+    assert other.name == "here"

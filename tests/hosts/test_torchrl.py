@@ -8,11 +8,14 @@ from inspect import signature
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from tests.waiting import PATIENCE
 from torchrl_mt._hosts import torchrl as hosts
+from torchrl_mt._hosts.torchrl import loss_mask_keys
+from torchrl_mt.objectives import MultiTurnLoss
 
 # ---- replay buffers, their storages and samplers ------------------------------------------------
 
@@ -114,3 +117,13 @@ def test_the_metaclass_of_samplers_takes_replacement_for_a_choice_of_class():
 
     with pytest.raises(TypeError, match="replacement"):
         Mine(replacement=False)
+
+
+# ---- losses ---------------------------------------------------------------------------------------
+
+
+def test_a_loss_names_the_masks_that_it_reads():
+    loss = MultiTurnLoss(nn.Embedding(2, 2))
+    assert ("collector", "mask") in loss_mask_keys(loss)
+    loss.loss_mask_key = "mine"
+    assert loss_mask_keys(loss) == ("mine",)

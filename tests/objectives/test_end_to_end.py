@@ -12,6 +12,7 @@ from torchrl.objectives.llm import GRPOLoss
 
 from tests.faulty_server import running
 from tests.objectives.rewards.reward_server import RewardServer
+from tests.objectives.tiers import pairs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -109,8 +110,7 @@ def train(loss, rows):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+@pytest.mark.parametrize(("kind", "packed"), pairs(ADVANTAGE_KINDS, [False, True]))
 def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, packed, device):
     rows, actor, critic = (x.to(device) for x in (rows, actor, critic))
     old_critic = copy.deepcopy(critic)

@@ -9,7 +9,7 @@ from torchrl.data import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
 from transformers import Qwen2ForSequenceClassification
 
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
 from torchrl_mt.objectives.kl import update_kl_coefficient
@@ -114,8 +114,8 @@ def reward_config(model):
     "options",
     [
         {"micro_batch_size": 2},
-        {"micro_batch_tokens": 13},
-        {"packed": True},
+        pytest.param({"micro_batch_tokens": 13}, marks=pytest.mark.slow),
+        pytest.param({"packed": True}, marks=pytest.mark.slow),
         {"packed": True, "micro_batch_tokens": 13},
     ],
 )
@@ -124,6 +124,10 @@ def test_micro_batches_and_packs_change_nothing(model, other_model, rows, option
     cut = everything(model, other_model, **options)(rows())
     for key in whole.keys(True, True):
         torch.testing.assert_close(cut[key], whole[key], atol=1e-5, rtol=1e-5)
+    again = everything(model, other_model, passes=Passes(**options))(rows())
+    assert (again == cut).all()
+    with pytest.raises(TypeError, match=r"passes and .* cannot both be given"):
+        everything(model, other_model, passes=Passes(), **options)
 
 
 def test_dropout_is_off_and_everything_is_restored(other_model, rows, make_model):

@@ -137,7 +137,7 @@ def test_several_multiply_and_keys_may_be_set(model, rows):
     ("filters", "error", "message"),
     [
         ("top_p", ValueError, "filters must be one of 'clip_filter', 'dynamic_sampling'"),
-        ([3], TypeError, "filters must be names or functions of rows, got 3"),
+        ([3], TypeError, "filters must be a name, a function or several"),
         ("top_entropy", KeyError, "'entropy'; ExperienceMaker writes it when it has with_entropy"),
         (partial(top_entropy, rho=0.1), KeyError, "'entropy'; ExperienceMaker writes it when"),
         (

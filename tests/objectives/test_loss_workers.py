@@ -48,6 +48,7 @@ def work(rank, folder):
     threading.Event().wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
 def test_a_worker_without_rows_takes_part(model, rows, tmp_path):
     batch = rows()

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.objectives.tiers import pairs, some
 from torchrl_mt.objectives.functional import linear_log_probs
 from torchrl_mt.scoring import output_head as module
 from torchrl_mt.scoring.log_probs import row_log_probs
@@ -53,8 +54,10 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[f"{f}-{o}" for f, o in FAMILIES])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    pairs([torch.float64, torch.float32, torch.bfloat16], [1.0, 1e-3]),
+)
 def test_the_models_own_logits_come_of_its_states(family, options, dtype, scale):
     model = build(family, scale, **options).to(dtype)
     states = output_states(model, INPUTS)
@@ -118,7 +121,11 @@ def unusual(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["adapter", "hook", "parametrized", "compiled", "other logits", "wrapped call"]
+    "kind",
+    some(
+        ["adapter", "hook", "parametrized", "other logits", "wrapped call"],
+        ["adapter", "hook", "parametrized", "compiled", "other logits", "wrapped call"],
+    ),
 )
 def test_models_with_other_output_layers_give_whole_logits(kind):
     model = unusual(kind)
@@ -265,3 +272,51 @@ def test_nan_in_one_pass_is_not_held_against_the_model():
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(weight)
     assert isinstance(output_states(model, INPUTS), OutputStates)
+
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
+MORE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+
+class Changed(nn.Module):
+    """A language model whose logits are its output layer's but for a share of them."""
+
+    def __init__(self, by, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(24, 16)
+        self.head = nn.Linear(16, 24)
+        self.by = by
+        self.to(dtype)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, attention_mask=None):
+        logits = self.head(self.table(input_ids)).float()
+        return logits + self.by * logits.abs().max() * torch.linspace(-1, 1, 24)
+
+
+def given_by(by, dtype):
+    model = Changed(by, dtype)
+    ids = torch.arange(24).view(2, 12)
+    return model, output_states(model, {"input_ids": ids})
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rounding_is_not_taken_for_another_layer(dtype):
+    _, states = given_by(ROUNDING[dtype], dtype)
+    assert isinstance(states, OutputStates)
+
+
+@pytest.mark.parametrize("dtype", MORE)
+@pytest.mark.parametrize("factor", [1, 10])
+def test_what_is_more_than_rounding_has_its_own_logits(dtype, factor):
+    by = factor * MORE[dtype]
+    model, states = given_by(by, dtype)
+    assert isinstance(states, torch.Tensor)
+    ids = torch.arange(24).view(2, 12)
+    ones = torch.ones(2, 12, dtype=torch.bool)
+    expected = model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    got = row_log_probs(model, ids, ones, ones)[0][:, 1:]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_mt.scoring.packing import forward_passes, micro_batches, packs, put_back
+from torchrl_mt.scoring.passes import Passes, find_passes
 
 
 def sequences(step):
@@ -50,10 +51,8 @@ def test_every_sampled_token_is_predicted_by_its_rows_past(
         tokens,
         attended,
         mask,
-        packed=packed,
+        Passes(packed=packed, micro_batch_size=size, micro_batch_tokens=budget),
         with_lengths=with_lengths,
-        micro_batch_size=size,
-        micro_batch_tokens=budget,
     ):
         ids = step.inputs["input_ids"]
         rows = sequences(step)
@@ -100,7 +99,7 @@ def test_packing_uneven_rows_computes_half_the_tokens():
     count = [
         sum(
             step.inputs["input_ids"].numel()
-            for step in forward_passes(attended.long(), attended, attended, packed=packed)
+            for step in forward_passes(attended.long(), attended, attended, Passes(packed=packed))
         )
         for packed in (False, True)
     ]
@@ -112,7 +111,9 @@ def test_values_are_put_back_where_they_come_from():
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 100, (5, 7), generator=g)
     attended = torch.rand(5, 7, generator=g) < 0.7
-    steps = list(forward_passes(tokens, attended, attended, packed=True, micro_batch_tokens=7))
+    steps = list(
+        forward_passes(tokens, attended, attended, Passes(packed=True, micro_batch_tokens=7))
+    )
     got = put_back([s.target.float() for s in steps], [s.place for s in steps], tokens)
     scored = attended & (attended.cumsum(-1) > 1)
     assert len(steps) > 1
@@ -124,8 +125,8 @@ def test_values_are_put_back_where_they_come_from():
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_without_tokens_there_is_one_pass_that_nothing_is_read_of(shape, packed, with_lengths):
     empty = torch.zeros(shape, dtype=torch.long)
-    options = {"packed": packed, "with_lengths": packed and with_lengths}
-    (step,) = forward_passes(empty, empty.bool(), empty.bool(), **options)
+    masks = empty.bool(), empty.bool()
+    (step,) = forward_passes(empty, *masks, Passes(packed=packed), with_lengths=with_lengths)
     assert step.inputs["input_ids"].tolist() == [[0]]
     assert step.inputs.get("attention_mask", torch.ones(1)).all(), "attention over nothing is NaN"
     assert len(step.state) == len(step.target) == len(step.place) == 0
@@ -144,8 +145,76 @@ def test_micro_batches_hold_every_row_once_and_keep_their_limits(max_rows, max_t
 
 
 def test_bad_limits_are_refused_by_name():
-    ones = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1"):
-        next(forward_passes(ones.long(), ones, ones, micro_batch_tokens=0))
+        Passes(micro_batch_tokens=0)
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        next(forward_passes(ones.long(), ones, ones, micro_batch_size=-1))
+        Passes(micro_batch_size=-1)
+    with pytest.raises(ValueError, match="dtype must be"):
+        Passes(dtype=torch.float64)
+
+
+def test_passes_are_one_record_or_its_fields_one_by_one():
+    assert find_passes(None, {"packed": True, "dtype": torch.float16}) == Passes(
+        packed=True, dtype=torch.float16
+    )
+    assert find_passes(Passes(packed=True), {}) == Passes(packed=True)
+    with pytest.raises(TypeError, match="passes and micro_batch_size cannot both be given"):
+        find_passes(Passes(), {"micro_batch_size": 2})
+    with pytest.raises(TypeError, match="microbatch is no argument"):
+        find_passes(None, {"microbatch": 2})
+    with pytest.raises(TypeError, match="passes must be a Passes"):
+        find_passes({"packed": True}, {})
+
+
+def passes_over(lengths, with_lengths=False, **limits):
+    attended = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    passes = Passes(packed=True, **limits)
+    rows = attended.long(), attended, attended
+    return list(forward_passes(*rows, passes, with_lengths=with_lengths))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_one_sequence_of_many_rows_holds_no_more_than_the_micro_batch(size):
+    steps = passes_over([16] * 8, with_lengths=True, micro_batch_size=size)
+    rows = [len(step.inputs["cu_seq_lens_q"]) - 1 for step in steps]
+    assert sum(rows) == 8
+    assert max(rows) == size
+    assert len(rows) == -(-8 // size)
+    assert all(
+        step.inputs["input_ids"].shape == (1, 16 * n) for step, n in zip(steps, rows, strict=True)
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    size=st.sampled_from([None, 1, 2, 5]),
+    budget=st.sampled_from([None, 6, 20]),
+)
+def test_every_row_is_in_one_pass_within_both_limits(lengths, size, budget):
+    steps = passes_over(
+        lengths, with_lengths=True, micro_batch_size=size, micro_batch_tokens=budget
+    )
+    seen = [step.inputs["cu_seq_lens_q"].diff().tolist() for step in steps]
+    assert sorted(n for rows in seen for n in rows) == sorted(lengths)
+    for rows in seen:
+        assert size is None or len(rows) <= size
+        assert budget is None or sum(rows) <= budget or len(rows) == 1
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=40),
+    capacity=st.integers(1, 15),
+    most=st.sampled_from([None, 1, 2, 4]),
+)
+def test_packs_hold_no_more_rows_than_asked(lengths, capacity, most):
+    out = packs(torch.tensor(lengths, dtype=torch.long), capacity, most)
+    assert sorted(row for pack in out for row in pack) == [i for i, n in enumerate(lengths) if n]
+    assert most is None or max(map(len, out), default=0) <= most
+    # If all fit together, at most one pack has room for another row.
+    if most is not None and sum(lengths) <= capacity:
+        assert sum(len(pack) < most for pack in out) <= 1
+
+
+def test_a_mask_keeps_apart_as_many_rows_as_a_sequence_holds():
+    (step,) = passes_over([8, 2, 2, 2, 2], micro_batch_size=2)
+    assert step.inputs["input_ids"].shape == (2, 8)

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens, scoring_mode
-from torchrl_mt.scoring.value_model import ValueModel
-from torchrl_mt.scoring.values import row_values
+from tests.objectives.tiers import pairs, some
+from torchrl_mt.scoring.forward import scoring_mode
+from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens
+from torchrl_mt.scoring.values import ValueModel, row_values
 
 DEVICES = [
     "cpu",
@@ -53,9 +54,8 @@ def test_scores_are_those_of_the_attended_tokens_alone(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("budget", [None, 1, 15, 30])
-@pytest.mark.parametrize("full_logits", [False, True])
+@pytest.mark.parametrize(("budget", "packed"), pairs([None, 1, 15, 30], [False, True]))
+@pytest.mark.parametrize("full_logits", some([False], [False, True]))
 def test_packing_and_cutting_change_nothing(
     model, rows, spread, device, packed, budget, full_logits
 ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
@@ -81,3 +81,13 @@ class UnreadObjects(NonTensorStack, Unread):
     """An unread stack of Python objects."""
 
     __slots__ = ()
+
+
+# ---- records of experience ------------------------------------------------------------------------
+
+_Record = TypeVar("_Record", bound=Any)
+
+
+def with_tensor_fields(record: _Record, fields: TensorDict) -> _Record:
+    """A record of the same class with other tensors and the same objects that are no tensors."""
+    return type(record)._from_tensordict(fields, dict(record._non_tensordict))

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from inspect import Signature, signature
 from typing import Any
 
+from tensordict import NestedKey
+from torchrl.objectives import LossModule
+
 # ---- replay buffers, their storages and samplers ------------------------------------------------
 
 
@@ -101,3 +104,11 @@ class ConstructorSignature:
         init = signature(owner.__init__)  # type: ignore[misc]
         parameters = list(init.parameters.values())[1:]
         return Signature(parameters)
+
+
+# ---- losses ---------------------------------------------------------------------------------------
+
+
+def loss_mask_keys(loss: LossModule) -> tuple[NestedKey, ...]:
+    """Where a loss looks for masks of what counts: ``loss_mask_key``, or the host's usual places."""
+    return loss._loss_mask_keys()

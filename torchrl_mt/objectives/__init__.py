@@ -7,14 +7,15 @@ from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 from torchrl_mt.scoring.log_probs import row_log_probs
-from torchrl_mt.scoring.value_model import ValueModel
-from torchrl_mt.scoring.values import row_values
+from torchrl_mt.scoring.passes import Passes
+from torchrl_mt.scoring.values import ValueModel, row_values
 
 __all__ = [
     "Experience",
     "ExperienceMaker",
     "ModelReward",
     "MultiTurnLoss",
+    "Passes",
     "RemoteReward",
     "RewardError",
     "RewardMix",

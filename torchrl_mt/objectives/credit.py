@@ -26,7 +26,7 @@ from torchrl_mt.objectives.functional import (
     turn_returns,
 )
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
-from torchrl_mt.objectives.row_batch import RowBatch
+from torchrl_mt.objectives.rows.batch import RowBatch
 
 AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae"]
 """How credit is given: to whole episodes by group, or over time."""
@@ -41,64 +41,57 @@ ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 @dataclass(frozen=True)
 class Credit:
-    """A way to give credit; :class:`~torchrl_mt.objectives.ExperienceMaker` says what each means.
+    """A way to give credit; :class:`~torchrl_mt.objectives.ExperienceMaker` says what each field means.
 
     Raises:
         ValueError: If the kind is unknown or a number out of range.
         TypeError: If ``lone_value`` is no number.
     """
 
-    kind: AdvantageKind | Callable[[TensorDictBase], Tensor]
-    """The advantage, by name, or a function of completed rows to ``[N, S]``."""
-    gamma: float
-    """Discount: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token."""
+    advantage: AdvantageKind | Callable[[TensorDictBase], Tensor]
+    gamma: float | None
     lmbda: float
-    """Trace decay: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of ``"turn_gae"`` per turn."""
     turn_gamma: float
-    """Discount per turn of ``"bilevel_gae"``."""
     turn_lmbda: float
-    """Trace decay per turn of ``"bilevel_gae"``."""
     lone_value: float
-    """What an episode alone in its group gets."""
     whiten: bool
-    """Whether advantages are normalised over all tokens that are trained."""
 
     def __post_init__(self) -> None:
         """Refuse what is unknown or out of range, by the names of the maker's arguments."""
-        if not callable(self.kind):
-            check_choice("advantage", self.kind, ADVANTAGE_KINDS)
-        for name in ("gamma", "lmbda", "turn_gamma", "turn_lmbda"):
+        if not callable(self.advantage):
+            check_choice("advantage", self.advantage, ADVANTAGE_KINDS)
+        check_unit_interval("gamma", self.discount)
+        for name in ("lmbda", "turn_gamma", "turn_lmbda"):
             check_unit_interval(name, getattr(self, name))
         check_finite("lone_value", self.lone_value)
 
     @property
+    def discount(self) -> float:
+        """``gamma``, where it was not left open."""
+        return 1.0 if self.gamma is None else self.gamma
+
+    @property
     def needs_critic(self) -> bool:
         """Whether values are needed."""
-        return self.kind in CRITIC_KINDS
+        return self.advantage in CRITIC_KINDS
 
     @property
     def reads_group(self) -> bool:
         """Whether the rows' groups are."""
-        return self.kind in GROUP_KINDS
+        return self.advantage in GROUP_KINDS
 
     def check(self, batch: RowBatch) -> None:
-        """Refuse episodes of which each is alone in its group, if groups are what is compared.
+        """Refuse several episodes of which each is alone in its group, if groups are what is compared.
 
         One episode by itself is no sign of a fault: others may have been rejected or filtered out.
         Rejected episodes are members all the same, and copies of one episode are one.
-
-        Args:
-            batch: The rows.
-
-        Raises:
-            ValueError: If there are several and no two of one group.
         """
         if not self.reads_group:
             return
         member = torch.stack([batch.group(), batch.episode_id], dim=1).unique(dim=0)
         if len(member) > 1 and len(member[:, 0].unique()) == len(member):
             raise ValueError(
-                f"advantage={self.kind!r} compares the episodes of a group, but each of these "
+                f"advantage={self.advantage!r} compares the episodes of a group, but each of these "
                 f"{len(member)} episodes is alone in its group ({batch.keys.group!r}), where there is "
                 "nothing to learn. Collect with group_size=8, say, and give the maker whole groups "
                 "(EpisodeSampler(group_key='group')); or choose an advantage that needs no groups: "
@@ -122,17 +115,11 @@ class Credit:
             batch: The rows.
             reward: ``[N, S]`` floating; ``None`` to take the returns that came with the rows.
             kl_reward: ``[N, S]`` float32: the KL's part in the reward.
-            made: What was made of the rows so far, ``[N, S]`` by the names of the keys; ``"value"``
-                among it if a critic is needed.
+            made: What was made of the rows so far, ``[N, S]`` by the names of the keys.
 
         Returns:
             Advantage and return, ``[N, S]`` float32; zero on masked tokens, the advantage on rejected
-            rows, too.
-
-        Raises:
-            ValueError: If returns or advantages are not finite where they count, or a function of rows
-                returns another shape.
-            TypeError: If it returns no tensor of real numbers.
+            rows, too. What is not finite where it counts is refused.
         """
         if self.needs_critic:
             assert reward is not None
@@ -141,11 +128,11 @@ class Credit:
             returns = self._returns_to_go(batch, reward, kl_reward)
         returns = batch.settled("value_target", returns, batch.counted, _TOO_LARGE)
         hint = _TOO_LARGE
-        if callable(self.kind):
-            advantage = _called(self.kind, batch, {**made, "value_target": returns})
+        if callable(self.advantage):
+            advantage = _called(self.advantage, batch, {**made, "value_target": returns})
             hint = "advantage(rows) is at fault."
         elif not self.needs_critic:
-            advantage = self._without_critic(batch, returns, self.kind)
+            advantage = self._without_critic(batch, returns, self.advantage)
         advantage = batch.settled("advantage", advantage, batch.scored, hint)
         if self.whiten:
             advantage = masked_whiten(advantage, batch.scored)
@@ -155,7 +142,7 @@ class Credit:
     def _returns_to_go(self, batch: RowBatch, reward: Tensor | None, kl_reward: Tensor) -> Tensor:
         """Return-to-go of each turn, the KL's part in the reward included."""
         total = kl_reward if reward is None else reward + kl_reward
-        returns = turn_returns(total, batch.mask, batch.turns, self.gamma, episode=batch.episode)
+        returns = turn_returns(total, batch.mask, batch.turns, self.discount, episode=batch.episode)
         if reward is None:
             # Returns are linear in rewards: those of the KL add to those that came with the rows.
             returns = returns + batch.turn_returns()
@@ -177,10 +164,10 @@ class Credit:
 
     def _with_critic(self, batch: RowBatch, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Advantage and return of each token by comparison with what a critic expected."""
-        entries = reward, value, batch.mask, batch.turns, self.gamma, self.lmbda
-        if self.kind == "gae":
+        entries = reward, value, batch.mask, batch.turns, self.discount, self.lmbda
+        if self.advantage == "gae":
             return episode_gae(*entries, episode=batch.episode)
-        if self.kind == "turn_gae":
+        if self.advantage == "turn_gae":
             return turn_gae(*entries, episode=batch.episode)
         return bilevel_gae(
             *entries,

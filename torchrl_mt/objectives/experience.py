@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,13 +17,12 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.checks import check_choice, check_positive_finite
-from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.checks import check_choice, check_positive_finite, find_functions
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
 from torchrl_mt.objectives.filters import (
+    FILTERS,
     Filter,
     filter_weight,
-    find_filters,
     reads_entropy,
     reads_group,
 )
@@ -42,17 +42,14 @@ from torchrl_mt.objectives.metrics import (
     summary,
 )
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
-from torchrl_mt.objectives.row_batch import ExperienceKeys, RowBatch, read_batch
-from torchrl_mt.objectives.rows import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
+from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
+from torchrl_mt.objectives.rows.reading import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
-from torchrl_mt.objectives.writes import (
-    check_writable,
-    restored_on_failure,
-    unchanged_on_failure,
-)
-from torchrl_mt.scoring.forward import check_dtype, scoring_mode, unwrapped
+from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
-from torchrl_mt.scoring.packing import check_micro_batch
+from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.values import check_critic, row_values
 
 _logger = logging.getLogger("torchrl_mt")
@@ -86,9 +83,9 @@ class ExperienceMaker(TensorDictModuleBase):
     - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
     - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the episode's sampled tokens,
       its turns, or one inside the other, through all its rows
-      (:func:`~torchrl_mt.objectives.functional.time.episode_gae`,
-      :func:`~torchrl_mt.objectives.functional.time.turn_gae`,
-      :func:`~torchrl_mt.objectives.functional.time.bilevel_gae`);
+      (:func:`~torchrl_mt.objectives.functional.episode_gae`,
+      :func:`~torchrl_mt.objectives.functional.turn_gae`,
+      :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
     - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
 
     ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
@@ -154,15 +151,13 @@ class ExperienceMaker(TensorDictModuleBase):
         with_entropy: Whether to write the actor's entropy at each sampled token as ``"entropy"``.
         temperature: The temperature that the tokens were sampled at, if not 1. Rows that have
             ``("sampling", "temperature")`` ``[N]`` and say another one are refused.
-        packed: Give the models several rows in one sequence instead of padding each to the longest
-            (:func:`~torchrl_mt.objectives.row_log_probs`); reward models get them padded.
-        micro_batch_size: Most sequences (rows, or packs of rows) of one forward pass.
-        micro_batch_tokens: Most tokens of one forward pass, padding included.
-        dtype: Run all models in mixed precision: bfloat16 or float16.
+        passes: How rows are cut into forward passes of all models.
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.
-        TypeError: If ``actor`` or ``ref`` is no language model, or a reward source is none.
+        TypeError: If ``actor`` or ``ref`` is no language model, a reward source is none, or both
+            ``passes`` and keywords are given.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -217,10 +212,8 @@ class ExperienceMaker(TensorDictModuleBase):
         old_log_probs: OldLogProbs = "sampler",
         with_entropy: bool = False,
         temperature: float = 1.0,
-        packed: bool = False,
-        micro_batch_size: int | None = None,
-        micro_batch_tokens: int | None = None,
-        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         model = causal_lm(actor)
@@ -247,22 +240,15 @@ class ExperienceMaker(TensorDictModuleBase):
         check_positive_finite("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
-        check_micro_batch(micro_batch_size, micro_batch_tokens)
-        check_dtype(dtype)
-        self.packed = packed
-        self.passes: dict[str, Any] = {
-            "micro_batch_size": micro_batch_size,
-            "micro_batch_tokens": micro_batch_tokens,
-            "dtype": dtype,
-        }
+        self.passes = find_passes(passes, keywords)
         self.actor = actor
         self.ref = ref
         self.critic = critic
         self.own_reward = reward is None and reward_transform is None
         self.reward = RewardMix(
-            OWN if reward is None else reward, transform=reward_transform, **self.passes
+            OWN if reward is None else reward, transform=reward_transform, passes=self.passes
         )
-        self.filters = find_filters(filters)
+        self.filters = find_functions("filters", filters, FILTERS)
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -275,16 +261,8 @@ class ExperienceMaker(TensorDictModuleBase):
 
     @property
     def credit(self) -> Credit:
-        """How credit is given, by the attributes as they are now."""
-        return Credit(
-            self.advantage,
-            1.0 if self.gamma is None else self.gamma,
-            self.lmbda,
-            self.turn_gamma,
-            self.turn_lmbda,
-            self.lone_value,
-            self.whiten,
-        )
+        """How credit is given, by the attributes as they are now: discounts may change between calls."""
+        return Credit(**{field.name: getattr(self, field.name) for field in fields(Credit)})
 
     @property
     def reads_group(self) -> bool:
@@ -334,7 +312,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
         may = ["episode_index", "fork", "valid", "sampling_temperature", "versions"]
         may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
-        may += ["turn_return"] * (self.own_reward and self.credit.kind == "turn")
+        may += ["turn_return"] * (self.own_reward and self.credit.advantage == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
@@ -362,13 +340,12 @@ class ExperienceMaker(TensorDictModuleBase):
         said = batch.keys.sampling_temperature
         check_temperature(tensordict, said, self.temperature, batch.counted.any(-1))
         check_writable(tensordict, self.out_keys)
-        with unchanged_on_failure(self.reward.transform):
+        with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
             out, metrics = self._outputs(batch)
-            with restored_on_failure(tensordict, self.out_keys):
-                for name, value in out.items():
-                    tensordict.set(getattr(self.tensor_keys, name), value)
-                if "kl" in out:
-                    update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
+            for name, value in out.items():
+                tensordict.set(getattr(self.tensor_keys, name), value)
+            if "kl" in out:
+                update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
         self.metrics = metrics
         return tensordict
 
@@ -389,15 +366,13 @@ class ExperienceMaker(TensorDictModuleBase):
             batch.check_log_probs("sampler_log_prob", out["sample_log_prob"])
         reward: Tensor | None = None
         # The rows' own returns stand for their rewards.
-        if not (self.own_reward and self.credit.kind == "turn" and batch.has("turn_return")):
+        if not (self.own_reward and self.credit.advantage == "turn" and batch.has("turn_return")):
             reward, scores = self.reward(
                 batch.rows,
                 batch.episodes,
                 valid=batch.valid,
                 shown=batch.with_usual_keys(),
-                reward_key=self.tensor_keys.reward,
-                label_key=self.tensor_keys.label,
-                mask_key=self.tensor_keys.assistant_mask,
+                keys=self.tensor_keys,
             )
             metrics |= scores
         elif self.gamma is not None:
@@ -443,7 +418,7 @@ class ExperienceMaker(TensorDictModuleBase):
         out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
             completed = batch.with_usual_keys(out)
-            completed.set(_rows.EPISODE_SCORE, batch.scores(reward))
+            completed.set(EPISODE_SCORE, batch.scores(reward))
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
@@ -462,11 +437,10 @@ class ExperienceMaker(TensorDictModuleBase):
                 *batch.inputs,
                 temperature=self.temperature,
                 with_entropy=with_entropy,
-                packed=self.packed,
-                **self.passes,
+                passes=self.passes,
             )
 
     def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
         """Values of the states in which the tokens were sampled."""
         with scoring_mode(critic):
-            return row_values(critic, *batch.inputs, packed=self.packed, **self.passes)
+            return row_values(critic, *batch.inputs, passes=self.passes)

@@ -12,8 +12,9 @@ import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.objectives.row_batch import ExperienceKeys
-from torchrl_mt.objectives.rows import read_entry
+from torchrl_mt._hosts.tensordict import tensordict_of, with_tensor_fields
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry
 
 _NAMES = {
     "sequences": "action",
@@ -88,14 +89,14 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
                 where.append(arg)
         if not (dtype is None or dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating one, got {dtype}.")
-        fields: TensorDict = self._tensordict
+        fields = tensordict_of(self)
         if where or kwargs:
             fields = fields.to(*where, **kwargs)
         if dtype is not None:
             fields = fields.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
         if self.is_locked:
             fields.lock_()
-        return type(self)._from_tensordict(fields, dict(self._non_tensordict))
+        return with_tensor_fields(self, fields)
 
     def half(self) -> Experience:
         """:meth:`to` float16."""

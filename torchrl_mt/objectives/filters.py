@@ -11,14 +11,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice
-from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
     dynamic_sampling_mask,
     entropy_mask,
 )
-from torchrl_mt.objectives.rows import read_entry, read_valid
+from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry, read_valid
 from torchrl_mt.scoring.log_probs import scored_tokens
 
 __all__ = ["FILTERS", "Filter", "clip_filter", "dynamic_sampling", "top_entropy"]
@@ -69,9 +68,10 @@ def top_entropy(rows: TensorDictBase, *, rho: float = 0.2) -> Tensor:
     Returns:
         ``[N, S]`` bool.
     """
-    entropy = read_entry(rows, _rows.ENTROPY)
+    entropy = read_entry(rows, ExperienceKeys.entropy)
     mask = scored_tokens(
-        read_entry(rows, _rows.ATTENTION_MASK), read_entry(rows, _rows.ASSISTANT_MASK)
+        read_entry(rows, ExperienceKeys.attention_mask),
+        read_entry(rows, ExperienceKeys.assistant_mask),
     )
     return entropy_mask(entropy, mask & _valid(rows).unsqueeze(-1), rho)
 
@@ -82,34 +82,6 @@ FILTERS: dict[str, Filter] = {
     "top_entropy": top_entropy,
 }
 """Name to filter, as :class:`~torchrl_mt.objectives.ExperienceMaker` takes it."""
-
-
-def find_filters(filters: str | Filter | Sequence[str | Filter]) -> tuple[Filter, ...]:
-    """Look up filters by name.
-
-    Args:
-        filters: A name, a function, or several of these.
-
-    Returns:
-        The functions, in order.
-
-    Raises:
-        ValueError: If a name is unknown.
-        TypeError: If one is no function.
-
-    Examples:
-        >>> find_filters("top_entropy") == (top_entropy,)
-        True
-    """
-    found = []
-    for one in [filters] if isinstance(filters, str) or callable(filters) else filters:
-        if isinstance(one, str):
-            check_choice("filters", one, FILTERS)
-            one = FILTERS[one]
-        if not callable(one):
-            raise TypeError(f"filters must be names or functions of rows, got {one!r}.")
-        found.append(one)
-    return tuple(found)
 
 
 def reads_group(one: Filter) -> bool:
@@ -123,19 +95,10 @@ def reads_entropy(one: Filter) -> bool:
 
 
 def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor) -> Tensor:
-    """Multiply the weights of several filters.
+    """Multiply the weights that filters give to rows: ``[N, S]`` float32, zero on masked tokens.
 
-    Args:
-        filters: One or more.
-        rows: What they are given.
-        mask: ``[N, S]`` bool, true on the sampled tokens of valid rows.
-
-    Returns:
-        ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If a filter returns another shape, or a weight that is negative or not finite.
-        TypeError: If one returns no tensor of real numbers.
+    ``mask`` ``[N, S]`` bool is true on the sampled tokens of valid rows. A weight that is negative or
+    not finite, or of another shape or type, is refused.
     """
     weight = mask.float()
     for one in filters:
@@ -169,10 +132,10 @@ def _name(one: Filter) -> Filter:
 
 def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
     """Score of each row's episode, and its group."""
-    score = read_entry(rows, _rows.EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters")
-    return score, read_entry(rows, _rows.GROUP)
+    score = read_entry(rows, EPISODE_SCORE, hint="; ExperienceMaker gives it to its filters")
+    return score, read_entry(rows, ExperienceKeys.group)
 
 
 def _valid(rows: TensorDictBase) -> Tensor:
     """Which rows are not rejected."""
-    return read_valid(rows, _rows.VALID, read_entry(rows, _rows.ASSISTANT_MASK))
+    return read_valid(rows, ExperienceKeys.valid, read_entry(rows, ExperienceKeys.assistant_mask))

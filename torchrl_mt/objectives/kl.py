@@ -13,21 +13,11 @@ KLCoefficient: TypeAlias = float | ConstantKLController | AdaptiveKLController
 
 
 def kl_coefficient(kl_coef: KLCoefficient) -> float:
-    """Read the coefficient that holds now.
-
-    Args:
-        kl_coef: A number or a controller.
-
-    Returns:
-        The number.
+    """Read the coefficient that holds now, of a number or a controller.
 
     Raises:
         TypeError: If it is neither.
         ValueError: If the number is not finite, or an adaptive one is 0, which no factor changes.
-
-    Examples:
-        >>> kl_coefficient(ConstantKLController(kl_coef=0.1))
-        0.1
     """
     adaptive = isinstance(kl_coef, AdaptiveKLController)
     return _checked(getattr(kl_coef, "coef", kl_coef), kl_coef, adaptive)
@@ -45,18 +35,10 @@ def _checked(value: Any, given: Any, adaptive: bool) -> float:
 
 
 def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> None:
-    """Tell a controller the KL of one batch; a number stays as it is.
+    """Tell a controller the KL of one batch, ``[N, S]`` under a mask; a number stays as it is.
 
     As in TorchRL's ``RolloutFromModel``, a controller is told the mean reward that the KL was, which
-    is ``-coef * KL``, and one batch is one of its steps.
-
-    Args:
-        kl_coef: A number or a controller.
-        kl: ``[N, S]`` estimates per token.
-        mask: ``[N, S]`` bool, true on sampled tokens.
-
-    Raises:
-        ValueError: If the mean is not finite; the controller is not told then.
+    is ``-coef * KL``, and one batch is one of its steps. A mean that is not finite is refused.
 
     Examples:
         >>> import torch
@@ -78,13 +60,7 @@ def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> N
 
 
 def kl_state(kl_coef: KLCoefficient) -> dict[str, float | None]:
-    """Read what a run must keep to go on: an adaptive coefficient.
-
-    Args:
-        kl_coef: A number or a controller.
-
-    Returns:
-        ``{"kl_coef": coefficient}``, ``None`` where it is fixed, by a number or a constant controller.
+    """Read what a run must keep to go on: an adaptive coefficient, ``None`` where it is fixed.
 
     Examples:
         >>> kl_state(AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)), kl_state(0.1)
@@ -95,18 +71,10 @@ def kl_state(kl_coef: KLCoefficient) -> dict[str, float | None]:
 
 
 def load_kl_state(kl_coef: KLCoefficient, state: Mapping[str, float | None]) -> None:
-    """Let an adaptive controller go on from where another was.
+    """Let an adaptive controller go on from where another was, by what :func:`kl_state` returned.
 
     A coefficient that is fixed stays what it was given as, and an adaptive one where it is if the state
     is that of a fixed one.
-
-    Args:
-        kl_coef: A number or a controller.
-        state: What :func:`kl_state` returned.
-
-    Raises:
-        ValueError: If the state is none, or its coefficient not finite or 0.
-        TypeError: If its coefficient is no number.
     """
     if not isinstance(state, Mapping) or set(state) != {"kl_coef"}:
         raise ValueError(f"state must be {{'kl_coef': a number or None}}, got {state!r}.")

@@ -7,7 +7,7 @@ gradients of shards add up to the full batch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,20 +15,13 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_mt._hosts.torchrl import loss_mask_keys
 from torchrl_mt.checks import (
     check_choice,
     check_finite,
     check_positive,
     check_positive_finite,
     check_shape,
-)
-from torchrl_mt.objectives import rows as _rows
-from torchrl_mt.objectives.diagnostics import (
-    CORRECTION_DIAGNOSTICS,
-    CRITIC_DIAGNOSTICS,
-    POLICY_DIAGNOSTICS,
-    critic_diagnostics,
-    policy_diagnostics,
 )
 from torchrl_mt.objectives.functional import (
     OBJECTIVES,
@@ -53,9 +46,17 @@ from torchrl_mt.objectives.loss_inputs import (
     read_inputs,
     warn_of_no_correction,
 )
-from torchrl_mt.objectives.rows import check_like, check_temperature, read_entry
-from torchrl_mt.scoring.forward import check_dtype
+from torchrl_mt.objectives.metrics import (
+    CORRECTION_DIAGNOSTICS,
+    CRITIC_DIAGNOSTICS,
+    POLICY_DIAGNOSTICS,
+    critic_diagnostics,
+    policy_diagnostics,
+)
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
+from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.values import check_critic, row_values
 
 Sequences = Literal["row", "turn"]
@@ -129,10 +130,9 @@ class MultiTurnLoss(LossModule):
         critic_coef: Weight of the value loss.
         clip_value: Clip the value loss at this distance from ``"values"``
             (:func:`~torchrl_mt.objectives.functional.value_loss`).
-        packed: Give the models several rows in one sequence instead of padding each to the longest
-            (:func:`~torchrl_mt.objectives.row_log_probs`).
-        dtype: Run the models in mixed precision: bfloat16 or float16. Losses are in float32 in any
-            case.
+        passes: How the forward pass is made. Its limits are not read: the rows given are one pass, so
+            that all workers make equally many. Shards of the rows bound memory (:meth:`total`).
+        **keywords: ``packed`` and ``dtype`` of :class:`~torchrl_mt.objectives.Passes`, one by one.
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
@@ -171,20 +171,20 @@ class MultiTurnLoss(LossModule):
     class _AcceptedKeys(LossModule._AcceptedKeys):
         """Where the entries lie; ``set_keys`` changes them."""
 
-        action: NestedKey = _rows.TOKENS
-        attention_mask: NestedKey = _rows.ATTENTION_MASK
-        assistant_mask: NestedKey = _rows.ASSISTANT_MASK
-        sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
-        sampler_log_prob: NestedKey = _rows.SAMPLER_LOG_PROBS
-        ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
-        advantage: NestedKey = _rows.ADVANTAGE
-        weight: NestedKey = _rows.WEIGHTS
-        valid: NestedKey = _rows.VALID
-        sampling_temperature: NestedKey = _rows.SAMPLING_TEMPERATURE
-        turns: NestedKey = _rows.TURNS
-        group: NestedKey = _rows.GROUP
-        value: NestedKey = _rows.VALUES
-        value_target: NestedKey = _rows.RETURNS
+        action: NestedKey = ExperienceKeys.action
+        attention_mask: NestedKey = ExperienceKeys.attention_mask
+        assistant_mask: NestedKey = ExperienceKeys.assistant_mask
+        sample_log_prob: NestedKey = ExperienceKeys.sample_log_prob
+        sampler_log_prob: NestedKey = ExperienceKeys.sampler_log_prob
+        ref_log_probs: NestedKey = ExperienceKeys.ref_log_probs
+        advantage: NestedKey = ExperienceKeys.advantage
+        weight: NestedKey = ExperienceKeys.weight
+        valid: NestedKey = ExperienceKeys.valid
+        sampling_temperature: NestedKey = ExperienceKeys.sampling_temperature
+        turns: NestedKey = ExperienceKeys.turns
+        group: NestedKey = ExperienceKeys.group
+        value: NestedKey = ExperienceKeys.value
+        value_target: NestedKey = ExperienceKeys.value_target
 
     def __init__(
         self,
@@ -203,8 +203,8 @@ class MultiTurnLoss(LossModule):
         critic: nn.Module | None = None,
         critic_coef: float = 1.0,
         clip_value: float | None = None,
-        packed: bool = False,
-        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         causal_lm(actor)
@@ -229,7 +229,6 @@ class MultiTurnLoss(LossModule):
             )
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_positive_finite("temperature", temperature)
-        check_dtype(dtype)
         if critic is not None:
             check_critic(critic)
         if kl_coef is not None:
@@ -255,7 +254,8 @@ class MultiTurnLoss(LossModule):
         self.temperature = temperature
         self.critic_coef = critic_coef
         self.clip_value = clip_value
-        self.passes: dict[str, Any] = {"packed": packed, "dtype": dtype}
+        passes = find_passes(passes, keywords, ("packed", "dtype"))
+        self.passes = replace(passes, micro_batch_size=None, micro_batch_tokens=None)
         self._compared = False
         self._set_in_keys()
         self.out_keys = [
@@ -299,7 +299,7 @@ class MultiTurnLoss(LossModule):
         """The entries that are read where they are there, and count then."""
         keys = self.tensor_keys
         ref = [keys.ref_log_probs] * self._ref_is_optional
-        return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *self._loss_mask_keys()]
+        return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *loss_mask_keys(self)]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.
@@ -320,13 +320,13 @@ class MultiTurnLoss(LossModule):
         mask = counted_tokens(
             tensordict,
             keys,
-            read_entry(tensordict, keys.attention_mask, _rows.ATTENTION_MASK),
-            read_entry(tensordict, keys.assistant_mask, _rows.ASSISTANT_MASK),
-            self._loss_mask_keys(),
+            read_entry(tensordict, keys.attention_mask, ExperienceKeys.attention_mask),
+            read_entry(tensordict, keys.assistant_mask, ExperienceKeys.assistant_mask),
+            loss_mask_keys(self),
         )
         group = None
         if self.aggregation == "prompt_mean":
-            group = read_entry(tensordict, keys.group, _rows.GROUP)
+            group = read_entry(tensordict, keys.group, ExperienceKeys.group)
             check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
         return aggregation_total(mask, self.aggregation, group=group)
 
@@ -355,7 +355,7 @@ class MultiTurnLoss(LossModule):
         names = self._names()
         if self._ref_is_optional and tensordict.get(keys.ref_log_probs, None) is not None:
             names.append("ref_log_probs")
-        rows, mask = read_inputs(tensordict, keys, names, self._loss_mask_keys())
+        rows, mask = read_inputs(tensordict, keys, names, loss_mask_keys(self))
         check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)
@@ -366,12 +366,12 @@ class MultiTurnLoss(LossModule):
             *inputs,
             temperature=self.temperature,
             with_entropy=True,
-            **self.passes,
+            passes=self.passes,
         )
         assert entropy is not None
         outputs = {"the actor's log-probabilities": log_prob, "the actor's entropies": entropy}
         if self.critic_network is not None:
-            value = row_values(self.critic_network, *inputs, **self.passes)
+            value = row_values(self.critic_network, *inputs, passes=self.passes)
             outputs["the critic's values"] = value
         check_outputs(outputs, mask)
         group = rows.get("group")

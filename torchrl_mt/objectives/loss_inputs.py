@@ -6,7 +6,7 @@ Only the tokens that count matter. Entries are all checked before anything is co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask
-from torchrl_mt.objectives.rows import (
+from torchrl_mt.objectives.rows.reading import (
     LOG_PROB_ROUNDING,
     MODEL_FAULT,
     NO_LOG_PROB,
@@ -133,14 +133,13 @@ def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:
 
     In one look at the device. The loss might hide it: a ratio of 0 trains nothing, and says nothing.
     """
-    counts = torch.stack([(mask & ~x.detach().isfinite()).sum() for x in outputs.values()]).tolist()
-    for (name, value), count in zip(outputs.items(), counts, strict=True):
-        if count:
-            row, token = (mask & ~value.detach().isfinite()).nonzero()[0].tolist()
-            raise ValueError(
-                f"{name} must be finite on sampled tokens, got {value[row, token].item()} (row {row}, "
-                f"token {token}) and {count - 1} more: {MODEL_FAULT}"
-            )
+    wrongs = [~x.detach().isfinite() for x in outputs.values()]
+    for i, count, (row, token) in _wrong_places(mask, wrongs):
+        name, value = list(outputs.items())[i]
+        raise ValueError(
+            f"{name} must be finite on sampled tokens, got {value[row, token].item()} (row {row}, "
+            f"token {token}) and {count - 1} more: {MODEL_FAULT}"
+        )
 
 
 def check_total(total: object) -> None:
@@ -175,11 +174,20 @@ def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
     for name in LOG_PROBS:
         if name in rows:
             looks.append((name, rows[name] > LOG_PROB_ROUNDING, *NO_LOG_PROB))
-    counts = torch.stack([mask & wrong for _, wrong, _, _ in looks]).sum((1, 2)).tolist()
-    for (name, wrong, must, advice), count in zip(looks, counts, strict=True):
+    for i, count, (row, token) in _wrong_places(mask, [wrong for _, wrong, _, _ in looks]):
+        name, _, must, advice = looks[i]
+        raise ValueError(
+            f"{getattr(keys, name)!r} must {must}, but {count} are not, the first in row {row} at "
+            f"token {token}: {rows[name][row, token].item()}. {advice}"
+        )
+
+
+def _wrong_places(
+    mask: Tensor, wrongs: Sequence[Tensor]
+) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """The number of each entry that is wrong on tokens that count, how often, and where first."""
+    counts = torch.stack([mask & wrong for wrong in wrongs]).sum((1, 2)).tolist()
+    for i, count in enumerate(counts):
         if count:
-            row, token = (mask & wrong).nonzero()[0].tolist()
-            raise ValueError(
-                f"{getattr(keys, name)!r} must {must}, but {count} are not, the first in row {row} at "
-                f"token {token}: {rows[name][row, token].item()}. {advice}"
-            )
+            row, token = (mask & wrongs[i]).nonzero()[0].tolist()
+            yield i, count, (row, token)

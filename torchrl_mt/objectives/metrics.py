@@ -1,20 +1,41 @@
-"""What is reported of a batch, as plain numbers: mean, spread and count, over what counts alone."""
+"""What is reported: of a batch of rows as plain numbers, of a loss as detached means, always finite.
+
+Rows of rejected episodes, masked tokens and padding never count.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional import dynamic_sampling_mask
-from torchrl_mt.objectives.row_batch import RowBatch
+from torchrl_mt.objectives.functional import (
+    aggregate,
+    dynamic_sampling_mask,
+    effective_sample_size,
+    kl_estimate,
+)
+from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of
+from torchrl_mt.objectives.rows.batch import RowBatch
+
+POLICY_DIAGNOSTICS = (
+    "trained_tokens",
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "approx_kl",
+    "ess",
+    "entropy",
+)
+CRITIC_DIAGNOSTICS = ("value_clip_fraction", "explained_variance")
+CORRECTION_DIAGNOSTICS = (
+    "correction_ess",
+    "correction_clip_fraction",
+    "correction_mask_fraction",
+)
 
 
 def summary(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, standard deviation (0 for one) and count of a 1-D tensor, as numbers under a name.
-
-    Args:
-        name: What the keys begin with.
-        values: ``[n]`` floating.
+    """Mean, standard deviation (0 for one) and count of a tensor ``[n]``, as numbers under a name.
 
     Examples:
         >>> summary("x", torch.tensor([1.0, 3.0]))
@@ -47,11 +68,45 @@ def episodes_per_group(batch: RowBatch) -> dict[str, float]:
 def groups_without_spread(batch: RowBatch, outcome: Tensor) -> dict[str, float]:
     """Which share of the groups has episodes that all came to the same: comparing them says nothing.
 
-    Args:
-        batch: The rows.
-        outcome: ``[N]`` floating: what each row's episode came to.
+    ``outcome`` ``[N]`` is what each row's episode came to.
     """
     group = batch.group()
     teaches = group[dynamic_sampling_mask(outcome, group, valid=batch.valid)].unique()
     number = len(group[batch.valid].unique())
     return {"groups/without_spread": 1 - len(teaches) / number if number else 0.0}
+
+
+@torch.no_grad()
+def policy_diagnostics(
+    log_prob: Tensor, old: Tensor, entropy: Tensor, clipped: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Tokens, clip fractions, KL from the old policy (k3), effective share of samples, entropy."""
+    difference = log_ratio(log_prob, old, mask)
+    side = clipped.to(torch.int8)
+    return {
+        "trained_tokens": mask.sum().float(),
+        "clip_fraction": aggregate(side != 0, mask),
+        "clip_fraction_low": aggregate(side < 0, mask),
+        "clip_fraction_high": aggregate(side > 0, mask),
+        "approx_kl": aggregate(kl_estimate(torch.zeros_like(difference), difference, "k3"), mask),
+        "ess": effective_sample_size(ratio_of(difference), mask),
+        "entropy": aggregate(entropy, mask),
+    }
+
+
+@torch.no_grad()
+def critic_diagnostics(
+    value: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Share of clipped values, and ``1 - Var(returns - value) / Var(returns)``, 0 without variance."""
+    spread, left = _variance(returns, mask), _variance(returns - value, mask)
+    # Read from the data: the variance of equal returns is a rounding error, by which one divides.
+    sampled = returns[mask]
+    varied = (sampled != sampled[:1]).any() & (spread > 0)
+    explained = torch.where(varied, 1.0 - left / torch.where(varied, spread, 1.0), 0.0)
+    return {"value_clip_fraction": aggregate(clipped, mask), "explained_variance": explained}
+
+
+def _variance(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance over the sampled tokens."""
+    return aggregate((x - aggregate(x, mask)).square(), mask)

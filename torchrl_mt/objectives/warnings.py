@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_mt.objectives.functional import turn_returns
-from torchrl_mt.objectives.row_batch import RowBatch
+from torchrl_mt.objectives.rows.batch import RowBatch
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -32,13 +32,7 @@ class Warnings:
         self._versions = VersionWatch()
 
     def of_advantage(self, batch: RowBatch, advantage: Tensor, weight: Tensor | None) -> None:
-        """Warn of a batch in which no token that is trained has an advantage and a weight.
-
-        Args:
-            batch: The rows.
-            advantage: ``[N, S]`` float32.
-            weight: ``[N, S]`` float32 of the filters, if there are any.
-        """
+        """Warn of a batch in which no trained token has an advantage and a weight, ``[N, S]``."""
         counts = advantage if weight is None else advantage * weight
         if "advantage" in self._said or not bool(batch.scored.any()):
             return
@@ -53,12 +47,7 @@ class Warnings:
             )
 
     def of_gamma(self, batch: RowBatch, gamma: float) -> None:
-        """Warn if the rows' own returns, which are used, are not those that a discount would make.
-
-        Args:
-            batch: The rows, with returns.
-            gamma: Discount per turn that was asked for.
-        """
+        """Warn if the rows' own returns, which are used, are not those that ``gamma`` would make."""
         if "gamma" in self._said or not bool(batch.counted.any()):
             return
         if batch.has("reward"):
@@ -77,12 +66,7 @@ class Warnings:
         )
 
     def of_versions(self, batch: RowBatch, actor: nn.Module) -> None:
-        """Warn if new episodes go on coming from one weight version though the actor is trained.
-
-        Args:
-            batch: The rows, with versions.
-            actor: What is trained.
-        """
+        """Warn if new episodes go on coming from one weight version though the actor is trained."""
         version = self._versions(batch, actor)
         if version is not None:
             _logger.warning(

@@ -18,10 +18,6 @@ from torch import Tensor, nn
 
 from torchrl_mt.scoring.rope_lengths import lengths_apart
 
-AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
-"""What ``dtype`` may be: ``None`` computes in the types that the model has."""
-
-
 _LOCKS: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 _LOCKS_CHANGE = Lock()
 
@@ -66,23 +62,10 @@ def _lock(model: nn.Module) -> AbstractContextManager[Any]:
         return _LOCKS.setdefault(next(layers), RLock())
 
 
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse a type that automatic mixed precision does not have."""
-    if dtype not in AUTOCAST_DTYPES:
-        raise ValueError(
-            f"dtype must be torch.bfloat16, torch.float16 or None, got {dtype}; None computes in the "
-            "model's own types."
-        )
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Look through wrappers whose only submodule is ``module``: DistributedDataParallel, for one.
 
-    Args:
-        model: A model, wrapped or not. It is the wrapper that is to be called.
-
-    Returns:
-        The model inside, whose attributes tell what it is.
+    It is the wrapper that is to be called; the model inside has the attributes that tell what it is.
 
     Examples:
         >>> inner = nn.Linear(1, 1)
@@ -94,16 +77,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model, or of its text part if it has more; ``None`` if it has none."""
+    config = getattr(unwrapped(model), "config", None)
+    find = getattr(config, "get_text_config", None)
+    return find() if callable(find) else config
+
+
 def accepts(model: nn.Module, name: str) -> bool:
-    """Say whether a model, and all that wraps it, can be called with a keyword argument.
-
-    Args:
-        model: A model, wrapped or not.
-        name: Of the argument.
-
-    Returns:
-        Whether it is named or passes through ``**``.
-    """
+    """Say whether a model, and all that wraps it, can be called with a keyword argument of a name."""
 
     def takes(module: nn.Module) -> bool:
         parameters = inspect.signature(module.forward).parameters
@@ -124,13 +106,8 @@ def _levels(model: nn.Module) -> Iterator[nn.Module]:
 def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
     """Call a model on its own device, while no other thread scores with it.
 
-    Args:
-        model: The model.
-        inputs: Keyword arguments; tensors may lie anywhere.
-        dtype: What to compute in where torch's automatic mixed precision does.
-
-    Returns:
-        The model's output.
+    ``inputs`` are keyword arguments, whose tensors may lie anywhere; ``dtype`` is what to compute in
+    where torch's automatic mixed precision does.
 
     Raises:
         ValueError: If the model has no embedding of a token, or its rotary frequencies depend on the
@@ -180,31 +157,26 @@ def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
 def hooked(
     module: nn.Module,
     before: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None,
-    after: Callable[[Any], Any] | None = None,
+    after: Callable[[tuple[Any, ...], Any], Any] | None = None,
 ) -> Iterator[None]:
     """Watch a submodule's calls from this thread; calls from other threads go on as ever.
 
     Args:
         module: The submodule.
         before: Called with the positional arguments; returns what to call with instead, or ``None``.
-        after: Called with the output; returns what to give instead, or ``None``.
+        after: Called with these and the output; returns what to give instead, or ``None``.
     """
     owner = get_ident()
-    hooks = []
-    if before is not None:
-        hooks.append(
-            module.register_forward_pre_hook(
-                lambda _, args: before(args) if get_ident() == owner else None
-            )
-        )
-    if after is not None:
-        hooks.append(
-            module.register_forward_hook(
-                lambda _, args, output: after(output) if get_ident() == owner else None
-            )
-        )
-    try:
+
+    def pre_hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return before(args) if before is not None and get_ident() == owner else None
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return after(args, output) if after is not None and get_ident() == owner else None
+
+    with ExitStack() as stack:
+        if before is not None:
+            stack.callback(module.register_forward_pre_hook(pre_hook).remove)
+        if after is not None:
+            stack.callback(module.register_forward_hook(hook).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

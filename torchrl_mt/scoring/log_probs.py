@@ -6,44 +6,27 @@ before, after or between them, its amount, and the rows beside, padded or packed
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
 from torchrl_mt.checks import check_mask, check_positive_finite
-from torchrl_mt.scoring.forward import check_dtype, scoring_mode
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
-from torchrl_mt.scoring.output_head import (
-    OutputStates,
-    output_states,
-    whole_logits,
-)
-from torchrl_mt.scoring.packing import (
-    ForwardPass,
-    check_rows,
-    forward_passes,
-    micro_batches,
-    put_back,
-)
-from torchrl_mt.scoring.packing_support import check_packing, takes_lengths
+from torchrl_mt.scoring.output_head import OutputStates, output_states, whole_logits
+from torchrl_mt.scoring.packing import ForwardPass, put_back
+from torchrl_mt.scoring.packing_check import passes_over
+from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.token_log_probs import log_probs_at
-
-__all__ = ["causal_lm", "micro_batches", "row_log_probs", "scored_tokens", "scoring_mode"]
 
 
 def causal_lm(actor: nn.Module) -> nn.Module:
-    """Find the language model in an actor.
+    """Find the language model in an actor: the model itself, not a copy.
 
     Args:
         actor: A causal language model that is called with ``input_ids`` and ``attention_mask`` and
             returns logits ``[N, L, V]`` or an object that has them as ``logits``; or TorchRL's
-            ``TransformersWrapper`` around one.
-
-    Returns:
-        The language model itself, not a copy.
-
-    Raises:
-        TypeError: If ``actor`` is another kind of policy.
+            ``TransformersWrapper`` around one. Another kind of policy is a ``TypeError``.
     """
     if isinstance(actor, TransformersWrapper) and isinstance(actor.model, nn.Module):
         return actor.model
@@ -58,18 +41,8 @@ def causal_lm(actor: nn.Module) -> nn.Module:
 def scored_tokens(attention_mask: Tensor, mask: Tensor) -> Tensor:
     """Find the sampled tokens that have a score: all but the first of a row, which nothing predicts.
 
-    Args:
-        attention_mask: ``[N, S]`` bool, false on padding.
-        mask: ``[N, S]`` bool, true on sampled tokens.
-
-    Returns:
-        ``[N, S]`` bool.
-
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If a mask is not boolean.
-
     Examples:
+        >>> import torch
         >>> mask = torch.tensor([[False, True, True]])
         >>> scored_tokens(mask, mask)
         tensor([[False, False,  True]])
@@ -87,11 +60,9 @@ def row_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    packed: bool = False,
-    micro_batch_size: int | None = None,
-    micro_batch_tokens: int | None = None,
-    dtype: torch.dtype | None = None,
     full_logits: bool = False,
+    passes: Passes | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Score the sampled tokens of rows.
 
@@ -108,15 +79,9 @@ def row_log_probs(
         mask: ``[N, S]`` bool, true on sampled tokens: the ones to score.
         temperature: What the logits are divided by, in float32.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
-        packed: Put several rows into one sequence instead of padding each to the longest
-            (:func:`~torchrl_mt.scoring.packing.forward_passes`). The model's attention
-            must keep them apart, which is tried once with a few tokens.
-        micro_batch_size: Most sequences (rows, or packs of rows) of one forward pass.
-        micro_batch_tokens: Most tokens of one forward pass, padding included; a longer row is a pass
-            of its own.
-        dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision. The softmax is
-            in float32 in any case.
         full_logits: Make all logits of a pass at once, as the model does by itself.
+        passes: How rows are cut into forward passes.
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Returns:
         Log-probabilities, and entropies or ``None``: ``[N, S]`` float32 on the device of ``tokens``,
@@ -124,28 +89,18 @@ def row_log_probs(
 
     Raises:
         ValueError: If shapes differ, a sampled token lies on padding, a number is out of range,
-            ``dtype`` is another one, the model cannot be given packed rows, or its logits are not one
+            the model cannot be given packed rows, or its logits are not one
             distribution after each token.
-        TypeError: If a mask is not boolean, ``actor`` is no language model or it returns no logits.
+        TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits, or
+            both ``passes`` and keywords are given.
     """
     model = causal_lm(actor)
-    check_rows(tokens, attention_mask, mask)
     check_positive_finite("temperature", temperature)
-    check_dtype(dtype)
-    if packed:
-        check_packing(model, tokens[attention_mask], dtype)
+    passes = find_passes(passes, keywords)
     places, scores = [], []
-    for step in forward_passes(
-        tokens,
-        attention_mask,
-        mask,
-        packed=packed,
-        with_lengths=packed and takes_lengths(model),
-        micro_batch_size=micro_batch_size,
-        micro_batch_tokens=micro_batch_tokens,
-    ):
+    for step in passes_over(model, tokens, attention_mask, mask, passes):
         places.append(step.place)
-        scores.append(_score(model, step, temperature, with_entropy, dtype, full_logits))
+        scores.append(_score(model, step, temperature, with_entropy, passes, full_logits))
     log_prob = put_back([x for x, _ in scores], places, tokens)
     if not with_entropy:
         return log_prob, None
@@ -157,12 +112,12 @@ def _score(
     step: ForwardPass,
     temperature: float,
     with_entropy: bool,
-    dtype: torch.dtype | None,
+    passes: Passes,
     full_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of one forward pass, ``[K]``."""
     find = whole_logits if full_logits else output_states
-    states = find(model, step.inputs, dtype)
+    states = find(model, step.inputs, passes.dtype)
     if isinstance(states, OutputStates):
         hidden = states.hidden.flatten(0, 1)
         return linear_log_probs(
@@ -174,7 +129,7 @@ def _score(
             softcap=states.softcap,
             temperature=temperature,
             with_entropy=with_entropy,
-            dtype=dtype,
+            dtype=passes.dtype,
         )
     return log_probs_at(
         states.flatten(0, 1),

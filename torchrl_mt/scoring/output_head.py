@@ -14,7 +14,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchrl_mt.scoring.forward import hooked, run_model, unwrapped
+from torchrl_mt._hosts.torch import is_changed, is_compiled
+from torchrl_mt.scoring.forward import hooked, run_model, text_config, unwrapped
 
 PROBED = 4
 """Positions at which a call's logits are compared."""
@@ -68,6 +69,9 @@ def output_states(
     states: list[Tensor] = []
     raw: list[Tensor] = []
 
+    def keep(args: tuple[Any, ...], output: Tensor) -> None:
+        raw.append(output)
+
     def cut(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = args[0] if len(args) == 1 else None
         if not isinstance(x, Tensor) or x.shape[:-1] != shape:
@@ -77,7 +81,7 @@ def output_states(
 
     failed = False
     try:
-        with hooked(layer, before=cut, after=raw.append):
+        with hooked(layer, before=cut, after=keep):
             output = run_model(model, inputs, dtype)
     except torch.OutOfMemoryError:
         raise
@@ -107,20 +111,7 @@ def output_states(
 def whole_logits(
     model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Run a language model.
-
-    Args:
-        model: A causal language model.
-        inputs: Its keyword arguments, with ``input_ids`` ``[B, L]``.
-        dtype: What to compute in.
-
-    Returns:
-        Its logits ``[B, L, V]``.
-
-    Raises:
-        ValueError: If they have another shape.
-        TypeError: If the model returns none.
-    """
+    """Run a language model for its logits ``[B, L, V]``; see :func:`output_states`."""
     logits = _logits(model, run_model(model, inputs, dtype))
     return _checked(model, logits, inputs["input_ids"].shape)
 
@@ -167,18 +158,13 @@ def _output_layer(model: nn.Module) -> nn.Linear | None:
         return None
     if layer.weight.shape != (layer.out_features, layer.in_features):
         return None  # A shard, which is whole inside the model's own forward pass alone.
-    compiled = any(
-        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in (outer, model)
-    )
-    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    return None if compiled or changed or layer._compiled_call_impl is not None else layer
+    told = is_compiled(outer) or is_compiled(model) or is_compiled(layer) or is_changed(layer)
+    return None if told else layer
 
 
 def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
     """What may happen to the layer's output, by the names that transformers' configurations have."""
-    config = getattr(unwrapped(model), "config", None)
-    find = getattr(config, "get_text_config", None)
-    config = find() if callable(find) else config
+    config = text_config(model)
     factor = getattr(config, "logit_scale", None) or 1.0
     scaling = getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)

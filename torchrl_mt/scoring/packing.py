@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask
+from torchrl_mt.scoring.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,7 @@ class ForwardPass:
 
 
 def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
-    """Refuse rows whose shapes differ or that have sampled tokens on padding.
-
-    Args:
-        tokens: ``[N, S]`` int64.
-        attention_mask: ``[N, S]`` bool, false on padding.
-        mask: ``[N, S]`` bool, true on sampled tokens.
-
-    Raises:
-        ValueError: If shapes differ or a sampled token lies on padding.
-        TypeError: If a mask is not boolean.
-    """
+    """Refuse rows whose shapes differ or that have sampled tokens on padding."""
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have shape [N, S], got {tuple(tokens.shape)}.")
     check_mask("attention_mask", attention_mask, tokens.shape)
@@ -56,34 +47,13 @@ def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
         )
 
 
-def check_micro_batch(size: int | None, tokens: int | None) -> None:
-    """Refuse a forward pass without a row.
-
-    Args:
-        size: ``micro_batch_size``.
-        tokens: ``micro_batch_tokens``.
-
-    Raises:
-        ValueError: If one is below 1.
-    """
-    for name, limit in (("micro_batch_size", size), ("micro_batch_tokens", tokens)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1 or None, got {limit}.")
-
-
 def micro_batches(
     lengths: Tensor, max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[Tensor]:
     """Cut rows into batches of similar length.
 
-    Args:
-        lengths: ``[N]`` int64 tokens of each row.
-        max_rows: Most rows of a batch; no limit by default.
-        max_tokens: Most tokens of a batch, padding included; no limit by default. A longer row is a
-            batch of its own.
-
-    Returns:
-        Row indices of each batch, int64, longest rows first; together they are all rows, once.
+    A batch has at most ``max_rows`` rows and ``max_tokens`` tokens, padding included; a longer row is a
+    batch of its own. What is returned are row indices of each batch, longest rows first.
 
     Examples:
         >>> micro_batches(torch.tensor([2, 9, 3]), max_tokens=8)
@@ -108,13 +78,8 @@ def micro_batches(
 def packs(lengths: Tensor, capacity: int, max_rows: int | None = None) -> list[list[int]]:
     """Put rows together so that few packs hold them: best-fit decreasing.
 
-    Args:
-        lengths: ``[N]`` int64 tokens of each row; rows without tokens are left out.
-        capacity: Most tokens of a pack. A longer row is a pack of its own.
-        max_rows: Most rows of a pack; no limit by default.
-
-    Returns:
-        Row indices of each pack.
+    A pack has at most ``capacity`` tokens and ``max_rows`` rows; a longer row is a pack of its own, and
+    rows without tokens are left out. What is returned are row indices of each pack.
 
     Examples:
         >>> packs(torch.tensor([2, 9, 3, 6, 0]), 9)
@@ -143,11 +108,9 @@ def forward_passes(
     tokens: Tensor,
     attention_mask: Tensor,
     mask: Tensor,
+    passes: Passes,
     *,
-    packed: bool = False,
     with_lengths: bool = False,
-    micro_batch_size: int | None = None,
-    micro_batch_tokens: int | None = None,
 ) -> Iterator[ForwardPass]:
     """Cut rows into forward passes.
 
@@ -161,31 +124,25 @@ def forward_passes(
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        packed: Whether to pack.
+        passes: How to cut. ``with_lengths`` ``micro_batch_size`` counts rows, not sequences.
         with_lengths: Pack for attention over variable lengths, and name the lengths as transformers
-            does for it.
-        micro_batch_size: Most sequences (rows, or packs of rows) of one pass; most rows of it
-            ``with_lengths``.
-        micro_batch_tokens: Most tokens of one pass, padding included. A longer row is a pass of its
-            own.
+            does for it; counts only if ``passes.packed``.
 
     Yields:
         The passes, at least one even if there are no tokens: a worker without rows must run the model
         as the others do. Tensors lie where ``tokens`` does.
 
-    Raises:
-        ValueError: If a limit is less than 1.
-
     Examples:
         >>> attended = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
         >>> tokens = torch.tensor([[5, 6, 7], [8, 9, 0], [4, 0, 0]])
-        >>> (step,) = forward_passes(tokens, attended, attended, packed=True)
+        >>> (step,) = forward_passes(tokens, attended, attended, Passes(packed=True))
         >>> step.inputs["input_ids"].tolist(), step.inputs["position_ids"].tolist()
         ([[5, 6, 7], [8, 9, 4]], [[0, 1, 2], [0, 1, 0]])
         >>> step.state.tolist(), step.target.tolist()
         ([0, 1, 3], [6, 7, 9])
     """
-    check_micro_batch(micro_batch_size, micro_batch_tokens)
+    packed, with_lengths = passes.packed, passes.packed and with_lengths
+    most_rows, most_tokens = passes.micro_batch_size, passes.micro_batch_tokens
     if not tokens.numel():
         # A row of one token that is not attended: the model runs, and every parameter gets a gradient.
         tokens = tokens.new_zeros(1, 1)
@@ -196,28 +153,21 @@ def forward_passes(
         total = max(1, int(lengths.sum()))
         longest = total if with_lengths else max(1, int(lengths.max()))
         # Rows without a token have no state that one could want.
-        most = micro_batch_size if with_lengths else None
-        lines = packs(lengths, min(longest, micro_batch_tokens or total), most) or [[0]]
+        most = most_rows if with_lengths else None
+        lines = packs(lengths, min(longest, most_tokens or total), most) or [[0]]
         fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
-    size = 1 if packed and with_lengths else micro_batch_size
-    for part in micro_batches(fill, size, micro_batch_tokens):
+    for part in micro_batches(fill, 1 if with_lengths else most_rows, most_tokens):
         group = [lines[i] for i in part.tolist()]
         step = _forward_pass(tokens, attention_mask, mask, lengths, group, packed)
-        if packed and with_lengths:
+        if with_lengths:
             step.inputs.update(_lengths(lengths[group[0]], tokens.device))
         yield step
 
 
 def put_back(values: list[Tensor], places: list[Tensor], tokens: Tensor) -> Tensor:
-    """Put what the passes gave back into rows.
+    """Put what the passes gave, ``[K]`` each, back into rows: ``[N, S]`` float32, zero elsewhere.
 
-    Args:
-        values: Of each pass ``[K]``, at its :attr:`ForwardPass.target`.
-        places: :attr:`ForwardPass.place` of each pass.
-        tokens: ``[N, S]``, the rows.
-
-    Returns:
-        ``[N, S]`` float32 on the device of ``tokens``, zero elsewhere.
+    ``places`` are :attr:`ForwardPass.place` of each pass, ``tokens`` the rows.
     """
     out = torch.zeros(tokens.numel(), device=tokens.device)
     if values:

@@ -32,10 +32,6 @@ def token_log_probs(
     Returns:
         ``[...]`` float32 (float64 for float64 logits), zero where masked.
 
-    Raises:
-        ValueError: If shapes differ or ``temperature`` is not positive.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> token_log_probs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
         tensor([[0.2500, 0.2500]])
@@ -55,10 +51,6 @@ def token_entropy(
 
     Returns:
         ``[...]`` float32 (float64 for float64 logits), zero where masked.
-
-    Raises:
-        ValueError: If shapes differ or ``temperature`` is not positive.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> token_entropy(torch.zeros(1, 2, 4)).exp()
@@ -83,10 +75,6 @@ def log_probs_and_entropy(
         Log-probabilities and entropies, ``[...]`` float32 (float64 for float64 logits), zero where
         masked.
 
-    Raises:
-        ValueError: If shapes differ or ``temperature`` is not positive.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> log_prob, entropy = log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]))
         >>> log_prob == -entropy
@@ -103,20 +91,10 @@ def log_probs_at(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of tokens under the logits at chosen positions; no other logits are read.
+    """Log-probability of tokens ``[K]`` under logits ``[T, V]`` at chosen positions ``[K]``.
 
-    Args:
-        logits: ``[T, V]`` floating.
-        position: ``[K]`` int64 in ``[0, T)``, without repetitions.
-        tokens: ``[K]`` int64.
-        temperature: What the logits are divided by, in float32.
-        with_entropy: Whether to compute the entropies at the positions as well.
-
-    Returns:
-        Log-probabilities, and entropies or ``None``: ``[K]`` float32 (float64 for float64 logits).
-
-    Raises:
-        ValueError: If shapes differ or ``temperature`` is not positive.
+    No other logits are read, and no position is there twice. The entropies there are ``None`` unless
+    they are asked for.
 
     Examples:
         >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()

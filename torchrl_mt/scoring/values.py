@@ -1,32 +1,118 @@
-"""A critic's values at the sampled tokens of training rows, wherever their padding lies.
+"""Critics: a value network made of a language model, and its values at the sampled tokens of rows.
 
 The value at a token is predicted before the token is seen: it is a function of the attended tokens
-before it and of nothing else.
+before it and of nothing else, wherever the rows' padding lies.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from torchrl_mt.scoring.forward import check_dtype, run_model
-from torchrl_mt.scoring.packing import check_rows, forward_passes, put_back
-from torchrl_mt.scoring.packing_support import check_packing, takes_lengths
+from torchrl_mt.scoring.forward import run_model
+from torchrl_mt.scoring.packing import put_back
+from torchrl_mt.scoring.packing_check import passes_over
+from torchrl_mt.scoring.passes import Passes, find_passes
 
 
-def check_critic(critic: nn.Module) -> None:
-    """Refuse what is no module.
+class ValueModel(nn.Module):
+    """A language model's backbone with a scalar head.
+
+    The value at a position is a function of the tokens up to and including it. The head starts at
+    zero: until it has learned something every value is 0, and advantages are plain returns.
 
     Args:
-        critic: See :func:`row_values`.
+        backbone: A transformers model whose output has ``last_hidden_state`` ``[N, L, H]``. It is
+            shared, not copied.
+        hidden_size: ``H``.
 
-    Raises:
-        TypeError: If it is none.
+    Examples:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> model = Qwen2ForCausalLM(
+        ...     Qwen2Config(
+        ...         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...         num_attention_heads=1, num_key_value_heads=1,
+        ...     )
+        ... )
+        >>> ValueModel.from_model(model)(torch.tensor([[1, 2, 3]]))
+        tensor([[0., 0., 0.]], grad_fn=<SqueezeBackward1>)
     """
-    if not isinstance(critic, nn.Module):
-        raise TypeError(f"critic must be a torch.nn.Module, got {type(critic).__name__}.")
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        parameter = next(backbone.parameters(), None)
+        self.backbone = backbone
+        # Its gradient is a sum over all tokens: in half precision it would lose the small ones.
+        self.head = nn.Linear(
+            hidden_size, 1, device=None if parameter is None else parameter.device
+        )
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> ValueModel:
+        """Put a scalar head on a transformers model.
+
+        Args:
+            model: A causal language model, whose output layer is left out, or a backbone. Its
+                parameters are shared: for a critic beside an actor, load or copy the model once more.
+
+        Returns:
+            The critic.
+
+        Raises:
+            TypeError: If ``model`` is no transformers model.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"model must be a transformers PreTrainedModel, got {type(model).__name__}; for another "
+                "kind of backbone call ValueModel(backbone, hidden_size)."
+            )
+        return cls(model.base_model, model.config.get_text_config().hidden_size)
+
+    @property
+    def config(self) -> Any:
+        """The backbone's configuration; ``None`` if it has none."""
+        return getattr(self.backbone, "config", None)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone, under the name that transformers has for it."""
+        return self.backbone
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The backbone's embedding of tokens, as transformers' models give it."""
+        return cast(PreTrainedModel, self.backbone).get_input_embeddings()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Value after each token.
+
+        Args:
+            input_ids: ``[N, L]`` int64.
+            attention_mask: ``[N, L]``, 0 on padding.
+            position_ids: ``[N, L]`` int64.
+            **kwargs: What else the backbone takes.
+
+        Returns:
+            ``[N, L]`` float32.
+        """
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        if isinstance(self.backbone, PreTrainedModel):
+            kwargs.setdefault("use_cache", False)
+        hidden = self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight, bias = self.head.weight.float(), self.head.bias.float()
+            return nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
 
 
 def row_values(
@@ -35,10 +121,8 @@ def row_values(
     attention_mask: Tensor,
     mask: Tensor,
     *,
-    packed: bool = False,
-    micro_batch_size: int | None = None,
-    micro_batch_tokens: int | None = None,
-    dtype: torch.dtype | None = None,
+    passes: Passes | None = None,
+    **keywords: Any,
 ) -> Tensor:
     """Predict the return from each sampled token on, before the token is known.
 
@@ -54,11 +138,8 @@ def row_values(
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        packed: Put several rows into one sequence; see
-            :func:`~torchrl_mt.objectives.row_log_probs`.
-        micro_batch_size: Most sequences of one forward pass.
-        micro_batch_tokens: Most tokens of one forward pass, padding included.
-        dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision.
+        passes: How rows are cut into forward passes.
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Returns:
         ``[N, S]`` float32 on the device of ``tokens``, zero where masked and at the first token of a
@@ -67,7 +148,8 @@ def row_values(
     Raises:
         ValueError: If shapes differ, a sampled token lies on padding, a number is out of range, the
             critic's output has another shape, or it cannot be given packed rows.
-        TypeError: If a mask is not boolean or ``critic`` is no module.
+        TypeError: If a mask is not boolean, ``critic`` is no module, or both ``passes`` and keywords
+            are given.
 
     Examples:
         >>> class Count(nn.Module):
@@ -78,25 +160,20 @@ def row_values(
         tensor([[0., 0., 1., 2.]])
     """
     check_critic(critic)
-    check_rows(tokens, attention_mask, mask)
-    check_dtype(dtype)
-    if packed:
-        check_packing(critic, tokens[attention_mask], dtype)
+    passes = find_passes(passes, keywords)
     places, values = [], []
-    for step in forward_passes(
-        tokens,
-        attention_mask,
-        mask,
-        packed=packed,
-        with_lengths=packed and takes_lengths(critic),
-        micro_batch_size=micro_batch_size,
-        micro_batch_tokens=micro_batch_tokens,
-    ):
+    for step in passes_over(critic, tokens, attention_mask, mask, passes):
         shape = step.inputs["input_ids"].shape
-        value = _values(run_model(critic, step.inputs, dtype), shape)
+        value = _values(run_model(critic, step.inputs, passes.dtype), shape)
         places.append(step.place)
         values.append(value.flatten()[step.state.to(value.device)])
     return put_back(values, places, tokens)
+
+
+def check_critic(critic: nn.Module) -> None:
+    """Refuse what is no module."""
+    if not isinstance(critic, nn.Module):
+        raise TypeError(f"critic must be a torch.nn.Module, got {type(critic).__name__}.")
 
 
 def _values(output: Any, shape: torch.Size) -> Tensor:

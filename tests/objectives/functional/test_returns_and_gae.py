@@ -115,11 +115,17 @@ def test_rewards_keep_their_sum_and_lie_on_sampled_tokens(batch):
     torch.testing.assert_close(moved.sum(-1), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("gamma", [0.5, 0.9, 0.999, 1.0])
-def test_long_rows_stay_exact(gamma):
+@pytest.mark.parametrize(
+    ("gamma", "size"),
+    [
+        (0.9, 1024),
+        *(pytest.param(gamma, 4096, marks=pytest.mark.slow) for gamma in (0.5, 0.9, 0.999, 1.0)),
+    ],
+)
+def test_long_rows_stay_exact(gamma, size):
     g = torch.Generator().manual_seed(0)
-    mask = torch.rand(3, 4096, generator=g) < 0.6
-    reward = torch.randn(3, 4096, generator=g)
+    mask = torch.rand(3, size, generator=g) < 0.6
+    reward = torch.randn(3, size, generator=g)
     expected = loop_gae(reward, torch.zeros_like(reward), mask, gamma, 1.0)
     got = masked_returns(reward, mask, gamma).double()
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from tests.waiting import PATIENCE
 from torchrl_mt.objectives.functional import index_episodes
 from torchrl_mt.objectives.rewards.mix import RewardMix
-from torchrl_mt.objectives.rows import read_episode
+from torchrl_mt.objectives.rows.reading import read_episode
 
 
 def mixed(recipe, batch, **options):

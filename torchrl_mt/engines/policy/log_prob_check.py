@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.scoring.log_probs import micro_batches, row_log_probs
+from torchrl_mt.scoring.log_probs import row_log_probs
+from torchrl_mt.scoring.packing import micro_batches
 
 __all__ = ["LogProbCheck", "LogProbError", "agrees", "plain_log_probs", "shows_the_model"]
 

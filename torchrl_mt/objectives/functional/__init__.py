@@ -2,21 +2,26 @@
 
 Shapes are ``[N, S]`` (rows, tokens) unless said; masks are boolean, true on the tokens that the
 policy sampled, and may have holes and padding anywhere. Any floating type in, float32 out.
+
+What does not fit is refused by name: a ``ValueError`` where shapes differ, a number is out of range, a
+name is unknown, an argument that is needed is missing or a sampled token has no turn; a ``TypeError``
+where a mask is not boolean or ids are no integers. Functions tell only what they raise beyond that.
 """
 
 from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total, merge_totals
-from torchrl_mt.objectives.functional.correction_geometric import geometric
-from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
-from torchrl_mt.objectives.functional.correction_mis import icepop, sequence_mis
-from torchrl_mt.objectives.functional.correction_tis import sequence_tis, token_tis
 from torchrl_mt.objectives.functional.corrections import (
     CORRECTIONS,
     Correction,
     correct,
+    correction_metrics,
     find_corrections,
+    geometric,
+    icepop,
+    sequence_mis,
+    sequence_tis,
+    token_tis,
 )
-from torchrl_mt.objectives.functional.degenerate import clip_filter_weight, dynamic_sampling_mask
-from torchrl_mt.objectives.functional.entropy_mask import entropy_mask
+from torchrl_mt.objectives.functional.critic import value_loss
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.importance import (
     effective_sample_size,
@@ -24,9 +29,7 @@ from torchrl_mt.objectives.functional.importance import (
     sequence_sum,
 )
 from torchrl_mt.objectives.functional.kl import kl_estimate
-from torchrl_mt.objectives.functional.moments import Moments, masked_moments
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
-from torchrl_mt.objectives.functional.overlong import overlong_penalty
 from torchrl_mt.objectives.functional.policy.cispo import cispo
 from torchrl_mt.objectives.functional.policy.decoupled_ppo import decoupled_ppo
 from torchrl_mt.objectives.functional.policy.gmpo import gmpo
@@ -35,26 +38,39 @@ from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, Objec
 from torchrl_mt.objectives.functional.policy.ppo import ppo
 from torchrl_mt.objectives.functional.policy.reinforce import reinforce
 from torchrl_mt.objectives.functional.policy.sapo import sapo
-from torchrl_mt.objectives.functional.reward_scaling import RewardNormalizer, clip_reward
-from torchrl_mt.objectives.functional.time.bilevel_gae import bilevel_gae
-from torchrl_mt.objectives.functional.time.episode_gae import episode_gae
-from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
-from torchrl_mt.objectives.functional.time.gae import masked_gae
+from torchrl_mt.objectives.functional.reward_shaping import (
+    RewardNormalizer,
+    clip_reward,
+    overlong_penalty,
+)
+from torchrl_mt.objectives.functional.selection import (
+    clip_filter_weight,
+    dynamic_sampling_mask,
+    entropy_mask,
+)
+from torchrl_mt.objectives.functional.time.episodes import (
+    EpisodeIndex,
+    TurnIndex,
+    index_episodes,
+    index_turns,
+)
+from torchrl_mt.objectives.functional.time.gae import (
+    bilevel_gae,
+    episode_gae,
+    masked_gae,
+    turn_gae,
+)
 from torchrl_mt.objectives.functional.time.recurrence import (
     reverse_linear_recurrence,
     sampled_recurrence,
 )
-from torchrl_mt.objectives.functional.time.returns import masked_returns
-from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
-from torchrl_mt.objectives.functional.time.turn_gae import turn_gae
-from torchrl_mt.objectives.functional.time.turns import (
-    TurnIndex,
-    index_turns,
+from torchrl_mt.objectives.functional.time.returns import (
+    masked_returns,
     turn_normalize,
     turn_returns,
 )
-from torchrl_mt.objectives.functional.value_loss import value_loss
-from torchrl_mt.objectives.functional.whitening import masked_whiten
+from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
+from torchrl_mt.objectives.functional.whitening import Moments, masked_moments, masked_whiten
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.token_log_probs import (
     log_probs_and_entropy,

@@ -38,10 +38,6 @@ def aggregation_total(
         ``[K, 2]`` int64 of (group id, sampled tokens), one line for each group that has a sampled
         token, in order of id. :func:`merge_totals` adds up those of several workers.
 
-    Raises:
-        ValueError: If ``kind`` is unknown, shapes differ or ``"prompt_mean"`` has no ``group``.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> mask = torch.tensor([[True, True], [False, False]])
         >>> aggregation_total(mask, "token_mean"), aggregation_total(mask, "seq_mean_token_sum")
@@ -66,9 +62,6 @@ def merge_totals(*totals: Tensor) -> Tensor:
 
     Returns:
         The total of all rows together.
-
-    Raises:
-        ValueError: If none is given.
 
     Examples:
         >>> merge_totals(torch.tensor(3), torch.tensor(4))
@@ -151,16 +144,7 @@ def aggregate(
 
 
 def check_norm(name: str, norm: float | None, kind: str) -> None:
-    """Refuse a constant that is not positive, or with an aggregation that has none.
-
-    Args:
-        name: What the argument is called.
-        norm: The constant.
-        kind: Aggregation name.
-
-    Raises:
-        ValueError: If refused.
-    """
+    """Refuse a constant that is not positive, or with an aggregation that has none."""
     if norm is None:
         return
     check_positive(name, norm)

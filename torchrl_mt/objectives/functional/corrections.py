@@ -1,4 +1,4 @@
-"""Off-policy corrections by name: weights of tokens that another policy than the old one sampled.
+"""Off-policy corrections: weights of tokens that another policy than the old one sampled.
 
 A correction reads the old and the sampler's log-probabilities alone, so it is a constant of the
 rows. Its weights multiply the loss; what is divided by stays the count of all sampled tokens.
@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice
-from torchrl_mt.objectives.functional.correction_geometric import geometric
-from torchrl_mt.objectives.functional.correction_metrics import correction_metrics
-from torchrl_mt.objectives.functional.correction_mis import icepop, sequence_mis
-from torchrl_mt.objectives.functional.correction_tis import sequence_tis, token_tis
+from torchrl_mt.checks import check_positive, find_functions
+from torchrl_mt.objectives.functional.importance import (
+    MAX_RATIO,
+    effective_sample_size,
+    sampler_log_ratio,
+    sequence_mean,
+    sequence_sum,
+)
 from torchrl_mt.objectives.functional.policy.objectives import takes
 
 Correction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -25,6 +28,193 @@ Correction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 gradient, zero on masked tokens, and scalars of which ``"ess"``, ``"clip_fraction"`` and
 ``"mask_fraction"`` are there. One that has a keyword ``turns`` is given the turn ids where a
 sequence is to be a turn. Bind hyperparameters with ``functools.partial``."""
+
+
+@torch.no_grad()
+def token_tis(
+    old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weigh each token by ``min(w, cap)``, with ``w = exp(old_log_prob - sampler_log_prob)``.
+
+    From Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training"
+    (https://fengyao.notion.site/off-policy-rl).
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        cap: Largest weight.
+
+    Returns:
+        Weights ``[N, S]`` float32 without gradient, zero on masked tokens, and
+        :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
+
+    Examples:
+        >>> old, mask = torch.tensor([[0.5, 9.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
+        >>> token_tis(old, torch.zeros(1, 2), mask)[0]
+        tensor([[0.5000, 2.0000]])
+    """
+    return _truncate(sampler_log_ratio(old_log_prob, sampler_log_prob, mask), mask, cap)
+
+
+@torch.no_grad()
+def sequence_tis(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    cap: float = 2.0,
+    turns: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weigh each sequence by ``min(w, cap)``, ``w`` being the product of its tokens' ratios.
+
+    From Liu et al., 2025, "When speed kills stability" (https://richardli.xyz/rl-collapse). A
+    sequence is a row, or with ``turns`` a turn of a row.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        cap: Largest weight.
+        turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
+
+    Returns:
+        As :func:`token_tis`; the tokens of a sequence have one weight.
+
+    Examples:
+        >>> old, mask = torch.tensor([[0.5, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)
+        >>> sequence_tis(old, torch.zeros(1, 2), mask)[0]
+        tensor([[0.2500, 0.2500]])
+    """
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    return _truncate(sequence_sum(difference, mask, turns), mask, cap)
+
+
+@torch.no_grad()
+def icepop(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    bounds: tuple[float, float] = (0.5, 5.0),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weigh each token by ``w = exp(old_log_prob - sampler_log_prob)`` if within bounds, else drop it.
+
+    IcePop, of Ring-1T (https://arxiv.org/abs/2510.18855), also known as token-level masked
+    importance sampling.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        bounds: Least and largest ratio that is kept, both included.
+
+    Returns:
+        Weights ``[N, S]`` float32 without gradient, zero on masked and on dropped tokens, and
+        :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
+
+    Examples:
+        >>> old, mask = torch.tensor([[0.4, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
+        >>> icepop(old, torch.zeros(1, 2), mask)[0]
+        tensor([[0., 2.]])
+    """
+    ratio = sampler_log_ratio(old_log_prob, sampler_log_prob, mask).exp()
+    return _keep_within(ratio, ratio, mask, bounds)
+
+
+@torch.no_grad()
+def sequence_mis(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    bounds: tuple[float, float] = (0.0, 2.0),
+    turns: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weigh each sequence by the product of its tokens' ratios if within bounds, else drop it.
+
+    From Liu et al., 2025, "When speed kills stability" (https://richardli.xyz/rl-collapse). A
+    sequence is a row, or with ``turns`` a turn of a row.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        bounds: Least and largest product that is kept, both included; the source has no least.
+        turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
+
+    Returns:
+        As :func:`icepop`; the tokens of a sequence have one weight.
+
+    Examples:
+        >>> old = torch.tensor([[0.5, 2.0], [2.0, 2.0]]).log()
+        >>> sequence_mis(old, torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool))[0]
+        tensor([[1., 1.],
+                [0., 0.]])
+    """
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    ratio = sequence_sum(difference, mask, turns).exp()
+    return _keep_within(ratio, ratio, mask, bounds)
+
+
+@torch.no_grad()
+def geometric(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    bounds: tuple[float, float] = (0.999, 1.001),
+    turns: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Keep sequences whose tokens' ratios have a geometric mean within bounds, at weight 1.
+
+    A product of ratios leaves any bounds as sequences grow; its ``L``-th root does not (Liu et al.,
+    2025, "When speed kills stability", https://richardli.xyz/rl-collapse). It rejects without
+    weighing: to weigh the rest as well, give
+    :class:`~torchrl_mt.objectives.MultiTurnLoss` this and :func:`token_tis`. A sequence is a row, or
+    with ``turns`` a turn of a row.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        bounds: Least and largest geometric mean that is kept, both included.
+        turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
+
+    Returns:
+        Weights ``[N, S]`` float32, 1 on tokens of sequences that are kept, else 0, and
+        :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
+
+    Examples:
+        >>> old = torch.tensor([[0.5, 2.0], [2.0, 2.0]]).log()
+        >>> geometric(old, torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool))[0]
+        tensor([[1., 1.],
+                [0., 0.]])
+    """
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    ratio = sequence_mean(difference, mask, turns).exp()
+    return _keep_within(torch.ones_like(ratio), ratio, mask, bounds)
+
+
+def _truncate(log_weight: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cut weights off at the cap, and at exp(20) in any case."""
+    check_positive("cap", cap)
+    ratio = log_weight.exp()
+    weight = torch.where(mask, ratio.clamp(max=min(cap, MAX_RATIO)), 0.0)
+    return weight, correction_metrics(weight, mask, ratio > cap)
+
+
+def _keep_within(
+    weight: Tensor, ratio: Tensor, mask: Tensor, bounds: tuple[float, float]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Keep the weights whose ratio lies within bounds, both included; the others become 0."""
+    low, high = bounds
+    if not 0.0 <= low <= high:
+        raise ValueError(f"bounds must be (low, high) with 0 <= low <= high, got {bounds}.")
+    kept = mask & (ratio >= low) & (ratio <= high)
+    weight = torch.where(kept, weight.clamp(max=MAX_RATIO), 0.0)
+    return weight, correction_metrics(weight, mask, torch.zeros_like(mask))
+
 
 CORRECTIONS: dict[str, Correction] = {
     "geometric": geometric,
@@ -35,7 +225,6 @@ CORRECTIONS: dict[str, Correction] = {
 }
 """Name to correction, as :class:`~torchrl_mt.objectives.MultiTurnLoss` takes it."""
 
-
 WEIGHING = (icepop, sequence_mis, sequence_tis, token_tis)
 """The corrections that multiply by the ratio of the old policy to the sampler; others leave out."""
 
@@ -43,15 +232,7 @@ WEIGHING = (icepop, sequence_mis, sequence_tis, token_tis)
 def weighs(correction: Correction) -> bool:
     """Say whether a correction multiplies by the ratio of the old policy to the sampler.
 
-    Args:
-        correction: A function, bound with ``functools.partial`` or not, compiled or not.
-
-    Returns:
-        Whether it is one of those here that do.
-
-    Examples:
-        >>> weighs(token_tis), weighs(torch.compile(token_tis)), weighs(geometric)
-        (True, True, False)
+    It may be bound with ``functools.partial`` or not, compiled or not.
     """
     while isinstance(correction, functools.partial):
         correction = correction.func
@@ -79,19 +260,7 @@ def find_corrections(
     """
     if correction is None:
         return ()
-    if isinstance(correction, str) or not isinstance(correction, Sequence):
-        correction = [correction]
-    found = []
-    for item in correction:
-        if isinstance(item, str):
-            check_choice("correction", item, CORRECTIONS)
-            item = CORRECTIONS[item]
-        if not callable(item):
-            raise TypeError(
-                f"correction must be a name, a function or several of these, got {correction!r}."
-            )
-        found.append(item)
-    return tuple(found)
+    return find_functions("correction", correction, CORRECTIONS)
 
 
 @torch.no_grad()
@@ -116,9 +285,6 @@ def correct(
         The product ``[N, S]`` float32, and ``"ess"`` and ``"mask_fraction"`` of it; its
         ``"clip_fraction"`` is the largest one of the corrections.
 
-    Raises:
-        ValueError: If there is no correction.
-
     Examples:
         >>> old, mask = torch.tensor([[9.0, 1 / 9]]).log(), torch.ones(1, 2, dtype=torch.bool)
         >>> correct([geometric, token_tis], old, torch.zeros(1, 2), mask)[0]
@@ -136,3 +302,31 @@ def correct(
     metrics = correction_metrics(weight, mask, torch.zeros_like(mask))
     metrics["clip_fraction"] = torch.stack(clip_fractions).amax()
     return weight, metrics
+
+
+@torch.no_grad()
+def correction_metrics(weight: Tensor, mask: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    """Summarise weights over the sampled tokens.
+
+    Args:
+        weight: ``[N, S]`` floating, not negative; zero on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        clipped: ``[N, S]`` bool: weights that were cut to a bound; not read on masked tokens.
+
+    Returns:
+        Float32 scalars: ``"ess"``, the effective share of the samples
+        (:func:`~torchrl_mt.objectives.functional.effective_sample_size`); ``"clip_fraction"``, the
+        share of weights that were cut to a bound; ``"mask_fraction"``, the share that is 0.
+
+    Examples:
+        >>> weight, mask = torch.tensor([[0.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool)
+        >>> correction_metrics(weight, mask, weight >= 2)
+        {'ess': tensor(0.5000), 'clip_fraction': tensor(0.5000), 'mask_fraction': tensor(0.5000)}
+    """
+    count = mask.count_nonzero()
+    share = 1.0 / count.clamp(min=1)
+    return {
+        "ess": effective_sample_size(weight, mask),
+        "clip_fraction": (clipped & mask).count_nonzero() * share,
+        "mask_fraction": (count - weight.count_nonzero()) * share,
+    }

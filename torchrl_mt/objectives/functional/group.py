@@ -1,52 +1,27 @@
-"""Advantage of each member relative to its group, by group id.
+"""Advantage of each member relative to its group, by group id, and the formulas for it by name.
 
-Position never matters; a member with nothing to compare it with, and a group whose members are all
-equal, get finite values and finite gradients, whatever the kind. A return that is NaN stays NaN, and
-so do all that are compared with it.
+Position never matters, and a rejected member enters no sum. A member with nothing to compare it with,
+and a group whose members are all equal, get finite values and finite gradients, whatever the kind. A
+return that is NaN stays NaN, and so do all that are compared with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice, check_shape
-from torchrl_mt.objectives.functional.group_batch import whiten_batch
-from torchrl_mt.objectives.functional.group_dr_grpo import dr_grpo
-from torchrl_mt.objectives.functional.group_grpo import grpo
-from torchrl_mt.objectives.functional.group_max_rl import max_rl
-from torchrl_mt.objectives.functional.group_opo import opo
-from torchrl_mt.objectives.functional.group_reinforce_baseline import reinforce_baseline
-from torchrl_mt.objectives.functional.group_rloo import rloo
-from torchrl_mt.objectives.functional.groups import Groups, index_groups
+from torchrl_mt.checks import check_choice, check_ids, check_mask, check_shape
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
+from torchrl_mt.objectives.functional.whitening import masked_whiten
 
 GroupKind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"
 ]
 """How a member is compared with its group, or with the batch (the last two are one)."""
-
-GroupEstimator = Callable[[Tensor, Groups, Tensor | None, float], Tensor]
-"""``(returns, groups, lengths, eps) -> advantage``, ``[N]``; see :data:`GROUP_ESTIMATORS`."""
-
-GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_baseline": reinforce_baseline,
-    "max_rl": max_rl,
-    "opo": opo,
-    "batch": whiten_batch,
-    "reinforce++": whiten_batch,
-}
-"""Kind to estimator. What rejected and lone members and groups without spread get is
-:func:`group_advantage`'s to say; an estimator's own values there only have to be finite."""
-
-OVER_BATCH = ("batch", "reinforce++")
-"""Kinds that take the whole batch for one group."""
 
 
 def group_advantage(
@@ -91,10 +66,6 @@ def group_advantage(
     Returns:
         ``[N]`` float32; 0 for every member of a group whose valid members are all equal.
 
-    Raises:
-        ValueError: If shapes differ, ``kind`` is unknown, or it needs ``lengths``.
-        TypeError: If ``group`` is not of integers or ``valid`` not boolean.
-
     Examples:
         >>> returns = torch.tensor([1.0, 0.0, 3.0, 5.0])
         >>> group_advantage(returns, torch.tensor([7, 2, 7, 3]), "dr_grpo")
@@ -124,3 +95,140 @@ def group_advantage(
     # No rule for lone members may turn an error into a number.
     advantage = torch.where(returns.isnan(), torch.nan, advantage)
     return torch.where(groups.valid, advantage, 0.0)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ``K`` groups of ``N`` members; those without a valid member are groups of 0 members."""
+
+    member: Tensor
+    """``[N]`` int64: the group (0 to K - 1) of each member."""
+    valid: Tensor
+    """``[N]`` bool: whether the member counts."""
+    number: int
+    """How many groups there are, ``K``."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum over each group's valid members: ``[N]`` to ``[K]``."""
+        return x.new_zeros(self.number).index_add(0, self.member, torch.where(self.valid, x, 0.0))
+
+    def mean(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Mean over each group's valid members, by ``weight`` if given: ``[N]`` to ``[K]``.
+
+        0 for a group without weight.
+        """
+        weight = torch.ones_like(x) if weight is None else weight
+        total = self.total(weight)
+        return self.total(x * weight) / torch.where(total > 0, total, 1.0)
+
+    def count(self) -> Tensor:
+        """Count each group's valid members: ``[K]`` int64."""
+        zeros = torch.zeros(self.number, dtype=torch.long, device=self.valid.device)
+        return zeros.index_add(0, self.member, self.valid.long())
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Whether each group has two valid members that differ, or NaN: ``[N]`` to ``[K]`` bool.
+
+        Read from the data: a rounded mean would turn equal members into a tiny spread, which the
+        division by a tiny standard deviation would then blow up.
+        """
+        start = x.new_full((self.number,), torch.inf)
+        low = torch.where(self.valid, x, torch.inf)
+        high = torch.where(self.valid, x, -torch.inf)
+        low = start.scatter_reduce(0, self.member, low, "amin")
+        high = (-start).scatter_reduce(0, self.member, high, "amax")
+        return ~(low >= high)
+
+
+def index_groups(returns: Tensor, group: Tensor, valid: Tensor | None = None) -> Groups:
+    """Find the groups of members ``[N]`` by their ids ``[N]``; only the shape of returns is read."""
+    if returns.ndim != 1:
+        raise ValueError(f"returns must have shape [N], got {tuple(returns.shape)}.")
+    check_shape("group", group, returns.shape)
+    check_ids("group", group)
+    if valid is None:
+        valid = torch.ones_like(group, dtype=torch.bool)
+    check_mask("valid", valid, returns.shape)
+    ids, member = torch.unique(group, return_inverse=True)
+    return Groups(member, valid, len(ids))
+
+
+def grpo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
+    """Distance from the group's mean in standard deviations."""
+    deviation = returns - groups.mean(returns)[groups.member]
+    variance = groups.total(deviation.square()) / (groups.count() - 1).clamp(min=1)
+    # The square root's slope at 0 is infinite: keep groups without spread away from it.
+    variance = torch.where(groups.spread(returns.detach()), variance, 1.0)
+    return deviation / (variance.sqrt() + eps)[groups.member]
+
+
+def dr_grpo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
+    """Distance from the group's mean."""
+    return returns - groups.mean(returns)[groups.member]
+
+
+def rloo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
+    """Distance from the mean of the group's other members."""
+    count = groups.count()
+    deviation = returns - groups.mean(returns)[groups.member]
+    return deviation * (count / (count - 1).clamp(min=1))[groups.member]
+
+
+def reinforce_baseline(
+    returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float
+) -> Tensor:
+    """Distance from the group's mean in standard deviations of the whole batch's distances.
+
+    Members alone in their group have no baseline and enter no statistic.
+    """
+    deviation = returns - groups.mean(returns)[groups.member]
+    compared = groups.valid & (groups.count() > 1)[groups.member]
+    return masked_whiten(deviation, compared, weight=lengths, eps=eps)
+
+
+def max_rl(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
+    """Distance from the group's mean in units of the mean: rare successes weigh more.
+
+    With returns of 0 and 1 it is the gradient of the log-probability of success, to the order of the
+    group's size. Groups whose mean is not positive get 0, the paper's rule for no success.
+    """
+    mean = groups.mean(returns)[groups.member]
+    scale = torch.where(mean <= 0, 1.0, mean + eps)
+    return torch.where(mean <= 0, 0.0, (returns - mean) / scale)
+
+
+def opo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
+    """Distance from the baseline of least variance, the group's mean weighted by length.
+
+    Members of a group without any length count alike.
+    """
+    if lengths is not None:
+        some = groups.total(lengths) > 0
+        lengths = torch.where(some[groups.member], lengths, 1.0)
+    return returns - groups.mean(returns, lengths)[groups.member]
+
+
+def whiten_batch(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
+    """Distance from the batch's mean in standard deviations."""
+    return masked_whiten(returns, groups.valid, weight=lengths, eps=eps)
+
+
+GroupEstimator = Callable[[Tensor, Groups, Tensor | None, float], Tensor]
+"""``(returns, groups, lengths, eps) -> advantage``, ``[N]``; see :data:`GROUP_ESTIMATORS`."""
+
+GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_baseline": reinforce_baseline,
+    "max_rl": max_rl,
+    "opo": opo,
+    "batch": whiten_batch,
+    "reinforce++": whiten_batch,
+}
+"""Kind to estimator; the formulas and their sources are in :func:`group_advantage`, which also says
+what rejected and lone members and groups without spread get. An estimator's own values there only have
+to be finite."""
+
+OVER_BATCH = ("batch", "reinforce++")
+"""Kinds that take the whole batch for one group."""

@@ -14,64 +14,27 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_mask, check_shape
 from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO
-from torchrl_mt.objectives.functional.time.turns import index_turns
+from torchrl_mt.objectives.functional.time.episodes import index_turns
 
 MAX_RATIO = math.exp(MAX_LOG_RATIO)
 """Where a ratio is cut off."""
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Difference of log-probabilities at the sampled tokens.
-
-    Args:
-        log_prob: ``[N, S]`` floating: the numerator.
-        old_log_prob: ``[N, S]`` floating: the denominator.
-        mask: ``[N, S]`` bool, true on sampled tokens.
-
-    Returns:
-        ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``mask`` is not boolean.
-
-    Examples:
-        >>> mask = torch.tensor([[True, False]])
-        >>> log_ratio(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-3.0, torch.nan]]), mask)
-        tensor([[2., 0.]])
-    """
+    """Difference of log-probabilities at the sampled tokens: ``[N, S]`` float32, zero on masked ones."""
     check_mask("mask", mask, log_prob.shape)
     check_shape("old_log_prob", old_log_prob, log_prob.shape)
     return torch.where(mask, log_prob.float() - old_log_prob.float(), 0.0)
 
 
 def sampler_log_ratio(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """:func:`log_ratio` of the old policy to the sampler; a constant of the rows.
-
-    Args:
-        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
-        sampler_log_prob: ``[N, S]`` floating, as sampled.
-        mask: ``[N, S]`` bool, true on sampled tokens.
-
-    Returns:
-        ``[N, S]`` float32 without gradient, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``mask`` is not boolean.
-    """
+    """:func:`log_ratio` of the old policy to the sampler; a constant of the rows."""
     check_shape("sampler_log_prob", sampler_log_prob, old_log_prob.shape)
     return log_ratio(old_log_prob, sampler_log_prob, mask).detach()
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Exponentiate a log-ratio, which is first cut off at ±20.
-
-    Args:
-        log_ratio: Floating, any shape.
-
-    Returns:
-        The ratio, the same shape; where it was cut off its gradient is 0.
+    """Exponentiate a log-ratio, which is first cut off at ±20: there its gradient is 0.
 
     Examples:
         >>> ratio_of(torch.tensor([0.0, 1000.0])).isfinite()
@@ -91,10 +54,6 @@ def sequence_sum(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> mask = torch.tensor([[True, True, False, True]])
@@ -122,10 +81,6 @@ def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) 
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> mask = torch.tensor([[True, True, False]])
@@ -155,10 +110,6 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
     Returns:
         Scalar float32 in [0, 1]; 0 if nothing is sampled.
 
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> mask = torch.ones(1, 4, dtype=torch.bool)
         >>> effective_sample_size(torch.tensor([[0.0, 2.0, 0.0, 2.0]]), mask)
@@ -174,19 +125,8 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_side(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Say on which side of the bounds each token's ratio lies.
+    """Say on which side of the bounds each ratio lies: int8, -1 below, 1 above, 0 between.
 
-    Args:
-        ratio: ``[N, S]`` floating; within the bounds on masked tokens, as what
-            :func:`log_ratio` gives is.
-        low: Lower bound of the ratio.
-        high: Upper bound.
-
-    Returns:
-        ``[N, S]`` int8: -1 below the bounds, 1 above them, 0 between.
-
-    Examples:
-        >>> clip_side(torch.tensor([[0.5, 1.0, 2.0]]), 0.8, 1.2)
-        tensor([[-1,  0,  1]], dtype=torch.int8)
+    On masked tokens the ratio lies within the bounds, as what :func:`log_ratio` gives does.
     """
     return (ratio - ratio.clamp(low, high)).sign_().to(torch.int8)

@@ -37,9 +37,6 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     Returns:
         The estimate per token, float32.
 
-    Raises:
-        ValueError: If shapes differ or ``kind`` is unknown.
-
     Examples:
         >>> import torch
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k1")

@@ -16,14 +16,15 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.checks import check_shape
-from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 from torchrl_mt.objectives.metrics import summary
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.sources import RewardSource, ask
-from torchrl_mt.objectives.row_batch import check_real
-from torchrl_mt.objectives.rows import check_finite, check_like, read_entry, read_objects
+from torchrl_mt.objectives.rows.batch import check_real
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import check_finite, check_like, read_entry, read_objects
+from torchrl_mt.scoring.passes import Passes, find_passes
 
 OWN: Literal["episode"] = "episode"
 DEFAULT = "default"
@@ -62,7 +63,8 @@ class RewardMix(nn.Module):
             their own is. With one, each label must have its recipe, for none stands in for another;
             ``"default"`` is that of rows without one (the entry is missing, or None).
         transform: What :meth:`transformed` does with the sum; nothing by default.
-        **options: Passed to :class:`~torchrl_mt.objectives.ModelReward`.
+        passes: How rows are cut into forward passes of reward models.
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Raises:
         TypeError: If a source is none.
@@ -88,12 +90,18 @@ class RewardMix(nn.Module):
     """
 
     def __init__(
-        self, recipe: Recipe, *, transform: RewardTransform | None = None, **options: Any
+        self,
+        recipe: Recipe,
+        *,
+        transform: RewardTransform | None = None,
+        passes: Passes | None = None,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         self.transform = transform
         self.by_label = isinstance(recipe, Mapping)
         """Whether labels are read."""
+        self.passes = find_passes(passes, keywords)
         self.sources: list[Source] = []
         self.names: list[str] = []
         self.weights: dict[str, dict[int, float]] = {}
@@ -105,12 +113,12 @@ class RewardMix(nn.Module):
             mine = self.weights[label] = {}
             for pair in pairs:
                 source, weight = _pair(label, pair)
-                index = self._index(source, options)
+                index = self._index(source)
                 mine[index] = mine.get(index, 0.0) + weight
         # Modules are registered, so that they move with their owner.
         self.models = nn.ModuleList([s for s in self.sources if isinstance(s, nn.Module)])
 
-    def _index(self, source: Source, options: Mapping[str, Any]) -> int:
+    def _index(self, source: Source) -> int:
         """The number of a source that may be there already."""
         for i, known in enumerate(self.sources):
             if known is source or (isinstance(known, ModelReward) and known.model is source):
@@ -119,7 +127,7 @@ class RewardMix(nn.Module):
             if isinstance(source, _METHODS) and isinstance(known, _METHODS) and known == source:
                 return i
         if isinstance(source, nn.Module) and not isinstance(source, ModelReward):
-            source = ModelReward(source, **options)
+            source = ModelReward(source, passes=self.passes)
         name = source if isinstance(source, str) else _name(source)
         same = sum(other == name or other.startswith(f"{name}#") for other in self.names)
         self.sources.append(source)
@@ -143,9 +151,7 @@ class RewardMix(nn.Module):
         *,
         valid: Tensor | None = None,
         shown: TensorDictBase | None = None,
-        reward_key: NestedKey = _rows.REWARDS,
-        label_key: NestedKey = _rows.LABEL,
-        mask_key: NestedKey = _rows.ASSISTANT_MASK,
+        keys: ExperienceKeys | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Ask all sources and add them up.
 
@@ -155,9 +161,7 @@ class RewardMix(nn.Module):
             valid: ``[N]`` bool: rejected rows, false here, are given to no source, enter no metric
                 and have the reward 0.
             shown: The same rows under their usual keys, as sources are given them; ``rows`` by default.
-            reward_key: Where the episodes' own rewards are.
-            label_key: Where each row's label is, non-tensor.
-            mask_key: Where the mask of sampled tokens is, for errors.
+            keys: Where the episodes' own rewards and the labels, non-tensor, lie in ``rows``.
 
         Returns:
             The reward, ``[N, S]`` float32, zero on masked tokens; and of each label and source the
@@ -173,64 +177,59 @@ class RewardMix(nn.Module):
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
         shown = rows if shown is None else shown
-        labels = self._labels(rows, episodes, label_key, valid)
+        keys = ExperienceKeys() if keys is None else keys
+        labels = self._labels(rows, episodes, keys.label, valid)
+        device = episodes.mask.device
         # Rejected rows have no label, and so no source.
-        number: dict[str | None, int] = {label: k for k, label in enumerate(self.weights)}
-        of_row = torch.tensor([number.get(x, -1) for x in labels], device=episodes.mask.device)
-        used = set(labels)
-        asked: list[int] = []
-        calls: list[tuple[str, RewardSource, TensorDictBase]] = []
-        places: list[Tensor] = []
-        total = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
+        of_label = {
+            label: torch.tensor([x == label for x in labels], device=device)
+            for label in self.weights
+            if label in labels
+        }
         scored: dict[int, Tensor] = {}
+        places: dict[int, Tensor] = {}
         for i, source in enumerate(self.sources):
-            wanted = [number[x] for x in self.weights if x in used and i in self.weights[x]]
-            wants = torch.isin(
-                of_row, torch.tensor(wanted, dtype=of_row.dtype, device=of_row.device)
-            )
-            if not wanted:
+            asking = [here for label, here in of_label.items() if i in self.weights[label]]
+            if not asking:
                 continue
+            wants = torch.stack(asking).any(0)
             if source == OWN:
-                own = read_entry(rows, reward_key, _rows.REWARDS)
-                check_like(reward_key, own, mask_key, episodes.mask.shape)
-                check_real(reward_key, own)
-                wants = wants.unsqueeze(-1)
-                check_finite(
-                    reward_key,
-                    own,
-                    wants.expand_as(own),
-                    shown.get(_rows.EPISODE, None),
-                    "what made the rewards is at fault; drop the episode or mark it as not valid.",
-                )
-                scored[i] = _on_sampled(torch.where(wants, own, 0.0), episodes, shown)
+                own = _own(rows, keys, wants.unsqueeze(-1), episodes)
+                scored[i] = _on_sampled(own, episodes, shown)
                 continue
             if getattr(source, "per_episode", False):
                 outcome = torch.zeros_like(wants)
                 outcome[episodes.outcome_rows()] = True
                 wants &= outcome
             place = wants.nonzero().squeeze(-1)
-            if not len(place):
-                continue
-            asked.append(i)
-            places.append(place)
-            # By index, which copies: a source cannot change the rows of its caller.
-            calls.append((self.names[i], cast(RewardSource, source), shown[place]))
-        for i, place, answer in zip(asked, places, ask(calls), strict=True):
-            scored[i] = _place(self.names[i], answer.to(total.device), place, episodes, shown)
+            if len(place):
+                places[i] = place
+        # By index, which copies: a source cannot change the rows of its caller.
+        calls = [
+            (self.names[i], cast(RewardSource, self.sources[i]), shown[place])
+            for i, place in places.items()
+        ]
+        for (i, place), answer in zip(places.items(), ask(calls), strict=True):
+            scored[i] = _place(self.names[i], answer.to(device), place, episodes, shown)
+        return self._sum(scored, of_label, episodes)
 
+    def _sum(
+        self, scored: Mapping[int, Tensor], of_label: Mapping[str, Tensor], episodes: EpisodeIndex
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Weigh what the sources gave ``[N, S]`` by the rows ``[N]`` of each label, and report it."""
+        total = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
         metrics: dict[str, float] = {}
-        episode_label = torch.zeros_like(episodes.last_token).scatter(0, episodes.of_row, of_row)
         sampled = episodes.last_token >= 0
-        for label, weights in self.weights.items():
-            if label not in used:
-                continue
-            here, rows_here = sampled & (episode_label == number[label]), of_row == number[label]
-            for i, weight in weights.items():
+        for label, rows in of_label.items():
+            here = torch.zeros_like(sampled)
+            here[episodes.of_row[rows]] = True
+            here &= sampled
+            for i, weight in self.weights[label].items():
                 if i in scored:
-                    total += torch.where(rows_here.unsqueeze(-1), weight * scored[i], 0.0)
+                    total += torch.where(rows.unsqueeze(-1), weight * scored[i], 0.0)
                     score = episodes.total(scored[i].double())[here]
                     metrics |= summary(f"reward/{label}/{self.names[i]}", score)
-            self._check_sum(label, total[rows_here])
+            self._check_sum(label, total[rows])
             metrics |= summary(f"reward/{label}", episodes.total(total.double())[here])
         return total, metrics
 
@@ -324,6 +323,18 @@ class RewardMix(nn.Module):
         return labels
 
 
+def _own(
+    rows: TensorDictBase, keys: ExperienceKeys, wants: Tensor, episodes: EpisodeIndex
+) -> Tensor:
+    """The episodes' own rewards ``[N, S]`` on the rows that want them, ``[N, 1]`` bool."""
+    own = read_entry(rows, keys.reward, ExperienceKeys.reward)
+    check_like(keys.reward, own, keys.assistant_mask, episodes.mask.shape)
+    check_real(keys.reward, own)
+    hint = "what made the rewards is at fault; drop the episode or mark it as not valid."
+    check_finite(keys.reward, own, wants.expand_as(own), rows.get(keys.episode, None), hint)
+    return torch.where(wants, own, 0.0)
+
+
 def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) -> Tensor:
     """Put rewards ``[N, S]`` on sampled tokens of their rows, or else of their episodes.
 
@@ -336,7 +347,7 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
     if not len(lost):
         return placed
     n, t = lost.unbind(-1)
-    turns, episode = read_entry(rows, _rows.TURNS), episodes.of_row[n]
+    turns, episode = read_entry(rows, ExperienceKeys.turns), episodes.of_row[n]
     # Padding has no turn: what lies on it is of the turn before it.
     turn, sampled = turns.cummax(-1).values[n, t], turns.flatten()[episodes.token]
     width = int(torch.cat([turn, sampled]).max()) + 2

@@ -5,14 +5,17 @@ Padding is known by the mask alone, so where it lies, and which token fills it, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_mt.objectives import rows as _rows
-from torchrl_mt.objectives.rows import read_entry
-from torchrl_mt.scoring.forward import check_dtype, run_model, scoring_mode
-from torchrl_mt.scoring.packing import check_micro_batch, micro_batches
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry
+from torchrl_mt.scoring.forward import run_model, scoring_mode
+from torchrl_mt.scoring.packing import micro_batches
+from torchrl_mt.scoring.passes import Passes, find_passes
 
 
 class ModelReward(nn.Module):
@@ -24,12 +27,11 @@ class ModelReward(nn.Module):
             ``[n, 1]``, or for each token, ``[n, L]`` or ``[n, L, 1]``, or an object with such
             ``logits``. Rows come to it padded on the right.
         name: Its name in metrics.
-        micro_batch_size: Most rows of one forward pass.
-        micro_batch_tokens: Most tokens of one forward pass, padding included.
-        dtype: Run it in mixed precision: bfloat16 or float16.
+        passes: How rows are cut into forward passes; they are never packed.
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Raises:
-        ValueError: If the model has several labels, or an argument is out of range.
+        ValueError: If the model has several labels, or a number is out of range.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -54,21 +56,16 @@ class ModelReward(nn.Module):
         model: nn.Module,
         *,
         name: str = "model",
-        micro_batch_size: int | None = None,
-        micro_batch_tokens: int | None = None,
-        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         labels = getattr(getattr(model, "config", None), "num_labels", 1)
         if isinstance(getattr(model, "score", None), nn.Module) and labels != 1:
             raise ValueError(f"a reward model must have num_labels=1, got {labels}.")
-        check_micro_batch(micro_batch_size, micro_batch_tokens)
-        check_dtype(dtype)
         self.model = model
         self.name = name
-        self.micro_batch_size = micro_batch_size
-        self.micro_batch_tokens = micro_batch_tokens
-        self.dtype = dtype
+        self.passes = find_passes(passes, keywords)
 
     def forward(self, rows: TensorDictBase) -> Tensor:
         """Score rows.
@@ -82,20 +79,21 @@ class ModelReward(nn.Module):
         Raises:
             ValueError: If the model returns scores of another shape.
         """
-        tokens = read_entry(rows, _rows.TOKENS)
-        attention_mask = read_entry(rows, _rows.ATTENTION_MASK)
+        tokens = read_entry(rows, ExperienceKeys.action)
+        attention_mask = read_entry(rows, ExperienceKeys.attention_mask)
 
         scores = torch.zeros(len(tokens), device=tokens.device)
         lengths = attention_mask.sum(-1)
         with scoring_mode(self.model):
-            for part in micro_batches(lengths, self.micro_batch_size, self.micro_batch_tokens):
+            most = self.passes.micro_batch_size, self.passes.micro_batch_tokens
+            for part in micro_batches(lengths, *most):
                 part = part.to(tokens.device)
                 scores[part] = self._score(tokens[part], attention_mask[part]).to(scores)
         return scores
 
     def _score(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """Score some rows at once."""
-        length = attention_mask.sum(-1).clamp(min=1)
+        length, dtype = attention_mask.sum(-1).clamp(min=1), self.passes.dtype
         # A stable sort takes the attended tokens to the left, in order.
         order = (~attention_mask).int().argsort(dim=-1, stable=True)[:, : int(length.max())]
         attended = torch.arange(order.shape[1], device=tokens.device) < length.unsqueeze(-1)
@@ -106,12 +104,10 @@ class ModelReward(nn.Module):
         if isinstance(head, nn.Module) and isinstance(body, nn.Module) and body is not self.model:
             # The classifier itself would look for the last token that differs from the padding
             # token, and take a row that ends with one for shorter than it is.
-            hidden = run_model(body, inputs, self.dtype)[0]
-            with torch.autocast(
-                hidden.device.type, dtype=self.dtype, enabled=self.dtype is not None
-            ):
+            hidden = run_model(body, inputs, dtype)[0]
+            with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None):
                 return head(_at(hidden, length - 1)).squeeze(-1)
-        output = run_model(self.model, inputs, self.dtype)
+        output = run_model(self.model, inputs, dtype)
         scores = output if isinstance(output, Tensor) else output.logits
         n, width = given.shape
         if scores.shape in ((n,), (n, 1)):

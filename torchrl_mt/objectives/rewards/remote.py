@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_mt.http_client import HttpClient, HttpError
-from torchrl_mt.objectives import rows as _rows
 from torchrl_mt.objectives.rewards.sources import wait_all
-from torchrl_mt.objectives.rows import read_entry, read_objects
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_entry, read_objects
 
 REFERENCE = "reference"
 _QUOTED = 200
@@ -164,10 +164,9 @@ class RemoteReward:
 
     def _bodies(self, rows: TensorDictBase) -> list[dict[str, list[Any]]]:
         """The requests, with no tensor left in them."""
-        tokens, attended, mask = (
-            read_entry(rows, key)
-            for key in (_rows.TOKENS, _rows.ATTENTION_MASK, _rows.ASSISTANT_MASK)
-        )
+        tokens = read_entry(rows, ExperienceKeys.action)
+        attended = read_entry(rows, ExperienceKeys.attention_mask)
+        mask = read_entry(rows, ExperienceKeys.assistant_mask)
         before = attended & (mask.cumsum(-1) == 0)
         columns = {"queries": self._texts(tokens, attended), "prompts": self._texts(tokens, before)}
         key = REFERENCE if self.reference_key is None else self.reference_key

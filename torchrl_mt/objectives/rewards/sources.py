@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -27,20 +28,11 @@ _T = TypeVar("_T")
 
 
 def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tensor]:
-    """Ask sources about rows; those that answer with an awaitable are waited for together.
+    """Ask sources about rows, ``(name, source, rows)`` each, for ``[n]`` or ``[n, S]`` float32.
 
-    Awaitables run on an event loop of their own, which also works where one is running already. If
-    one fails the others are cancelled.
-
-    Args:
-        calls: Name, source and rows of each call.
-
-    Returns:
-        Each source's answer, ``[n]`` or ``[n, S]`` float32.
-
-    Raises:
-        TypeError: If an answer is no tensor or sequence of numbers.
-        ValueError: If an answer has the wrong shape or is not finite.
+    Those that answer with an awaitable are waited for together, on an event loop of their own, which
+    also works where one is running already. If one fails the others are cancelled. An answer that is
+    no tensor or sequence of finite numbers, or of another shape, is refused.
     """
     answers: list[Any] = []
     try:
@@ -53,7 +45,7 @@ def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tenso
         raise
     waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
     if waiting:
-        for i, answer in zip(waiting, _run(answers[i] for i in waiting), strict=True):
+        for i, answer in zip(waiting, _run([answers[i] for i in waiting]), strict=True):
             answers[i] = answer
     return [
         _checked(name, answer, rows) for (name, _, rows), answer in zip(calls, answers, strict=True)
@@ -61,14 +53,7 @@ def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tenso
 
 
 async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Wait for all; when one fails, cancel the others and fail with it.
-
-    Args:
-        coroutines: What to wait for.
-
-    Returns:
-        The results, in order.
-    """
+    """Give the results of all, in order; when one fails, cancel the others and fail with it."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -78,63 +63,48 @@ async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _run(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
+def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     """Wait from outside of any loop, or in another thread if one is running in this."""
-
-    def run() -> list[Any]:
-        return asyncio.run(_as_coroutine(awaitables))
-
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run()
-    outcome: list[Any] = []
+        return asyncio.run(wait_all(awaitables))
+    outcome: Future[list[Any]] = Future()
 
-    def keep() -> None:
+    def run() -> None:
         try:
-            outcome.append((run(), None))
+            outcome.set_result(asyncio.run(wait_all(awaitables)))
         except BaseException as error:
-            outcome.append((None, error))
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=keep, name="rewards", daemon=True)
-    thread.start()
-    thread.join()
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
-
-
-def _as_coroutine(awaitables: Iterable[Awaitable[_T]]) -> Coroutine[Any, Any, list[_T]]:
-    """What ``asyncio.run`` takes."""
-    return wait_all(awaitables)
+    # A daemon: who interrupts the wait, in a notebook say, does not wait for the source.
+    threading.Thread(target=run, name="rewards", daemon=True).start()
+    return outcome.result()
 
 
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
     """The answer as ``[n]`` or ``[n, S]`` float32."""
+    asked = f"reward source {name!r} must answer with"
     try:
         reward = torch.as_tensor(answer).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"reward source {name!r} must answer with a tensor or a sequence of numbers, got "
-            f"{type(answer).__name__}: {error}"
+            f"{asked} a tensor or a sequence of numbers, got {type(answer).__name__}: {error}"
         ) from error
     if reward.is_complex():
-        raise TypeError(
-            f"reward source {name!r} must answer with real numbers, got {reward.dtype}."
-        )
+        raise TypeError(f"{asked} real numbers, got {reward.dtype}.")
     reward = reward.float()
     n = len(rows)
     if reward.ndim not in (1, 2) or reward.shape[0] != n:
         raise ValueError(
-            f"reward source {name!r} must answer with one number for each of the {n} rows, [{n}], or "
-            f"one for each of their tokens, [{n}, S], got shape {tuple(reward.shape)}."
+            f"{asked} one number for each of the {n} rows, [{n}], or one for each of their tokens, "
+            f"[{n}, S], got shape {tuple(reward.shape)}."
         )
     bad = (~reward.isfinite()).nonzero()
     if len(bad):
         at = tuple(bad[0].tolist())
         raise ValueError(
-            f"reward source {name!r} must answer with finite numbers, got {float(reward[at])} for row "
-            f"{at[0]} of the rows that it was given."
+            f"{asked} finite numbers, got {float(reward[at])} for row {at[0]} of the rows that it was "
+            "given."
         )
     return reward

@@ -34,12 +34,7 @@ def cispo(
             the paper; weights of at most 5 are those of https://arxiv.org/abs/2510.13786.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the ratio
-        lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
-
-    Raises:
-        ValueError: If shapes differ or bounds are out of range.
-        TypeError: If ``mask`` is not boolean.
+        Loss per token and the side on which the ratio lies outside the bounds, as of :func:`ppo`.
 
     Examples:
         >>> log_prob = torch.tensor([[-0.5]], requires_grad=True)

@@ -45,10 +45,6 @@ def decoupled_ppo(
         Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which ``u`` lies
         outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
-    Raises:
-        ValueError: If shapes differ, bounds are out of range or ``weight_cap`` is not positive.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> zero, one = torch.zeros(1, 1), torch.ones(1, 1)
         >>> sampler = torch.tensor([[0.5]]).log()

@@ -48,10 +48,6 @@ def gmpo(
         Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the token's
         ratio lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
-    Raises:
-        ValueError: If shapes differ, bounds are out of range or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> log_prob, old = torch.tensor([[0.6, -0.4]]), torch.zeros(1, 2)
         >>> gmpo(log_prob, old, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))

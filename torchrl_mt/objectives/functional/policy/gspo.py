@@ -42,10 +42,6 @@ def gspo(
         Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the
         sequence's ratio lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
-    Raises:
-        ValueError: If shapes differ, bounds are out of range or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> log_prob, old = torch.tensor([[0.1, -0.1]]), torch.zeros(1, 2)
         >>> gspo(log_prob, old, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))[0]
@@ -87,10 +83,6 @@ def gspo_token(
 
     Returns:
         As :func:`gspo`.
-
-    Raises:
-        ValueError: If shapes differ, bounds are out of range or a sampled token has no turn.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> log_prob = torch.zeros(1, 2, requires_grad=True)

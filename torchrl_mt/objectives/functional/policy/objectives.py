@@ -41,14 +41,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def takes(function: Callable, name: str) -> bool:
-    """Say whether a function has a parameter of this name.
-
-    Args:
-        function: Any callable, a ``functools.partial`` too.
-        name: Of the parameter.
-
-    Returns:
-        Whether it can be given by keyword.
+    """Say whether a function, or a ``functools.partial``, can be given a keyword of this name.
 
     Examples:
         >>> takes(gspo, "turns"), takes(ppo, "turns")

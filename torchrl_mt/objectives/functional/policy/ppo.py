@@ -44,10 +44,6 @@ def ppo(
         Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the ratio
         lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
 
-    Raises:
-        ValueError: If shapes differ, bounds are out of range or ``dual_clip`` is not above 1.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> log_prob, old = torch.tensor([[1.5, 0.9]]).log(), torch.zeros(1, 2)
         >>> ppo(log_prob, old, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))
@@ -68,15 +64,9 @@ def ppo(
 def pessimistic(
     ratio: Tensor, advantage: Tensor, clip_epsilon: float | tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Take the worse one of the plain and the clipped objective.
+    """Take the worse one of the plain and the clipped objective, and say where it was clipped.
 
-    Args:
-        ratio: ``[N, S]`` float32, 1 on masked tokens.
-        advantage: ``[N, S]`` float32, zero on masked tokens.
-        clip_epsilon: ``(low, high)``, or a number for both.
-
-    Returns:
-        Loss per token and the side on which the ratio lies outside the bounds, as of :func:`ppo`.
+    On masked tokens ``ratio`` is 1 and ``advantage`` 0, both ``[N, S]`` float32.
     """
     low, high = check_clip_epsilon(clip_epsilon)
     low, high = 1.0 - low, 1.0 + high

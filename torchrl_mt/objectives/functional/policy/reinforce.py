@@ -27,10 +27,6 @@ def reinforce(
     Returns:
         Loss per token ``[N, S]`` float32, zero on masked tokens, and clip sides that are all 0.
 
-    Raises:
-        ValueError: If shapes differ.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> log_prob, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
         >>> reinforce(log_prob, log_prob, torch.tensor([[2.0, 3.0]]), mask)[0].sum()

@@ -41,10 +41,6 @@ def sapo(
     Returns:
         Loss per token ``[N, S]`` float32, zero on masked tokens, and clip sides that are all 0.
 
-    Raises:
-        ValueError: If shapes differ or a temperature is not positive.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> log_prob = torch.tensor([[0.0, 2.0]], requires_grad=True)
         >>> mask = torch.ones(1, 2, dtype=torch.bool)

@@ -1,6 +1,8 @@
-"""Each episode's sampled tokens in the order in which they were sampled, whatever rows they lie in.
+"""Episodes and turns of a batch of rows: which sampled tokens are theirs, in order of time.
 
-How a forked episode was cut into rows, and the order of the rows, change nothing here.
+How a forked episode was cut into rows, and the order of the rows, change nothing here. A turn is one
+(episode, turn id) pair with at least one sampled token, whichever rows its tokens lie in; it counts
+once however many tokens it has.
 """
 
 from __future__ import annotations
@@ -10,11 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import (
-    check_rows,
-    check_sampled_turns,
-    check_shape,
-)
+from torchrl_mt.checks import check_rows, check_sampled_turns, check_shape
+from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -66,21 +65,12 @@ def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -
     Returns:
         The order, and what is read by it.
 
-    Raises:
-        ValueError: If shapes differ or a sampled token has a negative turn id.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> mask = torch.tensor([[True, True], [False, True]])
         >>> index_episodes(mask, torch.tensor([[0, 2], [1, 1]]), torch.tensor([7, 7])).token
         tensor([0, 3, 1])
     """
-    check_rows(mask)
-    check_shape("turns", turns, mask.shape)
-    if episode is None:
-        episode = torch.arange(mask.shape[0], device=mask.device)
-    check_shape("episode", episode, mask.shape[:1])
-    ids, of_row = torch.unique(episode, return_inverse=True)
+    ids, of_row = _episodes(mask, turns, episode)
     width = max(1, mask.shape[1])
     token = mask.flatten().nonzero().squeeze(-1)
     turn = turns.flatten()[token]
@@ -92,3 +82,99 @@ def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -
     last = torch.full_like(ids, -1, dtype=torch.long)
     last[count > 0] = token[count.cumsum(0)[count > 0] - 1]
     return EpisodeIndex(mask, token, of_token, of_row, last)
+
+
+@dataclass(frozen=True)
+class TurnIndex:
+    """The ``K`` turns of a batch of rows, ordered by episode, then by turn id."""
+
+    mask: Tensor
+    """``[N, S]`` bool, true on sampled tokens."""
+    of_token: Tensor
+    """``[M]`` int64: the turn (0 to K - 1) of each of the ``M`` sampled tokens, row-major."""
+    first_token: Tensor
+    """``[K]`` int64: each turn's first sampled token, as an index into the flattened rows."""
+    last_token: Tensor
+    """``[K]`` int64: each turn's last sampled token, as an index into the flattened rows."""
+    episode: Tensor
+    """``[K]`` int64: episode of each turn; the episodes that have one, numbered from 0."""
+    turn: Tensor
+    """``[K]`` int64: turn id of each turn."""
+
+    def total(self, per_token: Tensor) -> Tensor:
+        """Sum ``[N, S]`` values over each turn's sampled tokens: ``[K]``."""
+        zeros = per_token.new_zeros(self.turn.shape)
+        return zeros.index_add(0, self.of_token, per_token[self.mask])
+
+    def read(self, per_token: Tensor) -> Tensor:
+        """Value at each turn's first sampled token: ``[N, S]`` to ``[K]``."""
+        return per_token.flatten()[self.first_token]
+
+    def write(self, per_turn: Tensor) -> Tensor:
+        """Repeat each turn's value on its sampled tokens, zero elsewhere: ``[K]`` to ``[N, S]``."""
+        out = per_turn.new_zeros(self.mask.shape)
+        return out.masked_scatter(self.mask, per_turn[self.of_token])
+
+    def opens_episode(self) -> Tensor:
+        """Whether each turn is the first of its episode: ``[K]`` bool."""
+        opens = torch.ones_like(self.episode, dtype=torch.bool)
+        opens[1:] = self.episode[1:] != self.episode[:-1]
+        return opens
+
+    def discount_to_next(self, gamma: float) -> Tensor:
+        """Discount from each turn to the next one of its episode, 0 if none is: ``[K]``.
+
+        Time is the difference of turn ids: a turn without a sampled token took its time.
+        """
+        discount = torch.zeros(
+            self.turn.shape, dtype=accumulation_dtype(self.turn.device), device=self.turn.device
+        )
+        wait = (self.turn[1:] - self.turn[:-1]).clamp(min=0)
+        discount[:-1] = torch.where(self.opens_episode()[1:], 0.0, gamma ** wait.to(discount.dtype))
+        return discount
+
+
+def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> TurnIndex:
+    """Find the turns of a batch of rows.
+
+    Args:
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
+        episode: ``[N]`` int64 episode id of each row; without it every row is an episode.
+
+    Returns:
+        The turns, ordered by episode, then by turn id.
+
+    Examples:
+        >>> mask = torch.tensor([[True, True, False, True]])
+        >>> index_turns(mask, torch.tensor([[0, 0, 1, 1]])).turn
+        tensor([0, 1])
+    """
+    row = _episodes(mask, turns, episode)[1]
+    token = mask.flatten().nonzero().squeeze(-1)
+    turn = turns.flatten()[token].long()
+    if not token.numel():
+        return TurnIndex(mask, token, token, token, turn, turn)
+    check_sampled_turns(turn)
+    high = int(turn.max())
+    key = row[token // mask.shape[1]] * (high + 1) + turn
+    # Tokens of a turn come in runs: sort the runs, which are few, not the tokens.
+    runs, run_of_token = torch.unique_consecutive(key, return_inverse=True)
+    key, turn_of_run = torch.unique(runs, return_inverse=True)
+    of_token = turn_of_run[run_of_token]
+    first = torch.full_like(key, mask.numel()).scatter_reduce(0, of_token, token, "amin")
+    last = torch.zeros_like(key).scatter_reduce(0, of_token, token, "amax")
+    # Episodes without a sampled token have no turn, and get no number.
+    numbered = torch.unique_consecutive(key // (high + 1), return_inverse=True)[1]
+    return TurnIndex(mask, of_token, first, last, numbered, key % (high + 1))
+
+
+def _episodes(mask: Tensor, turns: Tensor, episode: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The ids of episodes ``[E]``, ascending, and the place of each row's among them ``[N]``."""
+    check_rows(mask)
+    check_shape("turns", turns, mask.shape)
+    if episode is None:
+        each = torch.arange(mask.shape[0], device=mask.device)
+        return each, each
+    check_shape("episode", episode, mask.shape[:1])
+    return torch.unique(episode, return_inverse=True)

@@ -1,7 +1,8 @@
-"""Generalised advantage estimation over a row's sampled tokens, wherever they lie.
+"""Generalised advantage estimation: over a row, a whole episode, turns, and tokens within turns.
 
-A masked-out token takes no time: gamma and lambda count sampled tokens, and the next value of a
-token is that of the next sampled one, however many environment tokens lie in between.
+A masked-out token takes no time: the next value of a token is that of the next sampled one, however
+many environment tokens lie in between. Over episodes, how an episode was cut into rows changes nothing:
+what it earned at its end reaches the tokens of its earlier rows.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_gae
+from torchrl_mt.checks import check_mask, check_shape, check_unit_interval
+from torchrl_mt.objectives.functional.time.episodes import TurnIndex, index_episodes, index_turns
 from torchrl_mt.objectives.functional.time.recurrence import (
     accumulation_dtype,
     from_the_end_,
+    reverse_linear_recurrence,
     sampled_so_far,
 )
-from torchrl_mt.objectives.functional.time.sampled import first_sampled_token, only_sampled_
+from torchrl_mt.objectives.functional.time.sampled import (
+    first_sampled_token,
+    only_sampled_,
+    rewards_on_sampled,
+)
 
 
 def masked_gae(
@@ -41,10 +48,6 @@ def masked_gae(
     Returns:
         Advantage and return (advantage + value), ``[..., S]`` float32, zero on masked tokens.
 
-    Raises:
-        ValueError: If shapes differ or a discount is out of range.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> reward = torch.tensor([[0.0, 0.0, 1.0]])
         >>> value = torch.tensor([[0.5, 9.0, 0.5]])
@@ -53,7 +56,7 @@ def masked_gae(
         >>> advantage, returns
         (tensor([[0.2500, 0.0000, 0.5000]]), tensor([[0.7500, 0.0000, 1.0000]]))
     """
-    check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
+    _check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
     if not mask.numel():
         return reward.float(), reward.float()
     count = sampled_so_far(mask)
@@ -71,3 +74,224 @@ def masked_gae(
     returns = only_sampled_(lambda_return.to(torch.float32).flip(-1), mask)
     lambda_return.sub_(value.flip(-1))
     return only_sampled_(lambda_return.to(torch.float32).flip(-1), mask), returns
+
+
+def episode_gae(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    turns: Tensor,
+    gamma: float,
+    lmbda: float,
+    *,
+    episode: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimate of every sampled token over its whole episode.
+
+    The recursion of :func:`masked_gae` (https://arxiv.org/abs/1506.02438) over each episode's sampled
+    tokens in the order in which they were sampled: by turn, and by position within a turn. A reward
+    on a masked token belongs to the last sampled token before it in its row, or to the row's first.
+
+    Args:
+        reward: ``[N, S]`` floating.
+        value: ``[N, S]`` floating; not read on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
+        gamma: Discount per sampled token, in [0, 1].
+        lmbda: Trace decay per sampled token, in [0, 1].
+        episode: ``[N]`` int64 episode id of each row: the rows of one episode are one sequence of
+            tokens. Without it every row stands alone.
+
+    Returns:
+        Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
+
+    Examples:
+        >>> mask = torch.tensor([[True, True], [False, True]])
+        >>> turns, episode = torch.tensor([[0, 0], [1, 1]]), torch.tensor([7, 7])
+        >>> reward, value = torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 2)
+        >>> episode_gae(reward, value, mask, turns, gamma=1.0, lmbda=0.5, episode=episode)[0]
+        tensor([[0.2500, 0.5000],
+                [0.0000, 1.0000]])
+    """
+    _check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
+    check_shape("turns", turns, reward.shape)
+    index = index_episodes(mask, turns, episode)
+    dtype = accumulation_dtype(reward.device)
+    earned = rewards_on_sampled(reward, mask, dtype=dtype).flatten()[index.token]
+    at_token = value.flatten()[index.token].to(dtype)
+    ends = index.ends()
+    next_value = torch.nn.functional.pad(at_token[1:], (0, min(1, len(at_token))))
+    delta = earned + torch.where(ends, 0.0, gamma * next_value) - at_token
+    decay = torch.where(ends, 0.0, gamma * lmbda).to(dtype)
+    longest = int(torch.bincount(index.of_token, minlength=1).max())
+    advantage = reverse_linear_recurrence(delta, decay, longest=longest)
+    return index.write(advantage.float()), index.write((advantage + at_token).float())
+
+
+def turn_gae(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    turns: Tensor,
+    gamma: float,
+    lmbda: float,
+    *,
+    episode: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimate of every turn, repeated on the turn's sampled tokens.
+
+    With ``r[k]`` the sum of the rewards that belong to turn ``k`` and ``V[k]`` the value at its first
+    sampled token, which is that of the history up to and including the observation that the turn
+    answers (Turn-PPO, https://arxiv.org/abs/2512.17008)::
+
+        delta[k] = r[k] + gamma * V[k + 1] - V[k]
+        A[k]     = delta[k] + gamma * lmbda * A[k + 1]
+
+    with ``V = A = 0`` after the episode's last turn. Where turn ids skip numbers, ``gamma`` is raised
+    to their difference: a turn without a sampled token took its time. A reward on a masked token
+    belongs to the turn of the last sampled token before it, or of the row's first sampled token.
+
+    Args:
+        reward: ``[N, S]`` floating.
+        value: ``[N, S]`` floating; read at each turn's first sampled token only.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
+        gamma: Discount per turn, in [0, 1].
+        lmbda: Trace decay per turn, in [0, 1].
+        episode: ``[N]`` int64 episode id of each row: the rows of one episode are one sequence of
+            turns. Without it every row stands alone.
+
+    Returns:
+        Advantage and return (advantage + value) of each token's turn, ``[N, S]`` float32, zero on
+        masked tokens.
+
+    Examples:
+        >>> reward = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+        >>> value = torch.tensor([[0.5, 9.0, 9.0, 0.5]])
+        >>> mask = torch.tensor([[True, True, False, True]])
+        >>> turns = torch.tensor([[0, 0, 1, 1]])
+        >>> advantage, returns = turn_gae(reward, value, mask, turns, gamma=1.0, lmbda=0.5)
+        >>> advantage, returns
+        (tensor([[0.2500, 0.2500, 0.0000, 0.5000]]), tensor([[0.7500, 0.7500, 0.0000, 1.0000]]))
+    """
+    _check_gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
+    index = index_turns(mask, turns, episode)
+    dtype = accumulation_dtype(reward.device)
+    earned = index.total(rewards_on_sampled(reward, mask, dtype=dtype))
+    at_turn = index.read(value).to(dtype)
+    advantage = _gae_over_turns(index, earned, at_turn, gamma, lmbda)
+    return index.write(advantage.float()), index.write((advantage + at_turn).float())
+
+
+def bilevel_gae(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    turns: Tensor,
+    gamma: float,
+    lmbda: float,
+    *,
+    turn_gamma: float,
+    turn_lmbda: float,
+    episode: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Bi-level generalised advantage estimate of every sampled token.
+
+    Bi-Level GAE of VAGEN (https://arxiv.org/abs/2510.16907). First over turns ``k``, with ``V[k]`` the
+    value at the turn's *last* sampled token and ``r[k]`` the sum of the turn's rewards::
+
+        delta[k] = r[k] + turn_gamma * V[k + 1] - V[k]
+        A[k]     = delta[k] + turn_gamma * turn_lmbda * A[k + 1]
+
+    then over the sampled tokens ``i`` of each turn, from its last one, ``J``, back::
+
+        A[k, J]  = A[k]
+        A[k, i]  = r[k, i] + gamma * V[k, i + 1] - V[k, i] + gamma * lmbda * A[k, i + 1]
+
+    The paper has a turn's reward on its last token. What a turn earns earlier (a penalty per token)
+    counts for the turns before it as part of ``r[k]``, and within the turn at its own token only: it
+    is taken out of ``A[k, J]``, which comes after it.
+    Where turn ids skip numbers, ``turn_gamma`` is raised to their difference. A reward on a masked
+    token belongs to the last sampled token before it, or to the row's first sampled token.
+
+    Args:
+        reward: ``[N, S]`` floating.
+        value: ``[N, S]`` floating; not read on masked tokens.
+        mask: ``[N, S]`` bool, true on sampled tokens.
+        turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
+        gamma: Discount per sampled token within a turn, in [0, 1].
+        lmbda: Trace decay per sampled token within a turn, in [0, 1].
+        turn_gamma: Discount per turn, in [0, 1].
+        turn_lmbda: Trace decay per turn, in [0, 1].
+        episode: ``[N]`` int64 episode id of each row: the rows of one episode are one sequence of
+            turns. Without it every row stands alone.
+
+    Returns:
+        Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
+
+    Examples:
+        >>> reward = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
+        >>> mask = torch.tensor([[True, True, False, True, True]])
+        >>> turns = torch.tensor([[0, 0, 1, 1, 1]])
+        >>> value = torch.zeros(1, 5)
+        >>> bilevel_gae(reward, value, mask, turns, 1.0, 0.5, turn_gamma=0.9, turn_lmbda=1.0)[0]
+        tensor([[0.4500, 0.9000, 0.0000, 0.5000, 1.0000]])
+    """
+    _check_gae(
+        reward,
+        value,
+        mask,
+        gamma=gamma,
+        lmbda=lmbda,
+        turn_gamma=turn_gamma,
+        turn_lmbda=turn_lmbda,
+    )
+    index = index_turns(mask, turns, episode)
+    zeros = torch.zeros_like(mask, dtype=torch.float32)
+    if not index.of_token.numel():
+        return zeros, zeros.clone()
+    dtype = accumulation_dtype(reward.device)
+    reward = rewards_on_sampled(reward, mask, dtype=dtype)
+    earned = index.total(reward)
+    at_end = value.flatten()[index.last_token].to(dtype)
+    of_turn = _gae_over_turns(index, earned, at_end, turn_gamma, turn_lmbda)
+
+    order = torch.argsort(index.of_token, stable=True)
+    turn = index.of_token[order]
+    reward, at_token = reward[mask][order], value[mask][order].to(dtype)
+    ends = torch.ones_like(turn, dtype=torch.bool)
+    ends[:-1] = turn[1:] != turn[:-1]
+    next_value = torch.nn.functional.pad(at_token[1:], (0, 1))
+    delta = torch.where(
+        ends,
+        of_turn[turn] - (earned[turn] - reward),
+        reward + gamma * next_value - at_token,
+    )
+    decay = torch.where(ends, 0.0, gamma * lmbda).to(dtype)
+    longest = int(torch.bincount(turn).max())
+    in_order = reverse_linear_recurrence(delta, decay, longest=longest)
+    advantage = torch.empty_like(in_order).scatter(0, order, in_order)
+    returns = advantage + value[mask].to(dtype)
+    return (
+        zeros.masked_scatter(mask, advantage.float()),
+        zeros.masked_scatter(mask, returns.float()),
+    )
+
+
+def _gae_over_turns(
+    index: TurnIndex, reward: Tensor, value: Tensor, gamma: float, lmbda: float
+) -> Tensor:
+    """Run the recursion over the ``[K]`` rewards and values of the turns of ``index``."""
+    discount = index.discount_to_next(gamma)
+    next_value = torch.nn.functional.pad(value[1:], (0, min(1, len(value))))
+    # Masked, not multiplied by 0: another episode's value may be infinite.
+    delta = reward + torch.where(discount == 0, 0.0, discount * next_value) - value
+    return reverse_linear_recurrence(delta, discount * lmbda)
+
+
+def _check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:
+    """Refuse what no generalised advantage estimate takes."""
+    check_mask("mask", mask, reward.shape)
+    check_shape("value", value, reward.shape)
+    for name, discount in discounts.items():
+        check_unit_interval(name, discount)

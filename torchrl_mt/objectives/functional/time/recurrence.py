@@ -59,9 +59,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sampled_recurrence(
-    x: Tensor, mask: Tensor, decay: float, *, count: Tensor | None = None
-) -> Tensor:
+def sampled_recurrence(x: Tensor, mask: Tensor, decay: float) -> Tensor:
     """Solve ``y[i] = x[i] + decay * y[i + 1]`` over a row's sampled tokens ``i`` only.
 
     What lies on a masked token belongs to the last sampled token before it, or to the row's first
@@ -71,14 +69,9 @@ def sampled_recurrence(
         x: ``[..., S]`` floating.
         mask: ``[..., S]`` bool, true on sampled tokens.
         decay: Factor per sampled token, in [0, 1]; 0 hands nothing on, 1 all.
-        count: ``mask.cumsum(-1)``, if it is at hand.
 
     Returns:
         ``[..., S]`` float32, zero on masked tokens.
-
-    Raises:
-        ValueError: If shapes differ or ``decay`` is out of range.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> mask = torch.tensor([True, False, True])
@@ -91,10 +84,9 @@ def sampled_recurrence(
         return x.float()
     if decay == 0.0:
         return rewards_on_sampled(x, mask, dtype=accumulation_dtype(x.device)).float()
-    count = sampled_so_far(mask) if count is None else count
     # Turned around while the numbers are small in memory.
     x = x.flip(-1).to(accumulation_dtype(x.device), copy=True)
-    y = from_the_end_(x, mask, count, decay).to(torch.float32).flip(-1)
+    y = from_the_end_(x, mask, sampled_so_far(mask), decay).to(torch.float32).flip(-1)
     return only_sampled_(y, mask)
 
 

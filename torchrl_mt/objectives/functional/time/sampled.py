@@ -44,16 +44,8 @@ def rewards_on_sampled(
 def only_sampled_(x: Tensor, mask: Tensor) -> Tensor:
     """Zero what lies on masked tokens, be it infinite or NaN; in place where nothing differentiates.
 
-    Args:
-        x: Float32 or float64, any shape.
-        mask: Bool, the same shape.
-
-    Returns:
-        ``x``, or a new tensor where it has a gradient or a tangent or is not on a CPU.
-
-    Examples:
-        >>> only_sampled_(torch.tensor([1.0, torch.nan]), torch.tensor([True, False]))
-        tensor([1., 0.])
+    ``x`` is float32 or float64. A new tensor is returned where it has a gradient or a tangent or is not
+    on a CPU.
     """
     differentiated = x.requires_grad or unpack_dual(x).tangent is not None
     if differentiated or x.device.type != "cpu":
@@ -65,14 +57,10 @@ def only_sampled_(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def first_sampled_token(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each row's first sampled token.
+    """Find the first sampled token of each row of a mask ``[..., S]``, ``S`` being at least 1.
 
-    Args:
-        mask: ``[..., S]`` bool, true on sampled tokens; ``S`` is at least 1.
-
-    Returns:
-        Its position ``[..., 1]`` int64, the row's last one if nothing is sampled, and whether
-        something is: ``[...]`` bool.
+    Returns its position ``[..., 1]`` int64, the row's last one if nothing is sampled, and whether
+    something is: ``[...]`` bool.
 
     Examples:
         >>> first_sampled_token(torch.tensor([[False, True, True], [False, False, False]]))

@@ -1,4 +1,4 @@
-"""Where the entries of training rows lie, and the one way to read them."""
+"""Reading the entries of training rows: there, of one shape, finite and consistent, or an error."""
 
 from __future__ import annotations
 
@@ -15,53 +15,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask
-
-TOKENS = ("tokens", "full")
-ATTENTION_MASK = ("masks", "all_attention_mask")
-ASSISTANT_MASK = ("masks", "all_assistant_mask")
-SAMPLER_LOG_PROBS = ("log_probs", "full")
-VERSIONS = ("versions", "full")
-OLD_LOG_PROBS = ("log_probs", "old")
-REF_LOG_PROBS = ("log_probs", "ref")
-TURNS = ("turns", "full")
-REWARDS = ("rewards", "full")
-TURN_RETURNS = ("rewards", "to_go")
-SHAPED_REWARDS = ("rewards", "shaped")
-EPISODE_SCORE = ("rewards", "episode")
-EPISODE = "episode"
-EPISODE_INDEX = "episode_index"
-FORK = "fork"
-GROUP = "group"
-LABEL = "label"
-VALID = "valid"
-KL = "kl"
-ENTROPY = "entropy"
-VALUES = "values"
-RETURNS = "returns"
-ADVANTAGE = "advantage"
-WEIGHTS = ("weights", "full")
-SAMPLING_TEMPERATURE = ("sampling", "temperature")
-
-_MERGED = "MergeTurns writes it"
-_MADE = "ExperienceMaker writes it"
-WRITERS: dict[NestedKey, str] = {
-    TOKENS: f"{_MERGED} from the turns' ('tokens', 'prompt') and ('tokens', 'response')",
-    ATTENTION_MASK: _MERGED,
-    ASSISTANT_MASK: _MERGED,
-    SAMPLER_LOG_PROBS: f"{_MERGED} where the turns have the engine's ('log_probs', 'response')",
-    TURNS: _MERGED,
-    REWARDS: f"{_MERGED} where the turns have ('next', 'reward')",
-    EPISODE: _MERGED,
-    GROUP: f"{_MERGED} from the turns' 'group', which the collector writes",
-    OLD_LOG_PROBS: _MADE,
-    REF_LOG_PROBS: f"{_MADE} when it has a ref",
-    ENTROPY: f"{_MADE} when it has with_entropy=True",
-    VALUES: f"{_MADE} when it has a critic",
-    RETURNS: _MADE,
-    ADVANTAGE: _MADE,
-}
-"""Who should have written an entry that is missing."""
-
+from torchrl_mt.objectives.rows.keys import WRITERS, ExperienceKeys
 
 LOG_PROB_ROUNDING = 0.5
 """How far above 0 half precision may put the log-probability of a certain token, and more."""
@@ -135,15 +89,15 @@ def check_finite(
 
 def read_episode(
     rows: TensorDictBase,
-    episode_key: NestedKey = EPISODE,
-    index_key: NestedKey = EPISODE_INDEX,
-    fork_key: NestedKey = FORK,
+    episode_key: NestedKey = ExperienceKeys.episode,
+    index_key: NestedKey = ExperienceKeys.episode_index,
+    fork_key: NestedKey = ExperienceKeys.fork,
 ) -> Tensor:
     """Read which rows are one episode; copies of an episode in one batch are episodes of their own.
 
     Refuses a row that is there twice: its rewards would count twice in one episode.
     """
-    episode = read_entry(rows, episode_key, EPISODE)
+    episode = read_entry(rows, episode_key, ExperienceKeys.episode)
     check_like(episode_key, episode, "batch_size", rows.batch_size)
     copy, fork = rows.get(index_key, None), rows.get(fork_key, None)
     if copy is not None:
@@ -174,14 +128,6 @@ def check_temperature(
 
     ``valid`` ``[N]`` bool is true on the rows that count. Where the entry is missing nothing is known
     and nothing refused; NaN says that a row's tokens were sampled at temperatures that differ.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> rows = TensorDict({"t": torch.tensor([0.7, 0.7])}, [2])
-        >>> check_temperature(rows, "t", 0.7, torch.tensor([True, True]))
-        >>> check_temperature(rows, "t", 1.0, torch.tensor([False, True]))
-        Traceback (most recent call last):
-        ValueError: row 1 has 't' 0.7, but temperature is 1.0. The policy that ...
     """
     sampled = rows.get(key, None)
     if sampled is None:

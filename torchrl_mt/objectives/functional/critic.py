@@ -1,4 +1,4 @@
-"""The squared error of values, per token, clipped around the old values if asked."""
+"""The critic's loss: the squared error of values, per token, clipped around the old ones if asked."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ def value_loss(
     Returns:
         Loss per token ``[N, S]`` float32, zero on masked tokens, and whether the value lies further
         than ``clip_value`` from the old one, ``[N, S]`` bool.
-
-    Raises:
-        ValueError: If shapes differ, ``clip_value`` is not positive or ``old_value`` lacks.
-        TypeError: If ``mask`` is not boolean.
 
     Examples:
         >>> value, returns = torch.tensor([[1.0]]), torch.tensor([[2.0]])

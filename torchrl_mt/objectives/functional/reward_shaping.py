@@ -1,4 +1,4 @@
-"""Rewards brought to one scale: cut off, or normalised by the statistics of all seen so far.
+"""Rewards reshaped: cut off, normalised by running statistics, lowered for length.
 
 The running statistics are those of all rewards at once, in whatever order, batches or shards they
 came, and what they give is finite after a single reward and after equal ones.
@@ -6,13 +6,12 @@ came, and what they give is finite after a single reward and after equal ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchrl_mt._hosts.torch import ExactBuffers
 from torchrl_mt.checks import check_mask, check_positive
-from torchrl_mt.objectives.functional.moments import Moments, masked_moments
+from torchrl_mt.objectives.functional.whitening import Moments, masked_moments
 
 
 def clip_reward(
@@ -30,10 +29,6 @@ def clip_reward(
         The rewards, float32, and the share of those under ``mask`` that were cut, a float32 scalar (0
         if none is).
 
-    Raises:
-        ValueError: If ``low`` is above ``high`` or shapes differ.
-        TypeError: If ``mask`` is not boolean.
-
     Examples:
         >>> clip_reward(torch.tensor([-7.0, 0.5]), -1.0, 1.0)
         (tensor([-1.0000,  0.5000]), tensor(0.5000))
@@ -48,7 +43,34 @@ def clip_reward(
     return clipped, cut.detach()
 
 
-class RewardNormalizer(nn.Module):
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Soft overlong punishment: what to add to the reward of a response of each length.
+
+    DAPO, eq. 13 (https://arxiv.org/abs/2503.14476)::
+
+        0                                          length <= max_length - buffer
+        (max_length - buffer - length) / buffer    in between
+        -1                                         length >= max_length
+
+    Args:
+        lengths: Sampled tokens of each response or episode, any shape (``mask.sum(-1)`` of rows).
+        max_length: Length from which on the penalty is -1, in tokens.
+        buffer: Over how many tokens before that it grows.
+
+    Returns:
+        In [-1, 0], float32, the shape of ``lengths``.
+
+    Examples:
+        >>> overlong_penalty(torch.tensor([60, 80, 90, 100, 140]), max_length=100, buffer=20)
+        tensor([ 0.0000,  0.0000, -0.5000, -1.0000, -1.0000])
+    """
+    check_positive("buffer", buffer)
+    if buffer > max_length:
+        raise ValueError(f"buffer must be at most max_length ({max_length}), got {buffer}.")
+    return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
+
+
+class RewardNormalizer(ExactBuffers):
     """Normalise rewards by the running mean and standard deviation of all that it was shown.
 
     ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 as
@@ -61,9 +83,6 @@ class RewardNormalizer(nn.Module):
             as long as all seen are equal.
         clip: Largest absolute value of what comes out, above 0.
         eps: Added to the standard deviation.
-
-    Raises:
-        ValueError: If ``clip`` is not positive.
 
     Examples:
         >>> normalizer = RewardNormalizer()
@@ -88,16 +107,6 @@ class RewardNormalizer(nn.Module):
         empty = torch.empty(0)
         for name, value in vars(masked_moments(empty, empty.bool())).items():
             self.register_buffer(name, value.clone())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewardNormalizer:
-        """Move the statistics, in the precision they have: a count in bfloat16 ends at 256."""
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype is not buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
     @property
     def moments(self) -> Moments:

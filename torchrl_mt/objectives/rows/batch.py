@@ -6,65 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice, check_mask
-from torchrl_mt.objectives import rows as _rows
+from torchrl_mt.checks import check_mask
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
-from torchrl_mt.objectives.rows import (
+from torchrl_mt.objectives.rows.keys import ExperienceKeys, as_path
+from torchrl_mt.objectives.rows.reading import (
+    LOG_PROB_ROUNDING,
+    NO_LOG_PROB,
     check_finite,
     check_like,
     read_entry,
     read_episode,
     read_valid,
 )
-from torchrl_mt.objectives.writes import as_path, check_distinct
 from torchrl_mt.scoring.log_probs import scored_tokens
-
-
-@dataclass
-class ExperienceKeys:
-    """Where the entries of rows lie; :meth:`ExperienceMaker.set_keys` changes them."""
-
-    action: NestedKey = _rows.TOKENS
-    attention_mask: NestedKey = _rows.ATTENTION_MASK
-    assistant_mask: NestedKey = _rows.ASSISTANT_MASK
-    sampler_log_prob: NestedKey = _rows.SAMPLER_LOG_PROBS
-    versions: NestedKey = _rows.VERSIONS
-    turns: NestedKey = _rows.TURNS
-    reward: NestedKey = _rows.REWARDS
-    turn_return: NestedKey = _rows.TURN_RETURNS
-    episode: NestedKey = _rows.EPISODE
-    episode_index: NestedKey = _rows.EPISODE_INDEX
-    fork: NestedKey = _rows.FORK
-    group: NestedKey = _rows.GROUP
-    label: NestedKey = _rows.LABEL
-    valid: NestedKey = _rows.VALID
-    sampling_temperature: NestedKey = _rows.SAMPLING_TEMPERATURE
-    sample_log_prob: NestedKey = _rows.OLD_LOG_PROBS
-    ref_log_probs: NestedKey = _rows.REF_LOG_PROBS
-    kl: NestedKey = _rows.KL
-    entropy: NestedKey = _rows.ENTROPY
-    value: NestedKey = _rows.VALUES
-    shaped_reward: NestedKey = _rows.SHAPED_REWARDS
-    value_target: NestedKey = _rows.RETURNS
-    advantage: NestedKey = _rows.ADVANTAGE
-    weight: NestedKey = _rows.WEIGHTS
-
-    def change(self, given: Mapping[str, NestedKey | None]) -> None:
-        """Set keys by name, all of them or, where one cannot be, none; ``None`` sets the default."""
-        names = [field.name for field in fields(self)]
-        keys: dict[str, NestedKey] = {name: getattr(self, name) for name in names}
-        for name, key in given.items():
-            check_choice("set_keys", name, names)
-            if not (key is None or isinstance(key, (str, tuple))):
-                raise TypeError(f"{name} must be a key (a str or a tuple of str), got {key!r}.")
-            keys[name] = getattr(ExperienceKeys, name) if key is None else unravel_key(key)
-        check_distinct(keys)
-        for name, key in keys.items():
-            setattr(self, name, key)
 
 
 @dataclass(frozen=True)
@@ -123,10 +81,10 @@ class RowBatch:
 
     def check_log_probs(self, name: str, value: Tensor) -> None:
         """Refuse log-probabilities ``[N, S]`` that are above 0 by more than rounding."""
-        bad = (self.counted & (value > _rows.LOG_PROB_ROUNDING)).nonzero()
+        bad = (self.counted & (value > LOG_PROB_ROUNDING)).nonzero()
         if len(bad):
             n, t = bad[0].tolist()
-            must, advice = _rows.NO_LOG_PROB
+            must, advice = NO_LOG_PROB
             raise ValueError(
                 f"{getattr(self.keys, name)!r} must {must}, got {float(value[n, t]):.6g} (row {n}, "
                 f"token {t}) and {len(bad) - 1} more. {advice}"
@@ -211,20 +169,10 @@ class RowBatch:
 
 
 def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
-    """Read rows, or say what is wrong with them.
+    """Read rows ``[N]``, or say what is wrong with them.
 
-    Args:
-        rows: Rows ``[N]``.
-        keys: Where their entries lie.
-
-    Returns:
-        The rows with their entries.
-
-    Raises:
-        KeyError: If an entry is missing.
-        ValueError: If shapes differ, a row or a turn is there twice, padding or nothing at all was
-            sampled.
-        TypeError: If a mask is not boolean, or tokens or ids are no integers.
+    An entry is missing, shapes differ, a mask or ids have another type, a row or a turn is there twice,
+    padding or nothing at all was sampled.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
     entries = [_read(rows, keys, name) for name in names]

@@ -8,7 +8,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.functional import RewardNormalizer
-from torchrl_mt.objectives.writes import check_writable, restored_on_failure
+from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 
 
 def entries(rows):
@@ -118,7 +118,7 @@ def test_what_was_there_comes_back_as_the_same_tensors():
     rows = TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(2)}, "n": torch.zeros(2)}, [2])
     kept = {key: rows[key] for key in rows.keys(True, True)}
 
-    @restored_on_failure(rows, ["a", ("b", "d"), ("x", "y")])
+    @undone_on_failure(rows, ["a", ("b", "d"), ("x", "y")])
     def write():
         rows["a"], rows["b", "d"], rows["x", "y"] = torch.zeros(3, 2, 5).unbind()
         raise KeyboardInterrupt

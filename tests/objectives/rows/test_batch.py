@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from torchrl.data import AdaptiveKLController
 
 from torchrl_mt.objectives import ExperienceMaker
-from torchrl_mt.objectives.row_batch import ExperienceKeys, read_batch
-from torchrl_mt.objectives.rows import EPISODE_SCORE
+from torchrl_mt.objectives.rows.batch import read_batch
+from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 
 USUAL = {field.name: getattr(ExperienceKeys, field.name) for field in fields(ExperienceKeys)}
 NESTED = {name: key for name, key in USUAL.items() if isinstance(key, tuple)}

@@ -10,14 +10,14 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from torchrl_mt.scoring import packing_support
+from torchrl_mt.scoring import packing_check
 from torchrl_mt.scoring.log_probs import row_log_probs
-from torchrl_mt.scoring.packing_support import (
+from torchrl_mt.scoring.packing_check import (
     check_packing,
     packing_fault,
     takes_lengths,
 )
-from torchrl_mt.scoring.value_model import ValueModel
+from torchrl_mt.scoring.values import ValueModel
 
 TOKENS = torch.arange(24)
 
@@ -158,10 +158,10 @@ def test_what_is_known_of_a_model_goes_with_it():
     gc.collect()
     model = Toy()
     packing_fault(model, TOKENS)
-    count = len(packing_support._FAULTS)
+    count = len(packing_check._FAULTS)
     del model
     gc.collect()
-    assert len(packing_support._FAULTS) == count - 1
+    assert len(packing_check._FAULTS) == count - 1
 
 
 def test_attention_over_lengths_gets_one_sequence_and_the_lengths(make_model, rows):

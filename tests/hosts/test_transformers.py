@@ -1,0 +1,44 @@
+"""transformers still keeps what it says of a model where it is looked for."""
+
+import torch
+import transformers
+
+from torchrl_mt._hosts.transformers import attention_implementation, rotary_frequencies
+
+SIZES = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | options)).eval()
+
+
+# --- Models that score rows -----------------------------------------------------------------------
+
+
+def test_the_attention_that_was_asked_for_is_read_back():
+    assert attention_implementation(llama(attn_implementation="eager")) == "eager"
+    assert attention_implementation(torch.nn.Linear(1, 1)) is None
+
+
+def test_frequencies_that_depend_on_the_length_are_found_and_put_back():
+    assert rotary_frequencies(llama()) == []
+    dynamic = {"rope_type": "dynamic", "factor": 8.0}
+    model = llama(max_position_embeddings=4, rope_theta=10000.0, rope_scaling=dynamic)
+    (rope,) = rotary_frequencies(model)
+    assert rope.dynamic
+    assert rope.original == 4
+    short = rope.module.inv_freq.clone()
+    restore = rope.reset()
+    with torch.no_grad():
+        model(torch.ones(1, 7, dtype=torch.long))
+    assert rope.module.max_seq_len_cached == 7
+    restore()
+    assert torch.equal(rope.module.inv_freq, short)
+    assert rope.module.max_seq_len_cached == 4

@@ -1,0 +1,1 @@
+"""Training rows: where their entries lie, and how they are read, checked and written."""
