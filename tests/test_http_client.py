@@ -89,9 +89,10 @@ def test_a_pause_keeps_no_connection_from_others(server):
     asyncio.run(run())
 
 
-def test_a_thousand_requests_at_once_share_the_connections(server):
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_requests_at_once_share_the_connections(server, count):
     asked = client(server, max_connections=16)
-    bodies = [{**BODY, "prompt": [i]} for i in range(1000)]
+    bodies = [{**BODY, "prompt": [i]} for i in range(count)]
 
     async def run():
         tasks = [asyncio.create_task(asked.post(body, lambda a: a["model"])) for body in bodies]
@@ -101,7 +102,7 @@ def test_a_thousand_requests_at_once_share_the_connections(server):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     got = asyncio.run(run())
-    assert sum(answer == "tiny" for answer in got) >= 900
+    assert sum(answer == "tiny" for answer in got) >= 0.9 * count
     assert all(
         answer == "tiny" or (isinstance(answer, asyncio.CancelledError) and i % 10 == 0)
         for i, answer in enumerate(got)
@@ -312,7 +313,7 @@ def test_bad_clients_are_refused(kwargs, message):
 )
 def test_addresses_that_nothing_can_be_sent_to_are_refused(url):
     with pytest.raises(
-        ValueError, match=r"url must be an address with a host and.* a port up to 65535"
+        ValueError, match=r"url must begin with http.* a host and.* a port up to 65535"
     ):
         HttpClient(url)
 
