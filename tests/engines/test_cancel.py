@@ -64,28 +64,6 @@ def test_of_many_requests_those_that_are_not_cancelled_complete(tokenizer, model
     engine.close()
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_closing_fails_what_is_under_way(tokenizer, model, inside):
-    engine = endless(model, tokenizer)
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=900)) for p in prompts(40)]
-        await until(lambda: engine.stats()["generated_tokens"] > 100)
-        if inside:
-            engine.close()
-        else:
-            await asyncio.to_thread(engine.close)
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    results = asyncio.run(run())
-    assert all(isinstance(result, RuntimeError) for result in results)
-    assert "the engine is closed" in str(results[0])
-    assert not [t for t in threading.enumerate() if t.name.startswith("torchrl_mt")]
-    assert idle(engine)
-    with pytest.raises(RuntimeError, match="closed"):
-        generate_all(engine, prompts(1))
-
-
 def test_what_is_complete_is_answered_though_the_step_fails(tokenizer, model, monkeypatch):
     """A prompt's first token may be its last, in a step of which a later pass fails."""
     engine = endless(model, tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 
 import pytest
@@ -168,17 +167,6 @@ def test_the_engines_law_is_its_requests_unless_they_say_otherwise(model, tokeni
     for argument in ({"top_p": 2.0}, {"top_k": -1}, {"temperature": math.inf}):
         with pytest.raises(ValueError, match=next(iter(argument))):
             TransformersEngine(model, tokenizer, **argument)
-
-
-def test_truncation_is_warned_of_once(engine, caplog):
-    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        generate_all(engine, prompts(1), temperature=0.5)
-        generate_all(engine, prompts(1), temperature=0, top_p=0.5)
-        assert not caplog.records
-        generate_all(engine, prompts(3), top_p=0.5)
-        generate_all(engine, prompts(1), top_k=3)
-    (record,) = caplog.records
-    assert "{'top_p': 0.5} is truncated" in record.getMessage()
 
 
 def test_a_seed_gives_the_same_answers_again(model, tokenizer):

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from torchrl_mt.engines.answers import closed_error
 from torchrl_mt.engines.completions.api import (
     OWN_FIELDS,
     completions_url,
@@ -23,6 +22,7 @@ from torchrl_mt.engines.completions.api import (
     parse_answer,
 )
 from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.requests import checked_request, require_positive
 from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
 from torchrl_mt.engines.weights import hand_on

@@ -19,8 +19,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from torchrl_mt.engines.answers import closed_error
 from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.requests import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
@@ -109,7 +109,7 @@ class TransformersEngine:
         """Most tokens of prompt and answer together: what the cache holds and the model can place; of a
         model with dynamic or long RoPE the length from which its frequencies change."""
         self._vocab_size = cast(int, vocab_size(model))
-        self._stop_ids = _stop_ids(model, tokenizer)
+        self._stop_ids = stop_ids(tokenizer, model)
         self._source = None if share_weights else weakref.ref(model)
         self._model = view_of(model) if share_weights else copy.deepcopy(model)
         self._num_requests = itertools.count()
@@ -197,17 +197,15 @@ class TransformersEngine:
         self._warn(record)
         if seed is not None:
             seed = _seed(seed)
-        stop_ids = (
-            self._stop_ids
-            if stop_token_ids is None
-            else frozenset(integers(stop_token_ids, "stop_token_ids"))
-        )
+        ends = self._stop_ids
+        if stop_token_ids is not None:
+            ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
         number = next(self._num_requests)
         loop = asyncio.get_running_loop()
         request = Request(
             prompt,
             len(prompt) + limit,
-            stop_ids,
+            ends,
             law,
             random_word(self._seed, number) if seed is None else seed,
             loop.create_future(),
@@ -221,7 +219,7 @@ class TransformersEngine:
             self._generation.withdraw(request)
             raise
         token_ids = request.tokens[size:]
-        reason: Any = "stop" if token_ids[-1] in stop_ids else "length"
+        reason: Any = "stop" if token_ids[-1] in ends else "length"
         return Completion(token_ids, request.log_probs, request.versions, reason, sampling=record)
 
     def update_weights(
@@ -252,15 +250,15 @@ class TransformersEngine:
         """
         self._check_open()
         weights = self._weights_of(source)
-        with self._generation.paused() as scheduler:
+        with self._generation.paused():
             try:
                 if weights is not None:
                     copy_weights(weights, self._model)
             finally:  # some may be new though the rest could not be copied
                 if not keep_cache:
-                    scheduler.forget_cache()
-                scheduler.version += 1
-            return scheduler.version
+                    self._scheduler.forget_cache()
+                self._scheduler.version += 1
+            return self._scheduler.version
 
     def close(self) -> None:
         """Stop generating: answers under way fail, and the cache is released."""
@@ -317,14 +315,3 @@ def _seed(seed: int) -> int:
         return index(seed)
     except TypeError:
         raise TypeError(f"seed must be an integer, got {seed!r}.") from None
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer, by the tokenizer and by the model; at least one."""
-    found = stop_ids(tokenizer, model)
-    if not found:
-        raise ValueError(
-            "tokenizer must have an end-of-turn token (eos_token), got none, and the model's "
-            "generation config has no eos_token_id either."
-        )
-    return found
