@@ -175,9 +175,9 @@ def set_in(path, value):
 
 BROKEN = [
     (lambda answer: [], "must be a JSON object"),
-    (lambda answer: {}, "choices must hold one completion, got None"),
-    (lambda answer: {"choices": []}, "choices must hold one completion"),
-    (lambda answer: {"choices": answer["choices"] * 2}, "choices must hold one completion"),
+    (lambda answer: {}, "choices must be a list of one completion, got None"),
+    (lambda answer: {"choices": []}, "choices must be a list of one completion"),
+    (lambda answer: {"choices": answer["choices"] * 2}, "choices must be a list of one completion"),
     (set_in(["finish_reason"], None), "finish_reason must be .* got None"),
     (set_in(["finish_reason"], "content_filter"), "finish_reason must be .* 'content_filter'"),
     (set_in(["finish_reason"], "tool_calls"), "finish_reason must be .* got 'tool_calls'"),
@@ -194,8 +194,11 @@ BROKEN = [
         set_in(["token_ids"], lambda ids: [*ids[:-1], 25]),
         "must be those of choices.0..logprobs.tokens",
     ),
-    (set_in(["logprobs", "token_logprobs"], lambda v: v[:-1]), "token_logprobs must hold a number"),
-    (set_in(["logprobs", "token_logprobs"], None), "token_logprobs must hold a number .* got None"),
+    (
+        set_in(["logprobs", "token_logprobs"], lambda v: v[:-1]),
+        "token_logprobs must be a list of .* numbers",
+    ),
+    (set_in(["logprobs", "token_logprobs"], None), "token_logprobs must be a list .* got None"),
     (
         set_in(["logprobs", "token_logprobs"], lambda v: [None, *v[1:]]),
         r"token_logprobs\[0\] .* None",

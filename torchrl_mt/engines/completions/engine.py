@@ -23,7 +23,7 @@ from torchrl_mt.engines.completions.api import (
 )
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.engine_thread import closed_error
-from torchrl_mt.engines.requests import checked_request, require_positive
+from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
@@ -67,21 +67,19 @@ class CompletionsEngine:
     Sampling is from the model's own distribution unless ``temperature``, ``extra_body`` or a request
     say otherwise: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are sent with the values
     that change nothing, because vLLM would otherwise take them from the model's generation config. A
-    field that is ``None`` is left out, for servers that refuse it; what they do then is not known here.
-    ``Completion.sampling`` has what was asked for.
+    field that is ``None`` is left out, for servers that refuse it. ``Completion.sampling`` has what was
+    asked for.
 
-    Log-probabilities are the server's. They are taken for those of the distribution that it samples
-    from, after ``temperature``, ``top_p`` and the like. vLLM reports such only if it is started with
-    ``--logprobs-mode processed_logprobs``, otherwise those of the model's own distribution; with plain
-    sampling there is no difference. ``logprobs_mode`` says which it is; without it, the first request
-    for which it matters is followed by a probe of four tokens, sampled as if there were no choice: their
-    log-probabilities are 0 if they are of what was sampled from.
+    Log-probabilities are the server's, after ``temperature``, ``top_p`` and the like. vLLM reports such
+    only if it is started with ``--logprobs-mode processed_logprobs``, otherwise those of the model's own
+    distribution; with plain sampling there is no difference. ``logprobs_mode`` says which it is. Without
+    it, the first request for which it matters is followed by a probe: four tokens without a choice,
+    whose log-probabilities are 0 if they are of what was sampled from.
 
-    Weight versions are counted here. A request during which the weights changed is stamped with the
-    version at which its last attempt *began*, for all of its tokens: which were sampled before the
-    change cannot be told, and a token that passes for older than it is is at worst left out as stale,
-    while one that passes for newer would be trained on as if it were on-policy. A server that says
-    itself which weights sampled is believed (``version_key``).
+    Weight versions are counted here. If the weights change during a request, all of its tokens have the
+    version at which its last attempt *began*: a token that passes for older than it is may be left out
+    as stale, but none is trained on as if it were newer. A server that says itself which weights sampled
+    is believed (``version_key``).
 
     httpx is needed: ``pip install 'torchrl-mt[server]'``.
 
@@ -227,12 +225,10 @@ class CompletionsEngine:
             The sampled tokens with their log-probabilities and weight versions.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, prompt and answer exceed
-                :attr:`max_total_tokens`, ``max_new_tokens`` is below 1, or ``sampling`` has a field
-                that the engine sets or a value out of range.
+            ValueError: if an argument is out of range (see :meth:`Engine.generate`), or ``sampling`` has
+                a field that the engine sets itself.
             TypeError: if ``prompt_ids`` are no integers, or ``sampling`` has what JSON cannot say.
-            CompletionsError: if the server refuses the request, keeps failing, or answers with something
-                that is no whole answer.
+            CompletionsError: if the server refuses, keeps failing, or gives no whole answer.
             RuntimeError: if the engine is closed.
         """
         await self._find_out()

@@ -27,13 +27,9 @@ from torchrl_mt.engines.policy.sampler import (
     generate_kwargs_of,
     require_own_distribution,
 )
-from torchrl_mt.engines.requests import checked_request, require_positive
+from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_arguments import (
-    TruncationWarning,
-    sampling_of,
-    sampling_record,
-)
+from torchrl_mt.engines.sampling_arguments import TruncationWarning, bending, sampling_of
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
@@ -58,13 +54,12 @@ class PolicyEngine:
     update; if it is wrong, or there is no model to compare with, requests fail. ``Completion.sampling``
     has what shaped the distribution.
 
-    A ``TransformersWrapper`` may have any input mode. Its sampling is from the model's own distribution:
-    ``do_sample=True`` without ``top_k`` or ``top_p`` and without the model's generation config (except
-    for its stop tokens), unless its ``generate_kwargs`` or a request say otherwise. Other policies are
-    called with ``("tokens", "prompt")`` and ``("masks", "all_attention_mask")``, padded on the left, and
-    return ``("tokens", "response")`` and ``("log_probs", "response")``: per row without padding, or
-    padded on the right if every row that ends early ends with a stop token. ``vLLMWrapper`` and
-    ``SGLangWrapper`` are given rows without padding.
+    A ``TransformersWrapper`` may have any input mode. It samples from the model's own distribution
+    unless its ``generate_kwargs`` or a request say otherwise; of the model's generation config only the
+    stop tokens count. Other policies are called with ``("tokens", "prompt")`` and ``("masks",
+    "all_attention_mask")``, padded on the left, and return ``("tokens", "response")`` and
+    ``("log_probs", "response")``: per row without padding, or padded on the right if every row that ends
+    early ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper`` are given rows without padding.
 
     Args:
         policy: an ``LLMWrapperBase`` or any module (or callable) from TensorDict to TensorDict.
@@ -122,11 +117,8 @@ class PolicyEngine:
         arguments = dict(said)
         if temperature is not None:
             own = sampling_of(said).temperature
-            if (
-                {"temperature", "do_sample"} & said.keys()
-                and own != temperature
-                and not isinstance(policy, TransformersWrapper)
-            ):
+            is_said = {"temperature", "do_sample"} & said.keys()
+            if is_said and own != temperature and not isinstance(policy, TransformersWrapper):
                 raise ValueError(
                     f"temperature must be the policy's own, which is {own}, got {temperature}: set "
                     "it on the policy."
@@ -158,11 +150,7 @@ class PolicyEngine:
         self._vocab_size = vocab_size(view)
         self._law = sampling_of(arguments, self._vocab_size)
         # What else shapes the distribution is the policy's own affair.
-        self._bent = {
-            name: value
-            for name, value in sampling_record(arguments, self._vocab_size).items()
-            if name not in _LAW
-        }
+        self._bent = bending(arguments)
         self._warn = TruncationWarning()
         ends = stop_ids(self.tokenizer, model, said.get("eos_token_id"), said.get("stop_token_ids"))
         self._on_update = on_update
@@ -205,9 +193,7 @@ class PolicyEngine:
             The sampled tokens with their log-probabilities, and the version that sampled all of them.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
-                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument
-                is out of range.
+            ValueError: if an argument is out of range (see :meth:`Engine.generate`).
             TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
             RuntimeError: if the engine is closed, the policy raised (which is the cause), or its
                 log-probabilities are refused.
@@ -227,11 +213,9 @@ class PolicyEngine:
             bound=f"the {total} tokens that the model's positions allow",
             vocab_size=self._vocab_size,
         )
-        law = self._law
-        if sampling:
-            asked = sampling_of(sampling, self._vocab_size)
-            given = (name for name, value in sampling.items() if value is not None)
-            law = law.changed(**{name: getattr(asked, name) for name in given})
+        asked = sampling_of(sampling, self._vocab_size)
+        given = (name for name, value in sampling.items() if value is not None)
+        law = self._law.changed(**{name: getattr(asked, name) for name in given})
         record = law.record() | self._bent
         self._warn(record)
         return await self._batcher.ask(_Request(prompt, limit, law, record))

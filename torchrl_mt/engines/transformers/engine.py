@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
-from torchrl_mt.engines.requests import checked_request, integers, require_positive
+from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
 from torchrl_mt.engines.sampling_arguments import TruncationWarning
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
@@ -171,11 +171,7 @@ class TransformersEngine:
             log-probabilities after temperature and truncation.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
-                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument is
-                out of range.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is unknown.
-            RuntimeError: if the engine is closed or generation failed.
+            ValueError, TypeError, RuntimeError: as in :meth:`Engine.generate`.
         """
         if sampling:
             raise TypeError(
@@ -269,15 +265,13 @@ class TransformersEngine:
 
         Returns:
             A flat dictionary of integers. Requests: ``"running"`` in the batches, ``"waiting"`` for room
-            in them. Tokens since the engine was made: ``"generated_tokens"``, sampled (also for requests
-            that were cancelled); ``"prefill_tokens"``, of prompts, that went through the model (again
-            after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead;
-            ``"new_tokens"``, of prompts, that had not gone through the model when the prompt was taken
-            in, as far as is known (0 without ``prefix_sharing``): what ``"prefill_tokens"`` has beyond
-            them was computed again. A request that has to go back, for an update or for room, counts as
-            a prompt once more, with what was sampled for it.
-            Tokens in the cache: ``"cache_tokens"``, of requests under way; ``"kept_tokens"``, kept for
-            prompts that begin alike and given up when room is needed.
+            in them. Tokens sampled: ``"generated_tokens"``, those of cancelled requests included.
+            Tokens of prompts: ``"prefill_tokens"`` went through the model, ``"shared_tokens"`` were
+            found in the cache instead, ``"new_tokens"`` had not gone through it before, as far as is
+            known (0 without ``prefix_sharing``); what ``"prefill_tokens"`` has beyond these was computed
+            again. A request that goes back, for an update or for room, counts as a prompt once more.
+            Tokens in the cache: ``"cache_tokens"`` of requests under way, ``"kept_tokens"`` for prompts
+            that begin alike.
         """
         return self._generation.stats()
 
