@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 import threading
 from contextlib import closing
 
@@ -15,6 +16,7 @@ from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.http_client import HttpClient, HttpError, TryAgainError
 
 pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
 
 PATH = "/v1/completions"
 BODY = {"model": "tiny", "prompt": [5, 6], "max_tokens": 4}
@@ -323,6 +325,13 @@ def test_addresses_that_nothing_can_be_sent_to_are_refused(url):
 )
 def test_addresses_of_every_kind_are_taken(url):
     assert HttpClient(url).url == url
+
+
+@pytest.mark.parametrize("missing", ["httpx", "tenacity"])
+def test_what_is_not_installed_is_named(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=f"{missing}: pip install .torchrl-mt.server"):
+        HttpClient("http://localhost")
 
 
 @pytest.mark.parametrize("body", [{"prompt": {3}}, {"prompt": float("nan")}])

@@ -4,9 +4,6 @@ import asyncio
 import gc
 import os
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from email.utils import formatdate
@@ -25,6 +22,7 @@ from torchrl_mt.engines.completions.api import MalformedAnswerError, completions
 from torchrl_mt.envs import GuessNumber
 
 httpx = pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
 
 
 @pytest.fixture(autouse=True)
@@ -737,32 +735,17 @@ def test_addresses_are_completed(base):
     assert completions_url(base) == "http://h:1/v1/completions"
 
 
-def test_httpx_is_needed_only_when_it_is_used():
-    script = """
-        import sys
-        sys.modules["httpx"] = None
-        from torchrl_mt.engines import CompletionsEngine
-        try:
-            CompletionsEngine("http://localhost", "tiny", None)
-        except ImportError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)
-    assert "pip install 'torchrl-mt[server]'" in done.stdout, done.stderr
-
-
 def test_it_plays_whole_games(engine, server):
     server.faults = [status(500), half, status(429)]
     collector = MultiTurnCollector(
         GuessNumber(16, turns=3),
         engine,
-        episodes_per_batch=24,
+        episodes_per_batch=12,
         limits=Limits(max_turns=3, max_response_tokens=40),
     )
     with collector:
         batch = next(iter(collector))
-    assert len(set(batch["collector", "traj_ids"].tolist())) == 24
+    assert len(set(batch["collector", "traj_ids"].tolist())) == 12
     for turn in batch.unbind(0):
         tokens, log_probs, _ = sampled(turn["tokens", "prompt"].tolist(), 40)
         assert turn["tokens", "response"].tolist() == tokens

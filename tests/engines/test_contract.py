@@ -104,6 +104,7 @@ def kit(request, model, tokenizer, monkeypatch):
         yield OnModel(request.param, model, tokenizer)
         return
     pytest.importorskip("httpx")
+    pytest.importorskip("tenacity")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with running(CompletionsServer()) as server:
         yield OnServer(server, tokenizer)

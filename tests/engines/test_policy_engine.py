@@ -167,14 +167,14 @@ def test_a_wrapper_may_have_any_input_mode(model, tokenizer, input_mode):
 
 
 LAWS = [
-    {"temperature": 0.7},
-    {"top_k": 3},
+    pytest.param({"temperature": 0.7}, marks=pytest.mark.slow),
+    pytest.param({"top_k": 3}, marks=pytest.mark.slow),
     {"top_p": 0.6},
     {"temperature": 0.5, "top_k": 9, "top_p": 0.8},
 ]
 
 
-@pytest.mark.parametrize("per_call", [False, True])
+@pytest.mark.parametrize("per_call", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_log_probs_and_record_are_those_of_what_was_sampled_from(
     model, tokenizer, law, per_call, caplog
@@ -322,7 +322,7 @@ def test_sampling_is_from_the_models_own_distribution():
     model.generation_config.top_k = 2
     model.generation_config.repetition_penalty = 3.0
     engine = PolicyEngine(wrapper(model, tokenizer), max_batch_size=500)
-    prompt = list(range(10, 60))
+    prompt = list(range(10, 30))
     answers = generate_all(engine, [prompt] * 2000, [1] * 2000)
     engine.close()
     counts = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=84) / 2000
@@ -518,21 +518,21 @@ def test_what_is_no_answer_is_refused(model, tokenizer, out, message):
 
 
 def test_requests_that_wait_are_one_batch(model, tokenizer):
-    engine, policy = fake_engine(model, tokenizer, max_batch_size=16)
+    engine, policy = fake_engine(model, tokenizer, max_batch_size=8)
     policy.hold = threading.Event()
 
     async def run():
         first = asyncio.create_task(engine.generate([5]))
         while not policy.sizes:
             await asyncio.sleep(0.001)
-        others = [asyncio.create_task(engine.generate(prompt)) for prompt in prompts(40)]
+        others = [asyncio.create_task(engine.generate(prompt)) for prompt in prompts(20)]
         await asyncio.sleep(0)
         policy.hold.set()
         await asyncio.gather(first, *others)
 
     asyncio.run(run())
     engine.close()
-    assert policy.sizes == [1, 16, 16, 8]
+    assert policy.sizes == [1, 8, 8, 4]
 
 
 def test_a_batch_is_waited_for_and_no_longer(model, tokenizer):

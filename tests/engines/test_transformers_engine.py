@@ -122,7 +122,7 @@ def test_a_request_that_waits_to_be_scheduled_gets_the_new_version(tokenizer, mo
     engine.close()
 
 
-@pytest.mark.parametrize("how", ["update", "cancel"])
+@pytest.mark.parametrize("how", [pytest.param("update", marks=pytest.mark.slow), "cancel"])
 def test_a_full_cache_is_no_dead_end(tokenizer, model, how):
     engine = endless(model, tokenizer, cache_tokens=512, share_weights=False)
     changed = changed_copy(model)
@@ -177,7 +177,7 @@ def test_answers_to_a_closed_loop_are_dropped(tokenizer, model):
     engine = endless(model, tokenizer)
 
     async def leave():
-        task = asyncio.create_task(engine.generate([5], max_new_tokens=200))
+        task = asyncio.create_task(engine.generate([5], max_new_tokens=100))
         await until(lambda: engine.stats()["generated_tokens"] >= 5)
         return task
 
@@ -274,6 +274,7 @@ def test_bad_engines_are_refused(model, tokenizer):
         TransformersEngine(model, endless)
 
 
+@pytest.mark.slow
 def test_a_script_that_dies_without_closing_ends(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text(

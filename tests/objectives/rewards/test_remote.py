@@ -26,6 +26,7 @@ from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 
 pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
 
 
 @pytest.fixture
