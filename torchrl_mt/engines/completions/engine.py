@@ -24,7 +24,7 @@ from torchrl_mt.engines.completions.api import (
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
-from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
+from torchrl_mt.engines.sampling_params import TruncationWarning, sampling_record
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
 
@@ -37,6 +37,13 @@ _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 _PROBE_TOKENS, _NEARLY_GREEDY, _SURE = 4, 0.02, -0.05
 """How many tokens a probe asks for, at which temperature, and the log-probability of a sure one."""
+_DOUBTS = {
+    "raw_logprobs": "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
+    "not train on them. Completion.sampling records it.",
+    "unknown": "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM reports "
+    "such only when started with --logprobs-mode processed_logprobs. Say so with logprobs_mode=.",
+}
+"""What to say, once, of log-probabilities that are or may be of another distribution."""
 _ASK_SECONDS = 5.0
 """For the server to say what it knows of the model."""
 _AWAY_PAUSE = 0.5
@@ -178,7 +185,7 @@ class CompletionsEngine:
         self._parse = partial(parse_answer, vocab_size=vocab_size, version_key=version_key)
         self._vocab_size = vocab_size
         self._logprobs_mode: str | None = logprobs_mode
-        self._has_probed = logprobs_mode is not None
+        """``None`` until it is probed; "unknown" if the server refuses that."""
         self._probes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
             weakref.WeakKeyDictionary()
         )
@@ -287,17 +294,13 @@ class CompletionsEngine:
         with self._updating:
             hand_on(self._on_update, source)
             self._version += 1
-        return self._version
+            return self._version
 
     def count_update(self) -> int:
-        """Count new weights that the server was given by somebody else.
-
-        Returns:
-            The new version: what begins from now on is stamped with it.
-        """
+        """Count new weights that the server was given by somebody else; returns the new version."""
         with self._updating:
             self._version += 1
-        return self._version
+            return self._version
 
     def close(self) -> None:
         """Fail what is under way and close every connection."""
@@ -338,7 +341,7 @@ class CompletionsEngine:
         """Find out once what log-probabilities are of, by an answer that leaves nothing to chance."""
         lock = self._probes.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
-            if self._has_probed:
+            if self._logprobs_mode is not None:
                 return
             truncated = record.keys() & {"top_k", "top_p", "min_p"}
             sure = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
@@ -349,37 +352,22 @@ class CompletionsEngine:
                     asked, partial(self._parse, max_new_tokens=_PROBE_TOKENS)
                 )
             except CompletionsError:
-                self._has_probed = True
+                self._logprobs_mode = "unknown"
                 return
             is_raw = min(answer.log_probs) < _SURE
             self._logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
-            self._has_probed = True
             _logger.info("the server gives %s, as a probe has shown.", self._logprobs_mode)
 
     def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
         """What a completion says about its distribution; warns of the first that calls for it."""
+        doubt = _DOUBTS.get(self._logprobs_mode or "unknown")
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            _logger.warning(doubt, record)
         if self._logprobs_mode == "raw_logprobs":
-            self._doubt(
-                "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
-                "not train on them. Completion.sampling records it.",
-                record,
-            )
             return record | {"logprobs_mode": self._logprobs_mode}
-        if self._logprobs_mode is None:
-            self._doubt(
-                "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM "
-                "reports such only when started with --logprobs-mode processed_logprobs. Say so "
-                "with logprobs_mode=.",
-                record,
-            )
         self._warn(record)
         return record
-
-    def _doubt(self, message: str, record: Mapping[str, Any]) -> None:
-        """Say once what log-probabilities may not be."""
-        if not self._doubted:
-            self._doubted = True
-            _logger.warning(message, dict(record))
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from torchrl_mt.engines.policy.sampler import (
 )
 from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_arguments import TruncationWarning, bending, sampling_of
+from torchrl_mt.engines.sampling_params import TruncationWarning, bending, sampling_of
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from torchrl_mt._hosts.torchrl import min_batch_size
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_arguments import bending
+from torchrl_mt.engines.sampling_params import bending
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 

@@ -24,7 +24,7 @@ from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
-from torchrl_mt.engines.sampling_arguments import TruncationWarning
+from torchrl_mt.engines.sampling_params import TruncationWarning
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel

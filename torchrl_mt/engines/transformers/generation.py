@@ -50,7 +50,7 @@ class Generation(EngineThread):
         with self._changed:
             usage = self._scheduler.usage()
             usage["waiting"] += len(self._inbox)
-            return {**vars(self._scheduler.tally), **usage}
+            return {**vars(self._scheduler.counts), **usage}
 
     def close(self) -> None:
         """End the thread and fail what has no answer."""

@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from torchrl_mt.engines.policy.sampler import generate_kwargs_of, require_own_distribution
-from torchrl_mt.engines.sampling_arguments import IDLE, NEUTRAL, bending, sampling_record
+from torchrl_mt.engines.sampling_params import IDLE, NEUTRAL, bending, sampling_record
 
 VLLM_REQUEST = {
     "model": "m",
