@@ -339,3 +339,19 @@ def test_what_json_cannot_say_is_not_sent(server, body):
     with pytest.raises(TypeError, match="must be fit for JSON"):
         ask(client(server), body)
     assert not server.seen
+
+
+def test_a_request_that_is_cancelled_while_it_hangs_up_leaves_no_socket(server):
+    asked = client(server)
+
+    async def run():
+        tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(5)]
+        while asked._sessions or not server.seen:  # the last one has gone, and hangs up
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while server.open:
+            await asyncio.sleep(0.002)
+
+    asyncio.run(run())

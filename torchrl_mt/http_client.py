@@ -208,14 +208,15 @@ class HttpClient:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise TypeError(f"the request must be fit for JSON: {error}.") from error
-        # A task of its own, so that closing can end it and its caller learns why, and so that a caller
-        # who is cancelled twice does not interrupt its hanging up.
+        # A task of its own, so that closing can end it and its caller learns why.
         task = asyncio.ensure_future(self._post(content, parse, on_attempt))
         try:
             await asyncio.wait([task])
         finally:
             task.cancel()
             await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # one that nobody looks at is logged
         if task.cancelled():
             raise self._too_late()
         return task.result()
@@ -330,7 +331,8 @@ class HttpClient:
                 if not session.tasks:
                     self._sessions.pop(loop, None)
             if not session.tasks:
-                await session.client.aclose()
+                # A request that is cancelled while it hangs up must not leave sockets.
+                await asyncio.shield(session.client.aclose())
 
     def _too_late(self) -> RuntimeError:
         """What requests to a closed client fail with."""

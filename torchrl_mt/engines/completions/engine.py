@@ -88,7 +88,7 @@ class CompletionsEngine:
     as stale, but none is trained on as if it were newer. A server that says itself which weights sampled
     is believed (``version_key``).
 
-    httpx is needed: ``pip install 'torchrl-mt[server]'``.
+    httpx and tenacity are needed: ``pip install 'torchrl-mt[server]'``.
 
     Args:
         base_url: the server's address, with or without ``/v1``.
@@ -103,8 +103,8 @@ class CompletionsEngine:
         max_retries: how often a request is tried again after a connection error, a timeout, one of the
             statuses 408, 425, 429 and 5xx, or an answer that the server gave up (``"abort"``).
         wait_ready: seconds for which a request waits for a server that is not there (connections are
-            refused or break, or the status is 502, 503 or 504), because it starts or restarts. This does
-            not count as an attempt.
+            refused or break, or the status is 502, 503 or 504), because it starts or restarts. This
+            counts as one attempt; after that the request fails.
         backoff: seconds before the first retry, about; twice as long before each further one. A
             ``Retry-After`` is kept to, if it asks for no more than ``timeout``.
         temperature: what the server divides the logits by.
@@ -123,7 +123,7 @@ class CompletionsEngine:
             and have the server load it, say. May be a coroutine function.
 
     Raises:
-        ImportError: if httpx is not installed.
+        ImportError: if httpx or tenacity is not installed.
         ValueError: if a number is out of range, ``base_url`` is no HTTP address, or ``extra_body`` has a
             field that the engine sets itself.
 
