@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 import threading
 from contextlib import closing
 
@@ -15,6 +16,7 @@ from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.http_client import HttpClient, HttpError, TryAgainError
 
 pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
 
 PATH = "/v1/completions"
 BODY = {"model": "tiny", "prompt": [5, 6], "max_tokens": 4}
@@ -89,9 +91,10 @@ def test_a_pause_keeps_no_connection_from_others(server):
     asyncio.run(run())
 
 
-def test_a_thousand_requests_at_once_share_the_connections(server):
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_requests_at_once_share_the_connections(server, count):
     asked = client(server, max_connections=16)
-    bodies = [{**BODY, "prompt": [i]} for i in range(1000)]
+    bodies = [{**BODY, "prompt": [i]} for i in range(count)]
 
     async def run():
         tasks = [asyncio.create_task(asked.post(body, lambda a: a["model"])) for body in bodies]
@@ -101,7 +104,7 @@ def test_a_thousand_requests_at_once_share_the_connections(server):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     got = asyncio.run(run())
-    assert sum(answer == "tiny" for answer in got) >= 900
+    assert sum(answer == "tiny" for answer in got) >= 0.9 * count
     assert all(
         answer == "tiny" or (isinstance(answer, asyncio.CancelledError) and i % 10 == 0)
         for i, answer in enumerate(got)
@@ -312,7 +315,7 @@ def test_bad_clients_are_refused(kwargs, message):
 )
 def test_addresses_that_nothing_can_be_sent_to_are_refused(url):
     with pytest.raises(
-        ValueError, match=r"url must be an address with a host and.* a port up to 65535"
+        ValueError, match=r"url must begin with http.* a host and.* a port up to 65535"
     ):
         HttpClient(url)
 
@@ -324,8 +327,31 @@ def test_addresses_of_every_kind_are_taken(url):
     assert HttpClient(url).url == url
 
 
+@pytest.mark.parametrize("missing", ["httpx", "tenacity"])
+def test_what_is_not_installed_is_named(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=f"{missing}: pip install .torchrl-mt.server"):
+        HttpClient("http://localhost")
+
+
 @pytest.mark.parametrize("body", [{"prompt": {3}}, {"prompt": float("nan")}])
 def test_what_json_cannot_say_is_not_sent(server, body):
     with pytest.raises(TypeError, match="must be fit for JSON"):
         ask(client(server), body)
     assert not server.seen
+
+
+def test_a_request_that_is_cancelled_while_it_hangs_up_leaves_no_socket(server):
+    asked = client(server)
+
+    async def run():
+        tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(5)]
+        while asked._sessions or not server.seen:  # the last one has gone, and hangs up
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while server.open:
+            await asyncio.sleep(0.002)
+
+    asyncio.run(run())

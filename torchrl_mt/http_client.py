@@ -1,17 +1,17 @@
-"""Asking an HTTP server for JSON: within a limit of time, retried with backoff, no socket left open.
+"""Posting JSON to an HTTP server: every attempt has a limit of time, and no socket is left open.
 
-A client belongs to one event loop. It is made with the first request under way there and closed with
-the last, so that a loop may end at any time between requests.
+httpx sends and tenacity repeats; here is what may be repeated, and how long connections live. A client
+may be used from any number of event loops: each has connections of its own, from its first request under
+way to its last, so that a loop may end at any time between requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -27,9 +27,8 @@ _RETRIED = frozenset({408, 425, 429})
 """Refusals that may pass; so may every 5xx."""
 _AWAY = frozenset({502, 503, 504})
 _AWAY_PAUSE = 1.0
+"""Seconds, about, after which a server that is not there is asked again."""
 _LONGEST_BACKOFF = 60.0
-_CLOSING = 5.0
-"""Seconds that closing waits for other threads' loops to let go."""
 
 
 class HttpError(RuntimeError):
@@ -59,16 +58,29 @@ class TryAgainError(ValueError):
     """An answer says that the server did not get to an answer, which it may the next time."""
 
 
+class _AttemptError(Exception):
+    """One attempt failed; its cause is what was raised, if anything was."""
+
+    def __init__(
+        self, reason: str, *, final: bool = False, away: bool = False, wait: float = 0.0
+    ) -> None:
+        super().__init__(reason)
+        self.final = final
+        """Whether another attempt would fail as well."""
+        self.away = away
+        """Whether the server seems to start or restart."""
+        self.wait = wait
+        """Seconds that the server asks to wait."""
+
+
 class _Session:
-    """One loop's client and what it is used for."""
+    """One loop's connections, and the requests that use them."""
 
     def __init__(self, client: Any, max_connections: int) -> None:
         self.client = client
-        # The pool's own queue is looked through for every request that begins or ends.
+        # httpx's own queue is looked through for every request that begins or ends.
         self.free = asyncio.Semaphore(max_connections)
-        self.users = 0
         self.tasks: set[asyncio.Task[Any]] = set()
-        self.ended = threading.Event()
 
     def cancel(self) -> None:
         """Cancel every request under way; call it on the session's loop."""
@@ -88,13 +100,13 @@ class HttpClient:
         backoff: seconds before the first retry, about; twice as long before each further one.
         max_connections: most connections at once, per event loop; requests wait for one.
         wait_ready: seconds for which a request waits for a server that is not there, since it starts or
-            restarts: that refuses or breaks connections, or has status 502, 503 or 504. Such attempts do
-            not count.
+            restarts: that refuses or breaks connections, or has status 502, 503 or 504. Meanwhile it is
+            asked about once a second, which counts as one attempt; after that the request fails.
         name: what is closed, in the error of a request that comes too late.
         error: makes the error of a request that failed for good, from what :class:`HttpError` takes.
 
     Raises:
-        ImportError: if httpx is not installed.
+        ImportError: if httpx or tenacity is not installed.
         ValueError: if ``url`` is no HTTP address, or a number is out of range.
         TypeError: if a number is none.
 
@@ -117,8 +129,6 @@ class HttpClient:
         name: str = "client",
         error: Callable[[str, int, str], Exception] = HttpError,
     ) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {url!r}.")
         above_zero = {"timeout": timeout, "max_connections": max_connections}
         not_below = {"max_retries": max_retries, "backoff": backoff, "wait_ready": wait_ready}
         for what, number in {**above_zero, **not_below}.items():
@@ -130,13 +140,15 @@ class HttpClient:
                 raise ValueError(f"{what} must not be negative, got {number}.")
         try:
             import httpx
-        except ImportError:
+            import tenacity
+        except ImportError as missing:
             raise ImportError(
-                "asking a server needs httpx: pip install 'torchrl-mt[server]'"
+                f"asking a server needs {missing.name}: pip install 'torchrl-mt[server]'."
             ) from None
-        _check_host(url, httpx)
+        _check_address(url, httpx)
         self.url = url
         self._httpx = httpx
+        self._tenacity = tenacity
         self._max_retries = max_retries
         self._backoff = backoff
         self._timeout = timeout
@@ -154,7 +166,6 @@ class HttpClient:
             # Reading the certificates takes longer than a request on a local network.
             "verify": httpx.create_ssl_context() if url.startswith("https:") else False,
         }
-        self._random = random.Random()
         self._lock = threading.Lock()
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session] = (
             weakref.WeakKeyDictionary()
@@ -197,45 +208,113 @@ class HttpClient:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise TypeError(f"the request must be fit for JSON: {error}.") from error
-        async with self._session() as session:
-            task = asyncio.ensure_future(self._post(session, content, parse, on_attempt))
-            session.tasks.add(task)
-            try:
-                await asyncio.wait([task])
-            finally:
-                # A task of its own, so that closing can end it and its caller learns why.
-                session.tasks.discard(task)
-                task.cancel()
-                await asyncio.wait([task])
-                failure = None if task.cancelled() else task.exception()
-            if task.cancelled():
-                raise self._too_late()
-            if failure is not None:
-                raise failure
-            return task.result()
+        # A task of its own, so that closing can end it and its caller learns why.
+        task = asyncio.ensure_future(self._post(content, parse, on_attempt))
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # one that nobody looks at is logged
+        if task.cancelled():
+            raise self._too_late()
+        return task.result()
 
     def close(self) -> None:
-        """Fail every request under way; closing again does nothing."""
+        """Fail every request under way, and have its loop hang up; closing again does nothing."""
         with self._lock:
             self._closed = True
             sessions = dict(self._sessions)
-        with suppress(RuntimeError):
-            own = sessions.pop(asyncio.get_running_loop(), None)
-            if own is not None:
-                own.cancel()
-        for loop, session in list(sessions.items()):
-            try:
-                loop.call_soon_threadsafe(session.cancel)
-            except RuntimeError:  # a closed loop has nothing under way
-                del sessions[loop]
         for loop, session in sessions.items():
-            if loop.is_running():
-                session.ended.wait(_CLOSING)
+            with suppress(RuntimeError):  # a closed loop has nothing under way
+                loop.call_soon_threadsafe(session.cancel)
+
+    async def _post(
+        self, content: bytes, parse: Callable[[Any], _A], on_attempt: Callable[[], object]
+    ) -> _A:
+        """Try until an attempt succeeds, or no other may be made."""
+        library, pause = self._tenacity, _AWAY_PAUSE
+        while_away = library.AsyncRetrying(
+            retry=library.retry_if_exception(lambda error: getattr(error, "away", False)),
+            stop=library.stop_after_delay(self._wait_ready),
+            wait=library.wait_random(0.5 * pause, 1.5 * pause),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        retrying = library.AsyncRetrying(
+            retry=library.retry_if_exception(self._may_pass),
+            stop=library.stop_after_attempt(self._max_retries + 1),
+            # Spread out, so that requests that failed together do not come back together.
+            wait=library.wait_exponential_jitter(
+                self._backoff, max=_LONGEST_BACKOFF, jitter=self._backoff
+            )
+            + library.wait_exception(lambda error: error.wait),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        async with self._session() as session:
+            try:
+                return await retrying(
+                    while_away, self._attempt, session, content, parse, on_attempt
+                )
+            except _AttemptError as error:
+                attempts = retrying.statistics["attempt_number"]
+                raise self._error(self.url, attempts, str(error)) from error.__cause__
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """Whether another attempt may succeed; a server that is away was waited for already."""
+        if not isinstance(error, _AttemptError) or error.final:
+            return False
+        return not (error.away and self._wait_ready)
+
+    async def _attempt(
+        self,
+        session: _Session,
+        content: bytes,
+        parse: Callable[[Any], _A],
+        on_attempt: Callable[[], object],
+    ) -> _A:
+        """Ask once."""
+        transport_error = self._httpx.TransportError
+        try:
+            async with session.free:
+                on_attempt()
+                request = session.client.post(self.url, content=content)
+                response = await asyncio.wait_for(request, self._timeout)
+        except asyncio.TimeoutError as error:
+            raise _AttemptError(f"no answer within {self._timeout} seconds") from error
+        except (transport_error, self._httpx.DecodingError) as error:
+            reason = f"{type(error).__name__}: {str(error) or 'no message'}"
+            raise _AttemptError(reason, away=isinstance(error, transport_error)) from error
+        if not response.is_success:
+            raise self._refusal(response)
+        try:
+            return parse(_payload(response))
+        except (ValueError, RecursionError) as error:
+            final = not isinstance(error, TryAgainError)
+            raise _AttemptError(str(error), final=final) from error
+        except (LookupError, TypeError) as error:
+            unfit = f"the answer lacks what is read: {error!r}"
+            raise _AttemptError(unfit, final=True) from error
+
+    def _refusal(self, response: Any) -> _AttemptError:
+        """What a status says that is no success."""
+        code, reason = response.status_code, f"status {response.status_code}: {_message(response)}"
+        away = code in _AWAY
+        if code not in _RETRIED and code < 500:
+            return _AttemptError(reason, final=True)
+        wait = _retry_after(response.headers.get("retry-after"))
+        if wait > self._timeout and not (away and self._wait_ready):
+            reason += f" (the server asks to wait {wait:.0f} seconds)"
+            return _AttemptError(reason, final=True)
+        return _AttemptError(reason, away=away, wait=wait)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_Session]:
-        """The running loop's session, for as long as a request takes."""
-        loop = asyncio.get_running_loop()
+        """The running loop's session, for the task that asks."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
         with self._lock:
             if self._closed:
                 raise self._too_late()
@@ -243,110 +322,34 @@ class HttpClient:
             if session is None:
                 client = self._httpx.AsyncClient(**self._options)
                 session = self._sessions[loop] = _Session(client, self._max_connections)
-            session.users += 1
+            session.tasks.add(task)
         try:
             yield session
         finally:
             with self._lock:
-                session.users -= 1
-                last = session.users == 0
-                if last:
+                session.tasks.discard(task)
+                if not session.tasks:
                     self._sessions.pop(loop, None)
-            if last:
-                # A task of its own: a request that is cancelled once more must not leave sockets.
-                closing = asyncio.ensure_future(session.client.aclose())
-                closing.add_done_callback(lambda _: session.ended.set())
-                await asyncio.shield(closing)
-
-    async def _post(
-        self,
-        session: _Session,
-        content: bytes,
-        parse: Callable[[Any], _A],
-        on_attempt: Callable[[], object],
-    ) -> _A:
-        """Try until an attempt succeeds."""
-        cause: Exception | None
-        loop, attempt, away_since = asyncio.get_running_loop(), 0, None
-        while True:
-            attempt, wait, is_away = attempt + 1, 0.0, False
-            try:
-                async with session.free:
-                    on_attempt()
-                    response = await _within(
-                        self._timeout, session.client.post(self.url, content=content)
-                    )
-            except asyncio.TimeoutError as error:
-                cause, reason = error, f"no answer within {self._timeout} seconds"
-            except (self._httpx.TransportError, self._httpx.DecodingError) as error:
-                cause, reason = error, f"{type(error).__name__}: {str(error) or 'no message'}"
-                is_away = isinstance(error, self._httpx.TransportError)
-            else:
-                if response.is_success:
-                    try:
-                        return parse(_payload(response))
-                    except TryAgainError as error:
-                        cause, reason = error, str(error)
-                    except (ValueError, RecursionError) as error:
-                        raise self._error(self.url, attempt, str(error)) from error
-                    except (LookupError, TypeError) as error:
-                        unfit = f"the answer lacks what is read: {error!r}"
-                        raise self._error(self.url, attempt, unfit) from error
-                else:
-                    cause, reason = None, f"status {response.status_code}: {_message(response)}"
-                    is_away = response.status_code in _AWAY
-                    if response.status_code not in _RETRIED and response.status_code < 500:
-                        raise self._error(self.url, attempt, reason)
-                    wait = _retry_after(response.headers.get("retry-after"))
-                    if wait > self._timeout and not (is_away and self._wait_ready):
-                        reason += f" (the server asks to wait {wait:.0f} seconds)"
-                        raise self._error(self.url, attempt, reason)
-            now = loop.time()
-            away_since = (now if away_since is None else away_since) if is_away else None
-            if away_since is not None and now < (until := away_since + self._wait_ready):
-                attempt -= 1
-                await asyncio.sleep(min(_AWAY_PAUSE * self._random.uniform(0.5, 1.5), until - now))
-                continue
-            if attempt > self._max_retries:
-                raise self._error(self.url, attempt, reason) from cause
-            pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
-            # Spread out, so that requests that failed together do not come back together.
-            await asyncio.sleep(max(wait, pause * self._random.uniform(0.5, 1.5)))
+            if not session.tasks:
+                # A request that is cancelled while it hangs up must not leave sockets.
+                await asyncio.shield(session.client.aclose())
 
     def _too_late(self) -> RuntimeError:
         """What requests to a closed client fail with."""
         return RuntimeError(f"the {self._name} is closed: make a new one.")
 
 
-def _check_host(url: str, httpx: Any) -> None:
-    """Refuse an address that nothing can be sent to."""
-    try:
+def _check_address(url: Any, httpx: Any) -> None:
+    """Refuse what nothing can be posted to."""
+    with suppress(httpx.InvalidURL, ValueError, TypeError, AttributeError):
         # Reading the port is what finds it out of range.
         host, _ = httpx.URL(url).host, urlsplit(url).port
-        fault = None if host else "it has no host"
-    except (httpx.InvalidURL, ValueError) as error:
-        fault = str(error)
-    if fault is not None:
-        raise ValueError(
-            f"url must be an address with a host and, if any, a port up to 65535, got {url!r}: {fault}."
-        )
-
-
-async def _within(seconds: float, call: Coroutine[Any, Any, _A]) -> _A:
-    """The result of ``call``, which has ended when this returns or raises.
-
-    Raises:
-        asyncio.TimeoutError: if there is none in time.
-    """
-    task = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait([task], timeout=seconds)
-        if not task.done():
-            raise asyncio.TimeoutError
-    finally:
-        if task.cancel():
-            await asyncio.wait([task])
-    return task.result()
+        if host and url.startswith(("http://", "https://")):
+            return
+    raise ValueError(
+        "url must begin with http:// or https:// and have a host and, if any, a port up to 65535, got "
+        f"{url!r}."
+    )
 
 
 def _payload(response: Any) -> Any:

@@ -215,7 +215,7 @@ class Talk(TextEnv):
         (Limits(max_response_tokens=9), None, 9),
     ],
 )
-def test_max_new_tokens_among_the_sampling_arguments_is_a_budget(engine, limits, asked, budget):
+def test_max_new_tokens_among_the_sampling_params_is_a_budget(engine, limits, asked, budget):
     with MultiTurnCollector(
         Talk,
         engine,
@@ -249,7 +249,7 @@ def test_an_answer_cut_by_max_new_tokens_has_reached_the_limit_of_a_response(eng
         ({"seed": "x"}, "seed must be an integer, got 'x'"),
     ],
 )
-def test_bad_sampling_arguments_are_named(engine, sampling, message):
+def test_bad_sampling_params_are_named(engine, sampling, message):
     with (
         MultiTurnCollector(
             Talk, engine, episodes_per_batch=1, max_consecutive_failures=1, sampling=sampling

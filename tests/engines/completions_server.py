@@ -13,12 +13,17 @@ VOCABULARY = 26
 STOP = 1
 
 
+def weights_after(token: int) -> list[int]:
+    """How likely each token is to follow another: what the server samples from."""
+    return [1 + (3 * following + token) % 7 for following in range(VOCABULARY)]
+
+
 def sampled(prompt: list[int], max_tokens: int) -> tuple[list[int], list[float], str]:
-    """An answer from a distribution that depends on the token before: what the server samples from."""
+    """An answer, the same for the same prompt."""
     rng = random.Random(str(prompt))
     last, tokens, log_probs = prompt[-1], [], []
     while len(tokens) < max_tokens:
-        weights = [1 + (3 * token + last) % 7 for token in range(VOCABULARY)]
+        weights = weights_after(last)
         (last,) = rng.choices(range(VOCABULARY), weights)
         tokens.append(last)
         log_probs.append(math.log(weights[last] / sum(weights)))

@@ -6,9 +6,28 @@ import asyncio
 import copy
 from contextlib import ExitStack, contextmanager
 
+import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from torchrl_mt.engines import TransformersEngine
+
+
+def few_or_many(few: int, many: int):
+    """A test of a property: ``examples`` are few in the fast tier, and many in the slow one."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
+
+
+def check(promise, examples: int, **strategies) -> None:
+    """Look for examples that break a promise; what is no strategy is the same in all of them."""
+    drawn = {
+        name: value if isinstance(value, st.SearchStrategy) else st.just(value)
+        for name, value in strategies.items()
+    }
+    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))(
+        given(**drawn)(promise)
+    )()
 
 
 def prompts(count: int, length: int = 12) -> list[list[int]]:

@@ -4,9 +4,6 @@ import asyncio
 import gc
 import os
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from email.utils import formatdate
@@ -18,13 +15,14 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.engines.completions_server import CompletionsServer, completion, sampled
 from tests.faulty_server import half, nothing, running, silent, status, success
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.engines import CompletionsEngine, CompletionsError, Engine
+from torchrl_mt.engines import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.completions.api import MalformedAnswerError, completions_url, parse_answer
 from torchrl_mt.envs import GuessNumber
 
 httpx = pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
 
 
 @pytest.fixture(autouse=True)
@@ -75,17 +73,6 @@ def ask_all(engine, requests, **kwargs):
         return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
 
     return asyncio.run(run())
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def test_is_an_engine(engine):
-    assert isinstance(engine, Engine)
 
 
 # Answers
@@ -186,9 +173,9 @@ def set_in(path, value):
 
 BROKEN = [
     (lambda answer: [], "must be a JSON object"),
-    (lambda answer: {}, "choices must hold one completion, got None"),
-    (lambda answer: {"choices": []}, "choices must hold one completion"),
-    (lambda answer: {"choices": answer["choices"] * 2}, "choices must hold one completion"),
+    (lambda answer: {}, "choices must be a list of one completion, got None"),
+    (lambda answer: {"choices": []}, "choices must be a list of one completion"),
+    (lambda answer: {"choices": answer["choices"] * 2}, "choices must be a list of one completion"),
     (set_in(["finish_reason"], None), "finish_reason must be .* got None"),
     (set_in(["finish_reason"], "content_filter"), "finish_reason must be .* 'content_filter'"),
     (set_in(["finish_reason"], "tool_calls"), "finish_reason must be .* got 'tool_calls'"),
@@ -205,8 +192,11 @@ BROKEN = [
         set_in(["token_ids"], lambda ids: [*ids[:-1], 25]),
         "must be those of choices.0..logprobs.tokens",
     ),
-    (set_in(["logprobs", "token_logprobs"], lambda v: v[:-1]), "token_logprobs must hold a number"),
-    (set_in(["logprobs", "token_logprobs"], None), "token_logprobs must hold a number .* got None"),
+    (
+        set_in(["logprobs", "token_logprobs"], lambda v: v[:-1]),
+        "token_logprobs must be a list of .* numbers",
+    ),
+    (set_in(["logprobs", "token_logprobs"], None), "token_logprobs must be a list .* got None"),
     (
         set_in(["logprobs", "token_logprobs"], lambda v: [None, *v[1:]]),
         r"token_logprobs\[0\] .* None",
@@ -553,17 +543,6 @@ def test_a_server_that_never_comes_is_waited_for_so_long(make):
         ask(engine)
 
 
-def test_an_engine_may_be_closed_where_a_loop_runs(make):
-    engine = make()
-
-    async def close():
-        engine.close()
-
-    asyncio.run(close())
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        ask(engine)
-
-
 def test_a_field_that_is_none_is_left_to_the_server(make, server):
     ask(make(extra_body={"top_k": None, "min_p": None}), repetition_penalty=None)
     assert not server.seen[0].keys() & {"top_k", "min_p", "repetition_penalty"}
@@ -602,42 +581,6 @@ def test_a_cancelled_request_hangs_up(engine, server):
     assert ask(engine).token_ids
 
 
-def test_closing_fails_what_is_under_way_and_hangs_up(engine, server):
-    server.faults = [silent] * 3
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate([5])) for _ in range(3)]
-        while len(server.seen) < 3:
-            await asyncio.sleep(0.002)
-        await asyncio.to_thread(engine.close)
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    for result in asyncio.run(run()):
-        assert isinstance(result, RuntimeError)
-        assert "closed" in str(result)
-    wait_until(lambda: server.open == 0)
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        ask(engine)
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.update_weights()
-
-
-def test_an_engine_may_be_closed_in_its_own_loop(engine, server):
-    server.faults = [silent]
-
-    async def run():
-        task = asyncio.create_task(engine.generate([5]))
-        while not server.seen:
-            await asyncio.sleep(0.002)
-        engine.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            await task
-
-    asyncio.run(run())
-    wait_until(lambda: server.open == 0)
-
-
 def sockets() -> int:
     """How many sockets this process holds."""
     fds = Path("/proc/self/fd")
@@ -665,22 +608,6 @@ def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
     del engine
     gc.collect()
     assert sockets() == before
-
-
-def test_many_event_loops_may_share_an_engine(engine):
-    requests, answers = prompts(30), {}
-
-    def work(index: int) -> None:
-        answers[index] = ask_all(engine, requests)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    expected = [sampled(prompt, 256)[0] for prompt in requests]
-    for index in range(4):
-        assert [answer.token_ids for answer in answers[index]] == expected
 
 
 # Weights
@@ -713,11 +640,6 @@ def test_an_update_that_fails_is_not_counted(make):
     with pytest.raises(OSError, match="disk full"):
         engine.update_weights()
     assert engine.version == 0
-
-
-def test_without_a_way_to_update_it_says_what_to_do(engine):
-    with pytest.raises(NotImplementedError, match="pass on_update="):
-        engine.update_weights()
 
 
 def test_an_answer_never_claims_newer_weights_than_it_began_with(make, server):
@@ -776,14 +698,8 @@ def test_a_server_may_say_the_version_of_every_token():
 @pytest.mark.parametrize(
     ("prompt", "kwargs", "error", "message"),
     [
-        ([], {}, ValueError, "at least one token"),
-        ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
-        ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
-        ("guess", {}, TypeError, "token ids, got str: tokenize it first"),
         ([5] * 30, {"max_new_tokens": 3}, ValueError, "exceed max_total_tokens=32"),
         ([5], {"stream": True}, ValueError, r"sets itself, got \['stream'\]"),
-        ([5], {"temperature": -0.1}, ValueError, "temperature must be .* not negative, got -0.1"),
-        ([5], {"top_p": "all"}, TypeError, "top_p must be a number, got 'all'"),
         ([5], {"stop_token_ids": {3}}, TypeError, "must be fit for JSON: .*set"),
     ],
 )
@@ -819,32 +735,17 @@ def test_addresses_are_completed(base):
     assert completions_url(base) == "http://h:1/v1/completions"
 
 
-def test_httpx_is_needed_only_when_it_is_used():
-    script = """
-        import sys
-        sys.modules["httpx"] = None
-        from torchrl_mt.engines import CompletionsEngine
-        try:
-            CompletionsEngine("http://localhost", "tiny", None)
-        except ImportError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)
-    assert "pip install 'torchrl-mt[server]'" in done.stdout, done.stderr
-
-
 def test_it_plays_whole_games(engine, server):
     server.faults = [status(500), half, status(429)]
     collector = MultiTurnCollector(
         GuessNumber(16, turns=3),
         engine,
-        episodes_per_batch=24,
+        episodes_per_batch=12,
         limits=Limits(max_turns=3, max_response_tokens=40),
     )
     with collector:
         batch = next(iter(collector))
-    assert len(set(batch["collector", "traj_ids"].tolist())) == 24
+    assert len(set(batch["collector", "traj_ids"].tolist())) == 12
     for turn in batch.unbind(0):
         tokens, log_probs, _ = sampled(turn["tokens", "prompt"].tolist(), 40)
         assert turn["tokens", "response"].tolist() == tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +141,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+def rarely(names: Iterable[str], *often: str) -> list[Any]:
+    """All names, of which those that are not named again are for the slow tier."""
+    slow = pytest.mark.slow
+    return [name if name in often else pytest.param(name, marks=slow) for name in names]
+
+
 def build(config: str, model: str, settings: dict[str, Any]) -> Any:
     """A model of a family, with weights large enough that a wrong cache shows."""
     if not hasattr(transformers, config):
@@ -160,7 +167,7 @@ def assert_exact(models: list[Any], prompt: list[int], answer: Any, atol: float 
     torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rarely(FAMILIES, "qwen2-window", "gemma3"))
 def test_answers_are_exact_over_turns_groups_and_full_caches(family):
     play_turns(build(*FAMILIES[family]))
 
@@ -192,7 +199,7 @@ def play_turns(model: Any, atol: float = 1e-5) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rarely(FAMILIES, "qwen3-moe"))
 def test_answers_are_exact_before_and_after_an_update(family):
     model = build(*FAMILIES[family])
     changed = changed_copy(copy.deepcopy(model))
@@ -268,7 +275,7 @@ def test_half_precision_is_sampled_from(dtype):
     engine.close()
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", rarely(REFUSED, "mamba"))
 def test_what_keeps_more_than_keys_and_values_is_refused(family):
     model = build(*REFUSED[family])
     with pytest.raises(ValueError, match=f"nothing else, got {type(model).__name__}: .*Wrap it in"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCache
+
+from .helpers import check, few_or_many
 
 SHAPES = (((2, 3), (2, 3)), None, ((1, 4), (1, 2)))
 """Of a layer like any other, of one that keeps nothing, and of one whose values are narrower."""
@@ -97,9 +98,12 @@ class Rows:
         self.compute(self.cache.extend(tokens), new, range(len(new)))
 
 
-@settings(max_examples=150, deadline=None)
-@given(actions, st.integers(0, 99))
-def test_rows_stay_what_they_are(script, seed):
+@few_or_many(15, 150)
+def test_rows_stay_what_they_are(examples):
+    check(rows_stay, examples, script=actions, seed=st.integers(0, 99))
+
+
+def rows_stay(script, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = Rows(generator)
     for action, items, number in script:

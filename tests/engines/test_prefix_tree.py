@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_mt.engines.transformers.prefix_tree import PrefixTree
+
+from .helpers import check, few_or_many
 
 texts = st.lists(st.integers(0, 1), max_size=8)
 actions = st.lists(
@@ -32,9 +33,12 @@ def prefixes(text: list[int]) -> set[tuple[int, ...]]:
     return {tuple(text[:n]) for n in range(1, len(text) + 1)}
 
 
-@settings(max_examples=300, deadline=None)
-@given(actions)
-def test_what_is_known_is_what_was_added_and_not_evicted(script):
+@few_or_many(60, 300)
+def test_what_is_known_is_what_was_added_and_not_evicted(examples):
+    check(known_is_what_was_added, examples, script=actions)
+
+
+def known_is_what_was_added(script):
     tree, known = PrefixTree(), set()
     for action, text, number, copied in script:
         longest = max((len(p) for p in prefixes(text) & known), default=0)

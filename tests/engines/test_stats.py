@@ -8,12 +8,20 @@ import random
 import weakref
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchrl_mt.engines import TransformersEngine
 
-from .helpers import assert_sampled_by, endless, generate_all, idle, prompts, until
+from .helpers import (
+    assert_sampled_by,
+    check,
+    endless,
+    few_or_many,
+    generate_all,
+    idle,
+    prompts,
+    until,
+)
 
 BRANCH = 16
 """Prompts that have so many tokens more in common wait for each other."""
@@ -97,12 +105,14 @@ def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
     engine.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    turns=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=6),
-    start=st.integers(1, 20),
-)
-def test_conversations_compute_every_token_once(tokenizer, model, turns, start):
+@few_or_many(3, 15)
+def test_conversations_compute_every_token_once(tokenizer, model, examples):
+    turn = st.tuples(st.integers(1, 20), st.integers(1, 20))
+    turns, start = st.lists(turn, min_size=1, max_size=6), st.integers(1, 20)
+    check(once_each, examples, tokenizer=tokenizer, model=model, turns=turns, start=start)
+
+
+def once_each(tokenizer, model, turns, start):
     """However long turns are, and with others going on at the same time."""
     engine = endless(model, tokenizer)
     # They begin otherwise from the first token on: nothing can be found of another.
@@ -164,12 +174,15 @@ def test_an_update_has_prompts_computed_again(engine):
     assert engine.stats()["shared_tokens"] == 0
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_trees_of_prompts_are_computed_as_trees(tokenizer, model, data):
+@few_or_many(5, 15)
+def test_trees_of_prompts_are_computed_as_trees(tokenizer, model, examples):
+    paths = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=12)
+    check(as_trees, examples, tokenizer=tokenizer, model=model, paths=paths)
+
+
+def as_trees(tokenizer, model, paths):
     """Prompts that begin alike, all at once: each node of their tree is computed once."""
     parts = [[4 + i] * BRANCH for i in range(3)]
-    paths = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=12))
     requests = [[token for i in path for token in parts[i]] + [20] for path in paths]
     engine = TransformersEngine(model, tokenizer, cache_tokens=4096)
     answers = generate_all(engine, requests, max_new_tokens=2)
@@ -220,8 +233,11 @@ def test_of_a_prompt_its_end_leaves_first(tokenizer, model):
     engine.close()
 
 
+@few_or_many(15, 60)
 @pytest.mark.parametrize("sharing", [True, False])
-def test_no_pass_and_no_cache_is_larger_than_it_may_be(tokenizer, model, monkeypatch, sharing):
+def test_no_pass_and_no_cache_is_larger_than_it_may_be(
+    tokenizer, model, monkeypatch, sharing, examples
+):
     engine = endless(
         model, tokenizer, cache_tokens=300, max_batch_tokens=24, prefix_sharing=sharing
     )
@@ -235,7 +251,7 @@ def test_no_pass_and_no_cache_is_larger_than_it_may_be(tokenizer, model, monkeyp
         return plain(input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(engine._model, "forward", forward)
-    requests = [p[: 1 + 3 * (i % 20)] for i, p in enumerate(prompts(60, length=60))] * 2
+    requests = [p[: 1 + 3 * (i % 20)] for i, p in enumerate(prompts(examples, length=60))] * 2
     for prompt, answer in zip(
         requests, generate_all(engine, requests, max_new_tokens=30), strict=True
     ):

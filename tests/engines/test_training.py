@@ -31,7 +31,7 @@ def state_of(model: Qwen2ForCausalLM) -> dict:
     }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_and_rollout_leave_each_other_alone(tokenizer, attention, checkpointing):
     torch.manual_seed(0)

@@ -7,13 +7,22 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from torchrl_mt.engines import TransformersEngine
 
-from .helpers import assert_sampled_by, changed_copy, endless, idle, plain_log_probs, prompts, until
+from .helpers import (
+    assert_sampled_by,
+    changed_copy,
+    check,
+    endless,
+    few_or_many,
+    idle,
+    plain_log_probs,
+    prompts,
+    until,
+)
 
 actions = st.lists(
     st.one_of(
@@ -44,10 +53,14 @@ def module_model(tokenizer):
     return tiny_chat_model(WORDS, hidden_size=32, intermediate_size=64)[0]
 
 
+@few_or_many(3, 12)
 @pytest.mark.parametrize("sizes", [{}, {"cache_tokens": 512, "max_batch_tokens": 48}])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(script=actions)
-def test_every_log_prob_is_that_of_its_versions_weights_alone(sizes, script, versions, tokenizer):
+def test_every_log_prob_is_that_of_its_versions_weights_alone(sizes, versions, tokenizer, examples):
+    given = {"sizes": sizes, "versions": versions, "tokenizer": tokenizer}
+    check(each_version_is_its_own, examples, script=actions, **given)
+
+
+def each_version_is_its_own(sizes, script, versions, tokenizer):
     """Whatever happens when, on the whole prefix: prompts shared, caches full, answers interrupted."""
     model = copy.deepcopy(versions[0])
     sizes = {"cache_tokens": 4096, **sizes}

@@ -11,10 +11,11 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.modules.llm import TransformersWrapper
 
 from tests.waiting import PATIENCE
 from torchrl_mt._hosts import torchrl as hosts
-from torchrl_mt._hosts.torchrl import loss_mask_keys
+from torchrl_mt._hosts.torchrl import loss_mask_keys, min_batch_size
 from torchrl_mt.objectives import MultiTurnLoss
 
 # ---- replay buffers, their storages and samplers ------------------------------------------------
@@ -127,3 +128,11 @@ def test_a_loss_names_the_masks_that_it_reads():
     assert ("collector", "mask") in loss_mask_keys(loss)
     loss.loss_mask_key = "mine"
     assert loss_mask_keys(loss) == ("mine",)
+
+
+def test_a_wrapper_says_how_many_requests_it_waits_for(model, tokenizer):
+    def wrapper(**kwargs):
+        return TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", **kwargs)
+
+    assert min_batch_size(wrapper()) is None
+    assert min_batch_size(wrapper(batching=True, min_batch_size=3)) == 3

@@ -112,3 +112,14 @@ class ConstructorSignature:
 def loss_mask_keys(loss: LossModule) -> tuple[NestedKey, ...]:
     """Where a loss looks for masks of what counts: ``loss_mask_key``, or the host's usual places."""
     return loss._loss_mask_keys()
+
+
+# Wrappers of language models
+
+
+def min_batch_size(wrapper: Any) -> int | None:
+    """How many requests an ``LLMWrapperBase`` waits for by itself; ``None``: it does not.
+
+    No public attribute has it.
+    """
+    return getattr(wrapper, "_min_batch_size", None)

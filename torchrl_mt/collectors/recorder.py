@@ -19,7 +19,7 @@ from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.ledger import Line, Prompt
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.engines import Completion, Engine
-from torchrl_mt.engines.requests import integers
+from torchrl_mt.engines.request_checks import integers
 from torchrl_mt.engines.sampling import random_word
 
 __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]

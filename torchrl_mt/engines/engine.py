@@ -65,7 +65,19 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
     ) -> Completion:
-        """Sample a continuation of ``prompt_ids``; any number of calls may be under way at once."""
+        """Sample a continuation of ``prompt_ids``; any number of calls may be under way at once.
+
+        Args:
+            prompt_ids: the tokens that the model sees, at least one.
+            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
+            **sampling: what the engine lets a request choose, such as ``temperature``.
+
+        Raises:
+            ValueError: if the prompt is empty or not in the vocabulary, prompt and answer together are
+                too long, ``max_new_tokens`` is below 1, or a sampling argument is out of range.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
+            RuntimeError: if the engine is closed, or sampling failed.
+        """
         ...
 
     def update_weights(self, source: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -86,26 +86,23 @@ class Sampling:
         top_p: float | None = None,
     ) -> Sampling:
         """The same, but for what is not ``None``."""
-        if temperature is None and top_k is None and top_p is None:
-            return self
-        return Sampling(
-            self.temperature if temperature is None else temperature,
-            self.top_k if top_k is None else top_k,
-            self.top_p if top_p is None else top_p,
-        )
+        asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return replace(self, **given) if given else self
 
     def record(self) -> dict[str, Any]:
         """The arguments that make a difference to plain sampling at temperature 1."""
         if self.temperature == 0:
             return {"temperature": 0.0}
-        record: dict[str, Any] = {}
-        if self.temperature != 1:
-            record["temperature"] = float(self.temperature)
-        if self.top_k:
-            record["top_k"] = self.top_k
-        if self.top_p < 1:
-            record["top_p"] = float(self.top_p)
-        return record
+        found = {
+            "temperature": float(self.temperature),
+            "top_k": self.top_k,
+            "top_p": float(self.top_p),
+        }
+        return {name: value for name, value in found.items() if value != getattr(_PLAIN, name)}
+
+
+_PLAIN = Sampling()
 
 
 def draw(

@@ -76,14 +76,13 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
 
 def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:
     """What to do if names differ by what they begin with."""
-    given, own = list(given), list(own)
     # The longest name is the least likely to end like another by chance.
-    for name in sorted(given, key=len, reverse=True)[:1]:
-        for other in own:
-            if other.endswith("." + name):
-                return f": its names lack {other.removesuffix(name)!r} in front"
-            if name.endswith("." + other):
-                return f": its names have {name.removesuffix(other)!r} in front, which must go"
+    name = max(given, key=len, default="")
+    for other in own:
+        if other.endswith("." + name):
+            return f": its names lack {other.removesuffix(name)!r} in front"
+        if name.endswith("." + other):
+            return f": its names have {name.removesuffix(other)!r} in front, which must go"
     return ""
 
 

@@ -6,7 +6,6 @@ does not fit together is an error that names the field.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +30,7 @@ _UNFINISHED = ("abort", "error")
 _MINUS_INFINITY = -9999.0
 """What vLLM sends in place of minus infinity, which JSON does not have."""
 _LARGEST_ID = 2**31 - 1
+_CHOICE = "choices[0]"
 
 
 class MalformedAnswerError(ValueError):
@@ -128,110 +128,104 @@ def parse_answer(
         >>> answer.token_ids, answer.log_probs, answer.finish_reason
         ([7, 2], [-0.5, -0.1], 'stop')
     """
-    if not isinstance(payload, Mapping):
-        raise MalformedAnswerError(f"the answer must be a JSON object, got {_shown(payload)}.")
+    _require(isinstance(payload, Mapping), "the answer", "a JSON object", payload)
     choices = payload.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-        raise MalformedAnswerError(f"choices must hold one completion, got {_shown(choices)}.")
+    is_one = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
+    _require(is_one, "choices", "a list of one completion", choices)
     choice = choices[0]
     reason = choice.get("finish_reason")
     if reason in _UNFINISHED:
         raise TryAgainError(f"the server gave its answer up: finish_reason {_shown(reason)}.")
-    if reason not in ("stop", "length"):
-        raise MalformedAnswerError(
-            f'choices[0].finish_reason must be "stop" or "length", got {_shown(reason)}.'
-        )
+    _require(reason in ("stop", "length"), f"{_CHOICE}.finish_reason", '"stop" or "length"', reason)
     logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, Mapping):
-        raise MalformedAnswerError(
-            f"choices[0].logprobs must be an object with token_logprobs, got {_shown(logprobs)}: does "
-            "the server support logprobs?"
-        )
+    _require(
+        isinstance(logprobs, Mapping),
+        f"{_CHOICE}.logprobs",
+        "an object with token_logprobs",
+        logprobs,
+        "does the server support logprobs?",
+    )
     seen = choice.get("prompt_token_ids")
-    if prompt is not None and seen is not None and seen != list(prompt):
-        raise MalformedAnswerError(
-            f"choices[0].prompt_token_ids must be the {len(prompt)} tokens that were sent, "
-            f"{_shown(list(prompt))}, got {_shown(seen)}: does the server truncate prompts, or add "
-            "tokens to them?"
-        )
+    _require(
+        prompt is None or seen is None or seen == list(prompt),
+        f"{_CHOICE}.prompt_token_ids",
+        f"the {len(prompt or ())} tokens that were sent, {_shown(list(prompt or ()))}",
+        seen,
+        "does the server truncate prompts, or add tokens to them?",
+    )
     token_ids = _token_ids(choice, logprobs)
     largest = _LARGEST_ID if vocab_size is None else vocab_size - 1
-    if any(token > largest for token in token_ids):
-        raise MalformedAnswerError(
-            f"choices[0].token_ids must be in 0..{largest}, got {max(token_ids)}: does the server "
-            "serve another model?"
-        )
+    _require(
+        max(token_ids) <= largest,
+        f"{_CHOICE}.token_ids",
+        f"in 0..{largest}",
+        max(token_ids),
+        "does the server serve another model?",
+    )
+    expected = f"at most max_tokens={max_new_tokens} tokens"
+    _require(len(token_ids) <= max_new_tokens, _CHOICE, expected, len(token_ids))
     log_probs = _log_probs(logprobs, len(token_ids))
-    if not token_ids:
-        raise MalformedAnswerError("choices[0] must hold at least one sampled token, got none.")
-    if len(token_ids) > max_new_tokens:
-        raise MalformedAnswerError(
-            f"choices[0] must hold at most max_tokens={max_new_tokens} tokens, got {len(token_ids)}."
-        )
     versions = None
     if version_key is not None:
         versions = _versions(payload, choice, version_key, len(token_ids))
     return Answer(token_ids, log_probs, reason, versions)
 
 
+def _require(holds: bool, field: str, expected: str, got: Any, advice: str = "") -> None:
+    """Refuse an answer by the field that does not fit."""
+    if not holds:
+        end = f": {advice}" if advice else "."
+        raise MalformedAnswerError(f"{field} must be {expected}, got {_shown(got)}{end}")
+
+
 def _token_ids(choice: Mapping[str, Any], logprobs: Mapping[str, Any]) -> list[int]:
     """The sampled tokens, from whichever field has them; both must agree where both are given."""
     token_ids, tokens = choice.get("token_ids"), logprobs.get("tokens")
-    if token_ids is not None and not (
+    field = f"{_CHOICE}.token_ids"
+    fits = token_ids is None or (
         isinstance(token_ids, list) and all(_is_token_id(token) for token in token_ids)
-    ):
-        raise MalformedAnswerError(
-            f"choices[0].token_ids must be a list of token ids, got {_shown(token_ids)}."
-        )
+    )
+    _require(fits, field, "a list of token ids", token_ids)
     named = _named_token_ids(tokens)
     if token_ids is None and named is None:
         raise MalformedAnswerError(
-            "choices[0].token_ids is missing and choices[0].logprobs.tokens, "
-            f"{_shown(tokens)}, are no token ids: the server answers with text alone, which cannot be "
-            "turned back into the tokens that were sampled. It must support return_token_ids or "
-            "return_tokens_as_token_ids (vLLM does)."
+            f"{field} is missing and {_CHOICE}.logprobs.tokens, {_shown(tokens)}, are no token ids: the "
+            "server answers with text alone, which cannot be turned back into the tokens that were "
+            "sampled. It must support return_token_ids or return_tokens_as_token_ids (vLLM does)."
         )
-    if token_ids is not None and named is not None and token_ids != named:
-        raise MalformedAnswerError(
-            f"choices[0].token_ids {_shown(token_ids)} must be those of choices[0].logprobs.tokens, got "
-            f"{_shown(named)}."
+    if token_ids is not None and named is not None:
+        _require(
+            token_ids == named, field, f"those of {_CHOICE}.logprobs.tokens, {named}", token_ids
         )
-    return list(token_ids or named or [])
+    found = list(token_ids or named or [])
+    _require(bool(found), field, "at least one sampled token", found)
+    return found
 
 
 def _named_token_ids(tokens: Any) -> list[int] | None:
     """Token ids from strings such as ``"token_id:12"``; ``None`` if they are anything else."""
     if not isinstance(tokens, list):
         return None
-    ids: list[int] = []
-    for token in tokens:
-        digits = token[len(_TOKEN_ID) :] if isinstance(token, str) else ""
-        if not token or not str(token).startswith(_TOKEN_ID) or not digits.isdecimal():
-            return None
-        ids.append(int(digits))
-    return ids
+    digits = [
+        token.removeprefix(_TOKEN_ID)
+        if isinstance(token, str) and token.startswith(_TOKEN_ID)
+        else ""
+        for token in tokens
+    ]
+    return [int(each) for each in digits] if all(each.isdecimal() for each in digits) else None
 
 
 def _log_probs(logprobs: Mapping[str, Any], size: int) -> list[float]:
     """One finite log-probability for each token."""
-    values = logprobs.get("token_logprobs")
-    field = "choices[0].logprobs.token_logprobs"
-    if not isinstance(values, list) or len(values) != size:
-        got = f"{len(values)}" if isinstance(values, list) else _shown(values)
-        raise MalformedAnswerError(
-            f"{field} must hold a number for each of {size} tokens, got {got}."
-        )
-    for i, value in enumerate(values):
-        if (
-            not _is_number(value)
-            or not math.isfinite(value)
-            or value > 1e-3
-            or value <= _MINUS_INFINITY
-        ):
-            raise MalformedAnswerError(
-                f"{field}[{i}] must be a log-probability, got {_shown(value)}."
-            )
-    return [float(value) for value in values]
+    values, field = logprobs.get("token_logprobs"), f"{_CHOICE}.logprobs.token_logprobs"
+    fits = isinstance(values, list) and len(values) == size
+    _require(fits, field, f"a list of {size} numbers, one for each token", values)
+    for i, value in enumerate(values or ()):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # Written so that a NaN, which compares false with everything, is none.
+        is_log_prob = is_number and _MINUS_INFINITY < value <= 1e-3
+        _require(is_log_prob, f"{field}[{i}]", "a log-probability", value)
+    return [float(value) for value in values or ()]
 
 
 def _versions(
@@ -240,36 +234,25 @@ def _versions(
     """The weight version of each token, as the server says."""
     found = _at(choice, key)
     found = _at(payload, key) if found is None else found
-    values: Sequence[Any] = found if isinstance(found, list) else [found] * size
     try:
-        versions = [int(value) for value in values]
+        versions = [int(value) for value in (found if isinstance(found, list) else [found] * size)]
     except (TypeError, ValueError):
         versions = []
-    if len(versions) != size:
-        raise MalformedAnswerError(
-            f"{key} (version_key) must be a weight version, or one for each of {size} tokens, got "
-            f"{_shown(found)}."
-        )
+    expected = f"a weight version, or one for each of {size} tokens"
+    _require(len(versions) == size, f"{key} (version_key)", expected, found)
     return versions
 
 
 def _at(value: Any, path: str) -> Any:
     """What lies at a dotted path; ``None`` if nothing does."""
     for name in path.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(name)
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
 def _is_token_id(value: Any) -> bool:
     """Whether a JSON value is a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a JSON value is a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:

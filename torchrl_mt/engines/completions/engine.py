@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from torchrl_mt.engines.answers import closed_error
 from torchrl_mt.engines.completions.api import (
     OWN_FIELDS,
     completions_url,
@@ -23,8 +22,9 @@ from torchrl_mt.engines.completions.api import (
     parse_answer,
 )
 from torchrl_mt.engines.engine import Completion
-from torchrl_mt.engines.requests import checked_request, require_positive
-from torchrl_mt.engines.sampling_arguments import TruncationWarning, sampling_record
+from torchrl_mt.engines.engine_thread import closed_error
+from torchrl_mt.engines.request_checks import checked_request, require_positive
+from torchrl_mt.engines.sampling_params import TruncationWarning, sampling_record
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
 
@@ -37,6 +37,13 @@ _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 _PROBE_TOKENS, _NEARLY_GREEDY, _SURE = 4, 0.02, -0.05
 """How many tokens a probe asks for, at which temperature, and the log-probability of a sure one."""
+_DOUBTS = {
+    "raw_logprobs": "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
+    "not train on them. Completion.sampling records it.",
+    "unknown": "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM reports "
+    "such only when started with --logprobs-mode processed_logprobs. Say so with logprobs_mode=.",
+}
+"""What to say, once, of log-probabilities that are or may be of another distribution."""
 _ASK_SECONDS = 5.0
 """For the server to say what it knows of the model."""
 _AWAY_PAUSE = 0.5
@@ -67,23 +74,21 @@ class CompletionsEngine:
     Sampling is from the model's own distribution unless ``temperature``, ``extra_body`` or a request
     say otherwise: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are sent with the values
     that change nothing, because vLLM would otherwise take them from the model's generation config. A
-    field that is ``None`` is left out, for servers that refuse it; what they do then is not known here.
-    ``Completion.sampling`` has what was asked for.
+    field that is ``None`` is left out, for servers that refuse it. ``Completion.sampling`` has what was
+    asked for.
 
-    Log-probabilities are the server's. They are taken for those of the distribution that it samples
-    from, after ``temperature``, ``top_p`` and the like. vLLM reports such only if it is started with
-    ``--logprobs-mode processed_logprobs``, otherwise those of the model's own distribution; with plain
-    sampling there is no difference. ``logprobs_mode`` says which it is; without it, the first request
-    for which it matters is followed by a probe of four tokens, sampled as if there were no choice: their
-    log-probabilities are 0 if they are of what was sampled from.
+    Log-probabilities are the server's, after ``temperature``, ``top_p`` and the like. vLLM reports such
+    only if it is started with ``--logprobs-mode processed_logprobs``, otherwise those of the model's own
+    distribution; with plain sampling there is no difference. ``logprobs_mode`` says which it is. Without
+    it, the first request for which it matters is followed by a probe: four tokens without a choice,
+    whose log-probabilities are 0 if they are of what was sampled from.
 
-    Weight versions are counted here. A request during which the weights changed is stamped with the
-    version at which its last attempt *began*, for all of its tokens: which were sampled before the
-    change cannot be told, and a token that passes for older than it is is at worst left out as stale,
-    while one that passes for newer would be trained on as if it were on-policy. A server that says
-    itself which weights sampled is believed (``version_key``).
+    Weight versions are counted here. If the weights change during a request, all of its tokens have the
+    version at which its last attempt *began*: a token that passes for older than it is may be left out
+    as stale, but none is trained on as if it were newer. A server that says itself which weights sampled
+    is believed (``version_key``).
 
-    httpx is needed: ``pip install 'torchrl-mt[server]'``.
+    httpx and tenacity are needed: ``pip install 'torchrl-mt[server]'``.
 
     Args:
         base_url: the server's address, with or without ``/v1``.
@@ -98,8 +103,8 @@ class CompletionsEngine:
         max_retries: how often a request is tried again after a connection error, a timeout, one of the
             statuses 408, 425, 429 and 5xx, or an answer that the server gave up (``"abort"``).
         wait_ready: seconds for which a request waits for a server that is not there (connections are
-            refused or break, or the status is 502, 503 or 504), because it starts or restarts. This does
-            not count as an attempt.
+            refused or break, or the status is 502, 503 or 504), because it starts or restarts. This
+            counts as one attempt; after that the request fails.
         backoff: seconds before the first retry, about; twice as long before each further one. A
             ``Retry-After`` is kept to, if it asks for no more than ``timeout``.
         temperature: what the server divides the logits by.
@@ -118,7 +123,7 @@ class CompletionsEngine:
             and have the server load it, say. May be a coroutine function.
 
     Raises:
-        ImportError: if httpx is not installed.
+        ImportError: if httpx or tenacity is not installed.
         ValueError: if a number is out of range, ``base_url`` is no HTTP address, or ``extra_body`` has a
             field that the engine sets itself.
 
@@ -180,7 +185,7 @@ class CompletionsEngine:
         self._parse = partial(parse_answer, vocab_size=vocab_size, version_key=version_key)
         self._vocab_size = vocab_size
         self._logprobs_mode: str | None = logprobs_mode
-        self._has_probed = logprobs_mode is not None
+        """``None`` until it is probed; "unknown" if the server refuses that."""
         self._probes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
             weakref.WeakKeyDictionary()
         )
@@ -227,12 +232,10 @@ class CompletionsEngine:
             The sampled tokens with their log-probabilities and weight versions.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, prompt and answer exceed
-                :attr:`max_total_tokens`, ``max_new_tokens`` is below 1, or ``sampling`` has a field
-                that the engine sets or a value out of range.
+            ValueError: if an argument is out of range (see :meth:`Engine.generate`), or ``sampling`` has
+                a field that the engine sets itself.
             TypeError: if ``prompt_ids`` are no integers, or ``sampling`` has what JSON cannot say.
-            CompletionsError: if the server refuses the request, keeps failing, or answers with something
-                that is no whole answer.
+            CompletionsError: if the server refuses, keeps failing, or gives no whole answer.
             RuntimeError: if the engine is closed.
         """
         await self._find_out()
@@ -291,17 +294,13 @@ class CompletionsEngine:
         with self._updating:
             hand_on(self._on_update, source)
             self._version += 1
-        return self._version
+            return self._version
 
     def count_update(self) -> int:
-        """Count new weights that the server was given by somebody else.
-
-        Returns:
-            The new version: what begins from now on is stamped with it.
-        """
+        """Count new weights that the server was given by somebody else; returns the new version."""
         with self._updating:
             self._version += 1
-        return self._version
+            return self._version
 
     def close(self) -> None:
         """Fail what is under way and close every connection."""
@@ -342,7 +341,7 @@ class CompletionsEngine:
         """Find out once what log-probabilities are of, by an answer that leaves nothing to chance."""
         lock = self._probes.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
-            if self._has_probed:
+            if self._logprobs_mode is not None:
                 return
             truncated = record.keys() & {"top_k", "top_p", "min_p"}
             sure = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
@@ -353,37 +352,22 @@ class CompletionsEngine:
                     asked, partial(self._parse, max_new_tokens=_PROBE_TOKENS)
                 )
             except CompletionsError:
-                self._has_probed = True
+                self._logprobs_mode = "unknown"
                 return
             is_raw = min(answer.log_probs) < _SURE
             self._logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
-            self._has_probed = True
             _logger.info("the server gives %s, as a probe has shown.", self._logprobs_mode)
 
     def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
         """What a completion says about its distribution; warns of the first that calls for it."""
+        doubt = _DOUBTS.get(self._logprobs_mode or "unknown")
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            _logger.warning(doubt, record)
         if self._logprobs_mode == "raw_logprobs":
-            self._doubt(
-                "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
-                "not train on them. Completion.sampling records it.",
-                record,
-            )
             return record | {"logprobs_mode": self._logprobs_mode}
-        if self._logprobs_mode is None:
-            self._doubt(
-                "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM "
-                "reports such only when started with --logprobs-mode processed_logprobs. Say so "
-                "with logprobs_mode=.",
-                record,
-            )
         self._warn(record)
         return record
-
-    def _doubt(self, message: str, record: Mapping[str, Any]) -> None:
-        """Say once what log-probabilities may not be."""
-        if not self._doubted:
-            self._doubted = True
-            _logger.warning(message, dict(record))
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """An engine on any TorchRL policy for language models, requests gathered into micro-batches.
 
-No log-probability leaves it that a plain forward pass of the model has shown to be wrong: such are
-recomputed, or refused.
+No log-probability leaves it that a plain forward pass of the model contradicts.
 """
 
 from __future__ import annotations
@@ -19,21 +18,18 @@ from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.engines.engine import Completion, Engine
+from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_positions, stop_ids, view_of, vocab_size
-from torchrl_mt.engines.policy.log_prob_check import LogProbCheck
+from torchrl_mt.engines.policy.log_probs import LogProbs
 from torchrl_mt.engines.policy.micro_batching import MicroBatcher
 from torchrl_mt.engines.policy.sampler import (
     PolicySampler,
     generate_kwargs_of,
     require_own_distribution,
 )
-from torchrl_mt.engines.requests import checked_request, require_positive
+from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_arguments import (
-    TruncationWarning,
-    sampling_of,
-    sampling_record,
-)
+from torchrl_mt.engines.sampling_params import TruncationWarning, bending, sampling_of
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
@@ -50,21 +46,20 @@ class PolicyEngine:
     a batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
     used. A policy must not be trained *while* tokens are sampled.
 
-    When first used, and again after every update, what the policy reports as log-probabilities is
-    compared with a plain forward pass of its model, after ``temperature``, ``top_k`` and ``top_p``:
-    log-probabilities are those of the distribution that was sampled from. If some are wrong (TorchRL
-    0.14's ``TransformersWrapper`` reports 0.0 for the first token of every answer, and the model's own
-    log-probabilities whatever the temperature and the truncation), all are recomputed from then on, and
-    the log says so once. If most are wrong, or there is no model to compare with, requests fail.
-    ``Completion.sampling`` has what shaped the distribution.
+    Log-probabilities are those of the distribution that was sampled from, after ``temperature``,
+    ``top_k`` and ``top_p``. TorchRL 0.14's ``TransformersWrapper`` reports 0.0 for the first token of
+    every answer, and knows neither temperature nor truncation: a plain forward pass of its model
+    computes them instead, as for a ``vLLMWrapper`` or ``SGLangWrapper`` with temperature or truncation.
+    What another policy reports is compared with such a pass when it is first used and after every
+    update; if it is wrong, or there is no model to compare with, requests fail. ``Completion.sampling``
+    has what shaped the distribution.
 
-    A ``TransformersWrapper`` may have any input mode. Its sampling is from the model's own distribution:
-    ``do_sample=True`` without ``top_k`` or ``top_p`` and without the model's generation config (except
-    for its stop tokens), unless its ``generate_kwargs`` or a request say otherwise. Other policies are
-    called with ``("tokens", "prompt")`` and ``("masks", "all_attention_mask")``, padded on the left, and
-    return ``("tokens", "response")`` and ``("log_probs", "response")``: per row without padding, or
-    padded on the right if every row that ends early ends with a stop token. ``vLLMWrapper`` and
-    ``SGLangWrapper`` are given rows without padding.
+    A ``TransformersWrapper`` may have any input mode. It samples from the model's own distribution
+    unless its ``generate_kwargs`` or a request say otherwise; of the model's generation config only the
+    stop tokens count. Other policies are called with ``("tokens", "prompt")`` and ``("masks",
+    "all_attention_mask")``, padded on the left, and return ``("tokens", "response")`` and
+    ``("log_probs", "response")``: per row without padding, or padded on the right if every row that ends
+    early ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper`` are given rows without padding.
 
     Args:
         policy: an ``LLMWrapperBase`` or any module (or callable) from TensorDict to TensorDict.
@@ -80,11 +75,11 @@ class PolicyEngine:
             log-probability 0.
         max_batch_size: most requests of a micro-batch.
         max_wait: seconds that a request waits at most for its micro-batch to fill up.
-        check: compare the log-probabilities. Without it they are handed on as they are: do not train
-            on them.
+        check: compare or compute the log-probabilities. Without it they are handed on as they are: do
+            not train on them.
         tolerance: largest mean absolute difference in nats that passes for rounding (five times that
             for a single token); 0.05, or 0.1 for a model in half precision, if ``None``.
-        max_forward_tokens: most tokens in one forward pass that recomputes, padding included.
+        max_forward_tokens: most tokens in one such forward pass, padding included.
         on_update: called with the source of an update while nothing is sampled, instead of loading
             weights into the model: for policies whose weights lie elsewhere; may be a coroutine
             function.
@@ -122,11 +117,8 @@ class PolicyEngine:
         arguments = dict(said)
         if temperature is not None:
             own = sampling_of(said).temperature
-            if (
-                {"temperature", "do_sample"} & said.keys()
-                and own != temperature
-                and not isinstance(policy, TransformersWrapper)
-            ):
+            is_said = {"temperature", "do_sample"} & said.keys()
+            if is_said and own != temperature and not isinstance(policy, TransformersWrapper):
                 raise ValueError(
                     f"temperature must be the policy's own, which is {own}, got {temperature}: set "
                     "it on the policy."
@@ -158,23 +150,20 @@ class PolicyEngine:
         self._vocab_size = vocab_size(view)
         self._law = sampling_of(arguments, self._vocab_size)
         # What else shapes the distribution is the policy's own affair.
-        self._bent = {
-            name: value
-            for name, value in sampling_record(arguments, self._vocab_size).items()
-            if name not in _LAW
-        }
+        self._bent = bending(arguments)
         self._warn = TruncationWarning()
-        stop_ids = _stop_ids(self.tokenizer, model, said)
+        ends = stop_ids(self.tokenizer, model, said.get("eos_token_id"), said.get("stop_token_ids"))
         self._on_update = on_update
         self._closing = threading.Event()
-        sampler = PolicySampler(policy, view, self.tokenizer, stop_ids, self._closing)
+        sampler = PolicySampler(policy, view, self.tokenizer, ends, self._closing)
         self._takes_arguments = sampler.takes_arguments
-        self._answerer = _Answerer(
-            sampler, stop_ids, LogProbCheck(view, check, tolerance, max_forward_tokens)
+        log_probs = LogProbs(
+            policy, view, check=check, tolerance=tolerance, max_tokens=max_forward_tokens
         )
+        self._answerer = _Answerer(sampler, log_probs, ends, self.max_total_tokens)
         self._batcher: MicroBatcher[_Request, Completion] = MicroBatcher(
             self._answerer.answer,
-            _Fits(self.max_total_tokens),
+            self._answerer.fits,
             max_batch_size=max_batch_size,
             max_wait=max_wait,
             name="torchrl_mt-policy",
@@ -204,9 +193,7 @@ class PolicyEngine:
             The sampled tokens with their log-probabilities, and the version that sampled all of them.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
-                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument
-                is out of range.
+            ValueError: if an argument is out of range (see :meth:`Engine.generate`).
             TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
             RuntimeError: if the engine is closed, the policy raised (which is the cause), or its
                 log-probabilities are refused.
@@ -226,11 +213,9 @@ class PolicyEngine:
             bound=f"the {total} tokens that the model's positions allow",
             vocab_size=self._vocab_size,
         )
-        law = self._law
-        if sampling:
-            asked = sampling_of(sampling, self._vocab_size)
-            given = (name for name, value in sampling.items() if value is not None)
-            law = law.changed(**{name: getattr(asked, name) for name in given})
+        asked = sampling_of(sampling, self._vocab_size)
+        given = (name for name, value in sampling.items() if value is not None)
+        law = self._law.changed(**{name: getattr(asked, name) for name in given})
         record = law.record() | self._bent
         self._warn(record)
         return await self._batcher.ask(_Request(prompt, limit, law, record))
@@ -254,7 +239,7 @@ class PolicyEngine:
             RuntimeError: if the engine is closed.
         """
         if not self._closer.alive:
-            raise RuntimeError("the engine is closed: make a new one.")
+            raise closed_error()
         weights: Mapping[str, torch.Tensor] | None = None
         if source is not None and self._on_update is None:
             if self._model is None:
@@ -292,34 +277,30 @@ class _Request:
     record: dict[str, Any]
 
 
-class _Fits:
-    """Whether requests may share a batch, which has one law, and whose answers may all become long."""
-
-    def __init__(self, max_total_tokens: int | None) -> None:
-        self._max_total_tokens = max_total_tokens
-
-    def __call__(self, requests: list[_Request]) -> bool:
-        if requests[-1].law != requests[0].law:
-            return False
-        if self._max_total_tokens is None:
-            return True
-        longest = max(len(request.prompt) for request in requests)
-        return longest + max(request.limit for request in requests) <= self._max_total_tokens
-
-
 class _Answerer:
     """What the thread does with a batch; it knows nothing of the engine, which may be collected."""
 
     def __init__(
         self,
         sampler: PolicySampler,
+        log_probs: LogProbs,
         stop_ids: frozenset[int],
-        log_probs: LogProbCheck,
+        max_total_tokens: int | None,
     ) -> None:
         self.version = 0
         self._sampler = sampler
-        self._stop_ids = stop_ids
         self._log_probs = log_probs
+        self._stop_ids = stop_ids
+        self._max_total_tokens = max_total_tokens
+
+    def fits(self, requests: list[_Request]) -> bool:
+        """Whether requests may share a batch, which has one law, and whose answers may all be long."""
+        if requests[-1].law != requests[0].law:
+            return False
+        if self._max_total_tokens is None:
+            return True
+        longest = max(len(request.prompt) for request in requests)
+        return longest + max(request.limit for request in requests) <= self._max_total_tokens
 
     def answer(self, requests: list[_Request]) -> list[Completion]:
         """Sample an answer to every request."""
@@ -343,8 +324,8 @@ class _Answerer:
         ]
 
     def updated(self) -> int:
-        """Count an update; what the policy reports is checked again. Call it between two batches."""
-        self._log_probs.recheck()
+        """Count an update; what the policy reports is compared again. Call it between two batches."""
+        self._log_probs.compare_again()
         self.version += 1
         return self.version
 
@@ -353,20 +334,6 @@ def _close(closing: threading.Event, batcher: MicroBatcher) -> None:
     """End the sampling thread, early if it is sampling."""
     closing.set()
     batcher.close()
-
-
-def _stop_ids(
-    tokenizer: Any, model: nn.Module | None, generate_kwargs: Mapping[str, Any]
-) -> frozenset[int]:
-    """Every token that ends an answer: by tokenizer, model and policy; at least one."""
-    eos, vllms = (generate_kwargs.get(name) for name in ("eos_token_id", "stop_token_ids"))
-    found = stop_ids(tokenizer, model, eos, vllms)
-    if not found:
-        raise ValueError(
-            "tokenizer must have an end-of-turn token (eos_token), got none, and neither policy nor "
-            "model have an eos_token_id."
-        )
-    return found
 
 
 def as_engine(policy: Any, tokenizer: Any) -> Engine:

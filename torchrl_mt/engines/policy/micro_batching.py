@@ -1,20 +1,14 @@
-"""Requests of many coroutines and event loops, answered batch by batch in one background thread.
-
-No request is lost: each is answered, fails, or is taken back by being cancelled. Between two batches
-the thread can be held, so that what the answers rest on may change.
-"""
+"""Requests of many coroutines and event loops, answered batch by batch in one background thread."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torchrl_mt.engines.answers import closed_error, settle
+from torchrl_mt.engines.engine_thread import EngineThread, closed_error, settle
 
 __all__ = ["MicroBatcher"]
 
@@ -32,19 +26,19 @@ class _Ticket(Generic[_Q, _A]):
     arrived: float
 
 
-class MicroBatcher(Generic[_Q, _A]):
+class MicroBatcher(EngineThread, Generic[_Q, _A]):
     """Gather requests into batches.
 
     A batch is the oldest request that waits when the thread becomes free, and of the others, oldest
-    first, those that fit. If answering a batch raises,
-    its own requests fail and the next batch is answered as if nothing had been.
+    first, those that fit. If answering a batch raises, its own requests fail and the next batch is
+    answered as if nothing had been.
 
     Args:
         answer: called in the thread with the requests of a batch; returns their answers in order.
         fits: whether requests may share a batch; a request alone always may.
         max_batch_size: most requests of a batch.
         max_wait: seconds that the oldest request waits at most for a batch to fill up.
-        name: name of the thread, which the first request starts.
+        name: of the thread.
     """
 
     def __init__(
@@ -56,16 +50,12 @@ class MicroBatcher(Generic[_Q, _A]):
         max_wait: float,
         name: str,
     ) -> None:
+        super().__init__(name)
         self._answer = answer
         self._fits = fits
         self._max_batch_size = max_batch_size
         self._max_wait = max_wait
-        self._name = name
         self._waiting: dict[_Ticket[_Q, _A], None] = {}
-        self._changed = threading.Condition()
-        self._pausing = threading.Lock()
-        self._held = self._busy = self._closed = False
-        self._thread: threading.Thread | None = None
 
     async def ask(self, request: _Q) -> _A:
         """Wait for the answer to a request; cancelling takes it back.
@@ -75,15 +65,8 @@ class MicroBatcher(Generic[_Q, _A]):
         """
         loop = asyncio.get_running_loop()
         ticket: _Ticket[_Q, _A] = _Ticket(request, loop.create_future(), loop, time.monotonic())
-        with self._changed:
-            if self._closed:
-                raise closed_error()
+        with self._queueing():
             self._waiting[ticket] = None
-            if self._thread is None:
-                # A daemon, so that a script which dies without closing does not hang on it.
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
         try:
             return await ticket.answer
         except asyncio.CancelledError:
@@ -91,38 +74,13 @@ class MicroBatcher(Generic[_Q, _A]):
                 self._waiting.pop(ticket, None)
             raise
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Wait for the batch that is being answered, and let no other begin meanwhile.
-
-        Raises:
-            RuntimeError: if called by what answers a batch, which would wait for itself.
-        """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("weights cannot be updated by the policy while it answers a batch.")
-        with self._pausing:
-            with self._changed:
-                self._held = True
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._busy)
-                yield
-            finally:
-                with self._changed:
-                    self._held = False
-                    self._changed.notify_all()
-
     def close(self) -> None:
         """Fail every request that has no answer yet and end the thread."""
         with self._changed:
             self._closed = True
-            waiting = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
-            thread = self._thread
+            waiting, self._waiting = self._waiting, {}
         settle((ticket, closed_error()) for ticket in waiting)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        super().close()
 
     def _work(self) -> None:
         """Answer batches until closed."""

@@ -18,8 +18,9 @@ from torch import nn
 from torchrl.modules.llm import LLMWrapperBase, SGLangWrapper, TransformersWrapper, vLLMWrapper
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from torchrl_mt._hosts.torchrl import min_batch_size
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_arguments import bending
+from torchrl_mt.engines.sampling_params import bending
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
@@ -103,9 +104,8 @@ class PolicySampler:
         """
         if self.takes_arguments:
             # The policy is our own: nobody else reads these.
-            generate_kwargs: dict[str, Any] = self._policy.generate_kwargs  # type: ignore[attr-defined]
-            generate_kwargs["max_new_tokens"] = max(limits)
-            generate_kwargs.update(_law_kwargs(law))
+            kwargs = {"max_new_tokens": max(limits), **_law_kwargs(law)}
+            self._policy.generate_kwargs.update(kwargs)  # type: ignore[attr-defined]
         batch = self._batch(prompts)
         with torch.no_grad(), _evaluating(self._policy):
             out = self._policy(batch)
@@ -122,24 +122,19 @@ class PolicySampler:
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
         """Prompts as the policy wants them."""
         device = _device(self._policy)
+        rows = [torch.tensor(prompt, device=device) for prompt in prompts]
         if self._ragged:
-            return lazy_stack(
-                [
-                    TensorDict({"tokens": {"prompt": torch.tensor(prompt, device=device)}})
-                    for prompt in map(list, prompts)
-                ]
-            )
-        width = max(map(len, prompts))
+            return lazy_stack([TensorDict({"tokens": {"prompt": row}}) for row in rows])
+        tokens = nn.utils.rnn.pad_sequence(
+            rows, batch_first=True, padding_value=self._pad_id, padding_side="left"
+        )
         # The mask is given with the tokens: a prompt may hold the padding token itself.
-        tokens = torch.full((len(prompts), width), self._pad_id)
-        attended = torch.zeros((len(prompts), width), dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            tokens[i, width - len(prompt) :] = torch.tensor(list(prompt))
-            attended[i, width - len(prompt) :] = True
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        attended = torch.arange(tokens.shape[1], 0, -1, device=device) <= lengths[:, None]
         return TensorDict(
             {"tokens": {"prompt": tokens}, "masks": {"all_attention_mask": attended}},
-            batch_size=[len(prompts)],
-        ).to(device)
+            batch_size=[len(rows)],
+        )
 
     def _read(self, row: TensorDictBase, prompt: Sequence[int], limit: int) -> Drawn:
         """One answer without padding and without what lies behind its end."""
@@ -234,10 +229,10 @@ def _require_tokens(policy: Any) -> None:
     mode = getattr(policy, "input_mode", "tokens")
     if mode != "tokens":
         raise ValueError(f'policy must have input_mode="tokens", got {mode!r}.')
-    if isinstance(policy, LLMWrapperBase) and getattr(policy, "_min_batch_size", None) is not None:
+    if isinstance(policy, LLMWrapperBase) and min_batch_size(policy) is not None:
         raise ValueError(
-            "policy must not batch by itself, got min_batch_size="
-            f"{policy._min_batch_size}: the engine makes the batches."
+            f"policy must not batch by itself, got min_batch_size={min_batch_size(policy)}: the engine "
+            "makes the batches."
         )
 
 
@@ -300,15 +295,15 @@ class _Closing:
 @contextmanager
 def _evaluating(policy: Any) -> Iterator[None]:
     """Evaluation mode; every submodule's own mode comes back afterwards."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
-    modes = [(module, module.training) for module in modules]
-    for module in modules:
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    trained = [module for module in modules if module.training]
+    for module in trained:
         module.training = False
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in trained:
+            module.training = True
 
 
 def _device(policy: Any) -> torch.device:

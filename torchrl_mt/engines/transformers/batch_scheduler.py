@@ -18,20 +18,20 @@ from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.padded_cache import PaddedCache
 from torchrl_mt.engines.transformers.prefix_tree import PrefixTree
 
-__all__ = ["BatchScheduler", "Tally"]
+__all__ = ["BatchScheduler", "TokenCounts"]
 
-_CALL = 128
+_PASS_COST = 128
 """A further forward pass costs about as much as this many tokens in one."""
-_PATIENCE = 4
+_PROMPT_INTERVAL = 4
 """Steps of sampling between two steps of prompts, so that prompts are computed together."""
-_AHEAD = 16
+_ANSWER_ROOM = 16
 """Prompts with fewer tokens in common do not wait for each other; room for an answer's beginning."""
-_MEMORY = 8
+_SEEN_FACTOR = 8
 """Of how many times the cache's tokens it is known that they went through the model."""
 
 
 @dataclass
-class Tally:
+class TokenCounts:
     """Tokens counted since the start."""
 
     generated_tokens: int = 0
@@ -59,7 +59,7 @@ class BatchScheduler:
     ) -> None:
         self.version = 0
         """Of the weights: what each token is stamped with."""
-        self.tally = Tally()
+        self.counts = TokenCounts()
         self._model = model
         self._room, self._budget, self._sharing = cache_tokens, max_batch_tokens, sharing
         self._key_cost = model.key_cost
@@ -137,7 +137,7 @@ class BatchScheduler:
         """Whether to look for prompts: a pass for each that comes would cost more than it brings."""
         sampling = sum(len(batch.rows) for batch in self._batches)
         count = len(self._waiting)
-        return count > 0 and (self._since_admission >= _PATIENCE or count >= sampling)
+        return count > 0 and (self._since_admission >= _PROMPT_INTERVAL or count >= sampling)
 
     def _admit(self) -> None:
         """Let requests in, oldest first, but none whose beginning is just being computed."""
@@ -151,20 +151,20 @@ class BatchScheduler:
             first = chosen.get(prompt.key) or under_way.get(prompt.key)
             if first is not None and first.tokens != request.tokens:
                 continue
-            room -= len(request.tokens) + _AHEAD
+            room -= len(request.tokens) + _ANSWER_ROOM
             if self._running and room < 0:
                 break
             if first is not None:
                 first.requests.append(request)
-                self.tally.shared_tokens += len(request.tokens)
+                self.counts.shared_tokens += len(request.tokens)
             else:
                 prompt.tokens = request.tokens[:]
                 chosen[prompt.key] = prompt
                 budget -= prompt.num_new
-                self.tally.shared_tokens += prompt.known
+                self.counts.shared_tokens += prompt.known
                 if self._sharing:
                     known = self._seen.find(request.tokens[:-1])[0]
-                    self.tally.new_tokens += len(request.tokens) - known
+                    self.counts.new_tokens += len(request.tokens) - known
             self._running[request] = None
             del self._waiting[request]
         self._since_admission = 0
@@ -178,7 +178,7 @@ class BatchScheduler:
             return Prompt(request.tokens, [request], 0, [], request)
         # At least one token is always computed: what follows it is not kept.
         known, past = self._kept.find(request.tokens[:-1], copied=True)
-        key = tuple(request.tokens[: known + _AHEAD])
+        key = tuple(request.tokens[: known + _ANSWER_ROOM])
         return Prompt(request.tokens, [request], known, past, key)
 
     def _grouped(self, prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
@@ -191,7 +191,7 @@ class BatchScheduler:
             widest, size = max(widest, width), len(group) + 1
             together = size * length * (1 + self._key_cost * widest)
             too_large = size * length > self._budget or size * widest > self._room
-            if group and (together > cost + own + _CALL or too_large):
+            if group and (together > cost + own + _PASS_COST or too_large):
                 yield group
                 group, widest, together = [], width, own
             group.append(prompt)
@@ -222,7 +222,7 @@ class BatchScheduler:
 
     def _cheapest(self, batches: Iterable[Batch], count: int, longest: int) -> Batch | None:
         """The batch where rows cause the least padding; ``None`` if a batch of their own is cheaper."""
-        best, least = None, float(_CALL)
+        best, least = None, float(_PASS_COST)
         for batch in batches:
             width, size = batch.cache.width, len(batch.rows)
             padding = count * max(0, width - longest) + size * max(0, longest - width)
@@ -239,7 +239,7 @@ class BatchScheduler:
         share = budget // 2 if len(self._prefills) > 1 else budget
         while prefill is not None and budget > 0:
             logits, count = prefill.advance(self._model, share)
-            self.tally.prefill_tokens += count
+            self.counts.prefill_tokens += count
             budget -= max(1, count)
             if not prefill.left:
                 self._prefills.remove(prefill)
@@ -300,7 +300,7 @@ class BatchScheduler:
         tokens, log_probs = draw(logits, [request.sampling for request in requests], words)
         if not bool(log_probs.isfinite().all()):
             raise ValueError("the model's logits are not finite: are its weights?")
-        self.tally.generated_tokens += len(requests)
+        self.counts.generated_tokens += len(requests)
         finished = []
         for request, token, log_prob in zip(
             requests, tokens.tolist(), log_probs.tolist(), strict=True
@@ -387,7 +387,7 @@ class BatchScheduler:
         for i, piece in zip(new, pieces, strict=True):
             self._kept.add(texts[i], piece, copied=copied)
             self._seen.add(texts[i])
-        _shrink(self._seen, _MEMORY * self._room)
+        _shrink(self._seen, _SEEN_FACTOR * self._room)
         self._evict()
 
     def _num_held(self) -> int:

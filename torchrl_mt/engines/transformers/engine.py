@@ -19,12 +19,12 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from torchrl_mt.engines.answers import closed_error
 from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
-from torchrl_mt.engines.requests import checked_request, integers, require_positive
+from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
-from torchrl_mt.engines.sampling_arguments import TruncationWarning
+from torchrl_mt.engines.sampling_params import TruncationWarning
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel
@@ -109,7 +109,7 @@ class TransformersEngine:
         """Most tokens of prompt and answer together: what the cache holds and the model can place; of a
         model with dynamic or long RoPE the length from which its frequencies change."""
         self._vocab_size = cast(int, vocab_size(model))
-        self._stop_ids = _stop_ids(model, tokenizer)
+        self._stop_ids = stop_ids(tokenizer, model)
         self._source = None if share_weights else weakref.ref(model)
         self._model = view_of(model) if share_weights else copy.deepcopy(model)
         self._num_requests = itertools.count()
@@ -171,11 +171,7 @@ class TransformersEngine:
             log-probabilities after temperature and truncation.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, if prompt and answer exceed
-                :attr:`max_total_tokens`, if ``max_new_tokens`` is below 1, or if a sampling argument is
-                out of range.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is unknown.
-            RuntimeError: if the engine is closed or generation failed.
+            ValueError, TypeError, RuntimeError: as in :meth:`Engine.generate`.
         """
         if sampling:
             raise TypeError(
@@ -197,17 +193,15 @@ class TransformersEngine:
         self._warn(record)
         if seed is not None:
             seed = _seed(seed)
-        stop_ids = (
-            self._stop_ids
-            if stop_token_ids is None
-            else frozenset(integers(stop_token_ids, "stop_token_ids"))
-        )
+        ends = self._stop_ids
+        if stop_token_ids is not None:
+            ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
         number = next(self._num_requests)
         loop = asyncio.get_running_loop()
         request = Request(
             prompt,
             len(prompt) + limit,
-            stop_ids,
+            ends,
             law,
             random_word(self._seed, number) if seed is None else seed,
             loop.create_future(),
@@ -221,7 +215,7 @@ class TransformersEngine:
             self._generation.withdraw(request)
             raise
         token_ids = request.tokens[size:]
-        reason: Any = "stop" if token_ids[-1] in stop_ids else "length"
+        reason: Any = "stop" if token_ids[-1] in ends else "length"
         return Completion(token_ids, request.log_probs, request.versions, reason, sampling=record)
 
     def update_weights(
@@ -252,15 +246,15 @@ class TransformersEngine:
         """
         self._check_open()
         weights = self._weights_of(source)
-        with self._generation.paused() as scheduler:
+        with self._generation.paused():
             try:
                 if weights is not None:
                     copy_weights(weights, self._model)
             finally:  # some may be new though the rest could not be copied
                 if not keep_cache:
-                    scheduler.forget_cache()
-                scheduler.version += 1
-            return scheduler.version
+                    self._scheduler.forget_cache()
+                self._scheduler.version += 1
+            return self._scheduler.version
 
     def close(self) -> None:
         """Stop generating: answers under way fail, and the cache is released."""
@@ -271,15 +265,13 @@ class TransformersEngine:
 
         Returns:
             A flat dictionary of integers. Requests: ``"running"`` in the batches, ``"waiting"`` for room
-            in them. Tokens since the engine was made: ``"generated_tokens"``, sampled (also for requests
-            that were cancelled); ``"prefill_tokens"``, of prompts, that went through the model (again
-            after an update); ``"shared_tokens"``, of prompts, that were found in the cache instead;
-            ``"new_tokens"``, of prompts, that had not gone through the model when the prompt was taken
-            in, as far as is known (0 without ``prefix_sharing``): what ``"prefill_tokens"`` has beyond
-            them was computed again. A request that has to go back, for an update or for room, counts as
-            a prompt once more, with what was sampled for it.
-            Tokens in the cache: ``"cache_tokens"``, of requests under way; ``"kept_tokens"``, kept for
-            prompts that begin alike and given up when room is needed.
+            in them. Tokens sampled: ``"generated_tokens"``, those of cancelled requests included.
+            Tokens of prompts: ``"prefill_tokens"`` went through the model, ``"shared_tokens"`` were
+            found in the cache instead, ``"new_tokens"`` had not gone through it before, as far as is
+            known (0 without ``prefix_sharing``); what ``"prefill_tokens"`` has beyond these was computed
+            again. A request that goes back, for an update or for room, counts as a prompt once more.
+            Tokens in the cache: ``"cache_tokens"`` of requests under way, ``"kept_tokens"`` for prompts
+            that begin alike.
         """
         return self._generation.stats()
 
@@ -317,14 +309,3 @@ def _seed(seed: int) -> int:
         return index(seed)
     except TypeError:
         raise TypeError(f"seed must be an integer, got {seed!r}.") from None
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer, by the tokenizer and by the model; at least one."""
-    found = stop_ids(tokenizer, model)
-    if not found:
-        raise ValueError(
-            "tokenizer must have an end-of-turn token (eos_token), got none, and the model's "
-            "generation config has no eos_token_id either."
-        )
-    return found

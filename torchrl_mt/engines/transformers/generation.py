@@ -1,19 +1,13 @@
-"""One thread that answers requests step by step.
-
-Two promises: between two steps the thread can be held, so that weights may change; and every request
-that is submitted is answered, fails, or is taken back.
-"""
+"""The thread that takes a scheduler's steps: requests come in between two of them."""
 
 from __future__ import annotations
 
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
-from torchrl_mt.engines.answers import closed_error, settle
+from torchrl_mt.engines.engine_thread import EngineThread, closed_error, settle
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 
@@ -23,7 +17,7 @@ _LULL = 0.002
 """Seconds without a prompt after which no more are waited for."""
 
 
-class Generation:
+class Generation(EngineThread):
     """The thread.
 
     Args:
@@ -31,13 +25,10 @@ class Generation:
     """
 
     def __init__(self, scheduler: BatchScheduler) -> None:
+        super().__init__("torchrl_mt-generation")
         self._scheduler = scheduler
         self._inbox: dict[Request, None] = {}
         self._num_answered = 0
-        self._changed = threading.Condition()
-        self._pausing = threading.Lock()
-        self._held = self._busy = self._closed = False
-        self._thread: threading.Thread | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -45,18 +36,8 @@ class Generation:
         Raises:
             RuntimeError: if the engine is closed.
         """
-        with self._changed:
-            if self._closed:
-                raise closed_error()
-            if self._thread is None:
-                # A daemon, so that a script which dies without closing does not hang on it.
-                thread = threading.Thread(
-                    target=self._work, name="torchrl_mt-generation", daemon=True
-                )
-                thread.start()
-                self._thread = thread
+        with self._queueing():
             self._inbox[request] = None
-            self._changed.notify_all()
 
     def withdraw(self, request: Request) -> None:
         """Take a request back; what it sampled is thrown away."""
@@ -64,41 +45,16 @@ class Generation:
             request.cancelled = True
             self._changed.notify_all()
 
-    @contextmanager
-    def paused(self) -> Iterator[BatchScheduler]:
-        """Wait for the step that is being computed, and let no other begin meanwhile.
-
-        Raises:
-            RuntimeError: if the step itself asks for it.
-        """
-        if self._thread is threading.current_thread():
-            raise RuntimeError("weights cannot be updated from within a forward pass.")
-        with self._pausing:
-            with self._changed:
-                self._held = True
-                self._changed.wait_for(lambda: not self._busy)
-            try:
-                yield self._scheduler
-            finally:
-                with self._changed:
-                    self._held = False
-                    self._changed.notify_all()
-
     def stats(self) -> dict[str, int]:
         """What the scheduler counts and holds."""
         with self._changed:
             usage = self._scheduler.usage()
             usage["waiting"] += len(self._inbox)
-            return {**vars(self._scheduler.tally), **usage}
+            return {**vars(self._scheduler.counts), **usage}
 
     def close(self) -> None:
         """End the thread and fail what has no answer."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        super().close()
         self._fail(closed_error)
 
     def _work(self) -> None:

@@ -62,7 +62,7 @@ class RemoteReward:
     :class:`~torchrl_mt.objectives.ExperienceMaker`'s ``reward``.
 
     Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are tried again, after a wait
-    that doubles each time, or for as many seconds as ``Retry-After`` says, up to ``timeout``. What
+    that doubles each time, and no sooner than ``Retry-After`` says, if that is at most ``timeout``. What
     fails for good is a :class:`RewardError`; :class:`~torchrl_mt.objectives.ExperienceMaker` has then
     changed nothing in the rows, and may be called with them again.
 
@@ -81,7 +81,7 @@ class RemoteReward:
         skip_special_tokens: Whether to leave special tokens out of the texts.
 
     Raises:
-        ImportError: If httpx is not installed.
+        ImportError: If httpx or tenacity is not installed: ``pip install 'torchrl-mt[server]'``.
         ValueError: If the address is none, or a number out of range.
         TypeError: If ``tokenizer`` cannot decode, or a number is none.
     """

@@ -16,163 +16,55 @@ __all__ = ["IDLE", "NEUTRAL", "TruncationWarning", "bending", "sampling_of", "sa
 
 _logger = logging.getLogger("torchrl_mt")
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_p": (None, 0),
-    "typical_p": (None, 1),
-    "top_h": (None, 1),
-    "epsilon_cutoff": (None, 0),
-    "eta_cutoff": (None, 0),
-    "num_beams": (None, 1),
-    "use_beam_search": (None, False),
-    "repetition_penalty": (None, 1),
-    "encoder_repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "diversity_penalty": (None, 0),
-    "penalty_alpha": (None, 0),
-    "length_penalty": (None, 1),
-    "exponential_decay_length_penalty": (None,),
-    "guidance_scale": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "min_tokens": (None, 0),
-    "ignore_eos": (None, False),
-    "bad_words": (None, []),
-    "bad_words_ids": (None, []),
-    "force_words_ids": (None, []),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "allowed_token_ids": (None, []),
-    "sequence_bias": (None, {}),
-    "logit_bias": (None, {}),
-    "logits_processor": (None, []),
-    "logits_processors": (None, []),
-    "watermarking_config": (None,),
-    "structured_outputs": (None,),
-    "guided_decoding": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "response_format": (None, {"type": "text"}),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "num_beam_groups": (None, 1),
-    "best_of": (None, 1),
-    "remove_invalid_values": (None, False),
-    "token_healing": (None, False),
-    "truncate_prompt_tokens": (None, -1),
-    "constraints": (None, []),
-    "extra_args": (None, {}),
-    "vllm_xargs": (None, {}),
-    "custom_params": (None, {}),
-}
-"""Of what bends a distribution in another way than :class:`Sampling` does, the values that do not.
+_NEUTRAL_AT: tuple[tuple[Any, str], ...] = (
+    (None, "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id"),
+    (None, "watermarking_config structured_outputs json_schema regex ebnf"),
+    (None, "guided_decoding guided_json guided_regex guided_choice guided_grammar"),
+    (False, "use_beam_search ignore_eos remove_invalid_values token_healing"),
+    (0, "min_p epsilon_cutoff eta_cutoff presence_penalty frequency_penalty diversity_penalty"),
+    (0, "penalty_alpha no_repeat_ngram_size encoder_no_repeat_ngram_size"),
+    (0, "min_length min_new_tokens min_tokens"),
+    (1, "typical_p top_h num_beams num_beam_groups best_of repetition_penalty"),
+    (1, "encoder_repetition_penalty length_penalty guidance_scale"),
+    ([], "bad_words bad_words_ids force_words_ids suppress_tokens begin_suppress_tokens"),
+    ([], "allowed_token_ids logits_processor logits_processors constraints"),
+    ({}, "sequence_bias logit_bias extra_args vllm_xargs custom_params"),
+    ({"type": "text"}, "response_format"),
+    (-1, "truncate_prompt_tokens"),
+)
+NEUTRAL: dict[str, Any] = {name: value for value, names in _NEUTRAL_AT for name in names.split()}
+"""Of what bends a distribution in another way than :class:`Sampling` does, the value that does not.
 
-The names are those of transformers, vLLM and SGLang.
+``None`` does not, either. The names are those of transformers, vLLM and SGLang.
 """
 
 _LAW = frozenset({"temperature", "top_k", "top_p", "do_sample"})
 """What :func:`sampling_of` reads."""
 
-_ENDS = {
-    "early_stopping",
-    "eos_token_id",
-    "max_completion_tokens",
-    "max_length",
-    "max_new_tokens",
-    "max_time",
-    "max_tokens",
-    "stop",
-    "stop_regex",
-    "stop_sequences",
-    "stop_strings",
-    "stop_token_ids",
-    "stopping_criteria",
-}
-_SHOWS = {
-    "detokenize",
-    "echo",
-    "flat_logprobs",
-    "include_stop_str_in_output",
-    "logprob_start_len",
-    "logprobs",
-    "no_stop_trim",
-    "output_attentions",
-    "output_hidden_states",
-    "output_kind",
-    "output_logits",
-    "output_scores",
-    "prompt_logprobs",
-    "return_dict_in_generate",
-    "return_hidden_states",
-    "return_logprob",
-    "return_text_in_logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stream",
-    "stream_interval",
-    "stream_options",
-    "streamer",
-    "token_ids_logprob",
-    "top_logprobs",
-    "top_logprobs_num",
-}
-_RUNS = {
-    "add_special_tokens",
-    "bos_token_id",
-    "cache_config",
-    "cache_implementation",
-    "cache_salt",
-    "compile_config",
-    "continuous_batching_config",
-    "decoder_start_token_id",
-    "disable_compile",
-    "kv_transfer_params",
-    "low_memory",
-    "max_cache_len",
-    "metadata",
-    "model",
-    "n",
-    "num_return_sequences",
-    "pad_token_id",
-    "prefill_chunk_size",
-    "priority",
-    "prompt",
-    "renormalize_logits",
-    "request_id",
-    "rid",
-    "sampling_seed",
-    "seed",
-    "service_tier",
-    "skip_clone",
-    "skip_reading_prefix_cache",
-    "store",
-    "synced_gpus",
-    "tokenizer",
-    "transformers_version",
-    "use_cache",
-    "user",
-}
-_DRAFTS = {
-    "assistant_confidence_threshold",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "is_assistant",
-    "max_matching_ngram_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "prompt_lookup_num_tokens",
-    "target_lookbehind",
-}
-IDLE = frozenset(_ENDS | _SHOWS | _RUNS | _DRAFTS)
+_ENDS = """
+early_stopping eos_token_id max_completion_tokens max_length max_new_tokens max_time max_tokens stop
+stop_regex stop_sequences stop_strings stop_token_ids stopping_criteria
+"""
+_SHOWS = """
+detokenize echo flat_logprobs include_stop_str_in_output logprob_start_len logprobs no_stop_trim
+output_attentions output_hidden_states output_kind output_logits output_scores prompt_logprobs
+return_dict_in_generate return_hidden_states return_logprob return_text_in_logprobs return_token_ids
+return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens stream stream_interval
+stream_options streamer token_ids_logprob top_logprobs top_logprobs_num
+"""
+_RUNS = """
+add_special_tokens bos_token_id cache_config cache_implementation cache_salt compile_config
+continuous_batching_config decoder_start_token_id disable_compile kv_transfer_params low_memory
+max_cache_len metadata model n num_return_sequences pad_token_id prefill_chunk_size priority prompt
+renormalize_logits request_id rid sampling_seed seed service_tier skip_clone skip_reading_prefix_cache
+store synced_gpus tokenizer transformers_version use_cache user
+"""
+_DRAFTS = """
+assistant_confidence_threshold assistant_early_exit assistant_lookbehind is_assistant
+max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule prompt_lookup_num_tokens
+target_lookbehind
+"""
+IDLE = frozenset((_ENDS + _SHOWS + _RUNS + _DRAFTS).split())
 """What leaves the distribution of the next token alone, whatever its value.
 
 It says when an answer ends, what of it is shown, how and for whom it is computed, or how tokens are
@@ -237,7 +129,7 @@ def bending(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         All but temperature, ``top_k`` and ``top_p``, what is ``None``, what is :data:`IDLE`, and what
-        has one of its :data:`NEUTRAL` values.
+        has its :data:`NEUTRAL` value.
     """
     return {
         name: value
@@ -245,7 +137,7 @@ def bending(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _LAW
         and name not in IDLE
         and value is not None
-        and value not in NEUTRAL.get(name, ())
+        and not (name in NEUTRAL and value == NEUTRAL[name])
     }
 
 

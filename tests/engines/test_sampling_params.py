@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from torchrl_mt.engines.policy.sampler import generate_kwargs_of, require_own_distribution
-from torchrl_mt.engines.sampling_arguments import IDLE, NEUTRAL, bending, sampling_record
+from torchrl_mt.engines.sampling_params import IDLE, NEUTRAL, bending, sampling_record
 
 VLLM_REQUEST = {
     "model": "m",
@@ -65,7 +65,8 @@ def test_what_is_neutral_or_not_given_is_not():
 
 def test_the_two_lists_have_nothing_in_common():
     assert not IDLE & NEUTRAL.keys()
-    assert all(not bending({name: value}) for name, found in NEUTRAL.items() for value in found)
+    assert not bending(NEUTRAL)
+    assert not bending(dict.fromkeys(NEUTRAL))
 
 
 def test_a_generation_config_as_it_is_made_bends_nothing():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_mt.engines.requests import integers
+from torchrl_mt.engines.request_checks import integers
 
 IDS = [5, 0, 7]
 EIGHT = b"guess it"

@@ -1,28 +1,27 @@
-"""Are the log-probabilities that a sampler reports those of the model that is trained?
+"""The log-probabilities of a policy's answers: none leaves here that a plain forward pass contradicts.
 
-One plain forward pass is the measure. Numbers that it contradicts are never handed on: they are
-recomputed where enough of them show that the model is the right one, and refused otherwise.
+Those of a policy that is known to report wrong numbers are computed by one plain forward pass. What
+another policy reports is compared with such a pass when it is first used, and refused if it differs.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.modules.llm import SGLangWrapper, TransformersWrapper, vLLMWrapper
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.packing import micro_batches
 
-__all__ = ["LogProbCheck", "LogProbError", "agrees", "plain_log_probs", "shows_the_model"]
-
-_logger = logging.getLogger("torchrl_mt")
+__all__ = ["LogProbError", "LogProbs", "agrees", "plain_log_probs"]
 
 _TOLERANCE = 0.05
 """Nats. What differs from a plain pass by rounding alone stays below; twice that in half precision."""
@@ -32,47 +31,57 @@ _WORST = 5.0
 """How many times the tolerance a single number may be off."""
 _ROWS = 256
 """How many distributions are truncated at once."""
-
-
 _PLAIN = Sampling()
 
 
 class LogProbError(RuntimeError):
-    """A sampler's log-probabilities are not those of the model, and cannot be put right."""
+    """A policy's log-probabilities are not those of its model."""
 
 
-class LogProbCheck:
-    """Decide which log-probabilities answers get: the reported, or those of plain forward passes.
+def reports_wrong(policy: Any, law: Sampling) -> bool:
+    """Whether a policy is known to report other log-probabilities than those of what it sampled from."""
+    # TorchRL's wrapper reports 0.0 for the first token of every answer.
+    if isinstance(policy, TransformersWrapper):
+        return True
+    # Unless they are started otherwise, both report those before temperature and truncation.
+    return isinstance(policy, (vLLMWrapper, SGLangWrapper)) and law != _PLAIN
 
-    Those of a forward pass are of the distribution that was sampled from: after temperature and
-    truncation. Each such law is checked by itself, as a sampler may report for one what is right for
-    another.
+
+class LogProbs:
+    """Give answers the log-probabilities of what they were sampled from.
 
     Args:
+        policy: what samples; :func:`reports_wrong` says whether its numbers are of use.
         model: what the answers are said to be sampled from, in the mode that it samples in; ``None``
             if it is out of reach.
-        check: compare the reported numbers with plain ones; otherwise they pass as they are.
+        check: compare or compute; otherwise what is reported passes as it is.
         tolerance: as in :func:`agrees`; by the model's precision if ``None``.
         max_tokens: most tokens of one forward pass, padding included.
     """
 
     def __init__(
         self,
+        policy: Any,
         model: nn.Module | None,
+        *,
         check: bool,
         tolerance: float | None,
         max_tokens: int,
     ) -> None:
+        self._policy = policy
         self._model = model
         self._check = check
-        self._tolerance = tolerance
         self._max_tokens = max_tokens
-        self._recompute: dict[Sampling, bool] = {}
-        self._said = False
+        self._trusted = not check
+        if tolerance is None:
+            parameter = None if model is None else next(model.parameters(), None)
+            half = parameter is not None and parameter.dtype.itemsize < 4
+            tolerance = 2 * _TOLERANCE if half else _TOLERANCE
+        self._tolerance = tolerance
 
-    def recheck(self) -> None:
-        """Compare again with the next answers."""
-        self._recompute.clear()
+    def compare_again(self) -> None:
+        """Compare the next answers, as at first."""
+        self._trusted = not self._check
 
     def __call__(
         self,
@@ -86,16 +95,15 @@ class LogProbCheck:
         Args:
             prompts: at least one token each.
             answers: the sampled tokens.
-            reported: what the sampler reports for each answer, if it does.
+            reported: what the policy reports for each answer, if it does.
             law: what they were sampled with.
 
         Raises:
-            LogProbError: if what is reported is wrong, or missing, and cannot be recomputed.
+            LogProbError: if what is reported is wrong, or there is no model to compare or compute with.
         """
         given = [row for row in reported if row is not None]
         complete = len(given) == len(reported)
-        recompute = self._recompute.get(law)
-        if complete and (not self._check or recompute is False):
+        if complete and self._trusted:
             return given
         if law.temperature == 0:
             return [[0.0] * len(answer) for answer in answers]  # the likeliest token is certain
@@ -105,85 +113,19 @@ class LogProbCheck:
                 "is no model to check them with (policy.model is no nn.Module): pass model=, a model "
                 "with the same weights, or check=False if nothing is trained on the answers."
             )
-        plain = self._plain(prompts, answers, law)
-        if not self._check or not complete or recompute:
+        plain = plain_log_probs(self._model, prompts, answers, law=law, max_tokens=self._max_tokens)
+        if not complete or reports_wrong(self._policy, law):
             return plain
-        if agrees(_flat(given), _flat(plain), self._limit):
-            if self._is_telling(prompts, answers, given, law):
-                self._recompute[law] = False
-            return plain
-        if not _flat(plain).isfinite().all() or not self._sampled_by_model(
-            prompts, answers, given, plain, law
-        ):
+        if not agrees(_flat(given), _flat(plain), self._tolerance):
             raise LogProbError(
                 f"the policy's log-probabilities are not its model's: {_describe(given, plain)} with "
                 f"{law.record() or 'plain sampling'}. Does it sample with other weights, or in another "
                 "way? If the difference is rounding, raise tolerance "
-                f"({self._limit}); with check=False they are handed on as they are."
+                f"({self._tolerance}); with check=False they are handed on as they are."
             )
-        self._recompute[law] = True
-        if not self._said:
-            self._said = True
-            _logger.warning(
-                "the policy's log-probabilities are wrong (%s): they are recomputed from now on, with "
-                "forward passes of its model.",
-                _describe(given, plain),
-            )
-        return plain
-
-    @property
-    def _limit(self) -> float:
-        """The tolerance, by the model's precision if none was given."""
-        if self._tolerance is not None:
-            return self._tolerance
-        parameter = None if self._model is None else next(self._model.parameters(), None)
-        half = parameter is not None and parameter.dtype.itemsize < 4
-        return 2 * _TOLERANCE if half else _TOLERANCE
-
-    def _is_telling(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        given: list[list[float]],
-        law: Sampling,
-    ) -> bool:
-        """Whether numbers that agree would not agree if they were wrong as samplers' numbers often are.
-
-        If the model is sure of its answers, a 0.0 that stands for "none" and numbers of plain
-        sampling look right; the next answers are compared as well then.
-        """
-        if all(row[0] == 0 for row in given):
-            return False
-        if law == _PLAIN:
-            return True
-        unscaled = self._plain(prompts, answers, _PLAIN)
-        return not agrees(_flat(given), _flat(unscaled), self._limit)
-
-    def _sampled_by_model(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        given: list[list[float]],
-        plain: list[list[float]],
-        law: Sampling,
-    ) -> bool:
-        """Whether what is right of the reported numbers shows that the model sampled the answers."""
-        if shows_the_model(_flat(given), _flat(plain), self._limit):
-            return True
-        if law == _PLAIN:
-            return False
-        unscaled = self._plain(prompts, answers, _PLAIN)
-        return shows_the_model(_flat(given), _flat(unscaled), self._limit)
-
-    def _plain(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        law: Sampling,
-    ) -> list[list[float]]:
-        """Log-probabilities by plain forward passes."""
-        assert self._model is not None
-        return plain_log_probs(self._model, prompts, answers, law=law, max_tokens=self._max_tokens)
+        # Where all answers begin with 0, that may stand for "none" with a model that is sure of them.
+        self._trusted = any(row[0] != 0 for row in given)
+        return given
 
 
 def plain_log_probs(
@@ -275,31 +217,6 @@ def agrees(reported: Tensor, plain: Tensor, tolerance: float) -> bool:
         return False
     # Written so that a NaN, which compares false with everything, does not agree.
     return bool((off <= _WORST * tolerance).all() and off.mean() <= tolerance)
-
-
-def shows_the_model(reported: Tensor, plain: Tensor, tolerance: float) -> bool:
-    """Whether reported log-probabilities, though some are wrong, are evidently of this model.
-
-    Numbers that stand for "none" (exactly 0, or not finite) are no evidence; of the rest, at least
-    half must agree.
-
-    Args:
-        reported: ``[n]`` float.
-        plain: ``[n]`` float, from a plain forward pass.
-        tolerance: as in :func:`agrees`.
-
-    Examples:
-        >>> plain = torch.tensor([-1.0, -2.0, -3.0])
-        >>> shows_the_model(torch.tensor([0.0, -2.0, -3.0]), plain, 0.05)
-        True
-        >>> shows_the_model(torch.tensor([0.0, -5.0, -6.0]), plain, 0.05)
-        False
-    """
-    evidence = reported.isfinite() & (reported != 0)
-    if not evidence.any():
-        return True
-    off = (reported - plain)[evidence].abs()
-    return bool((off <= _WORST * tolerance).float().mean() >= 0.5)
 
 
 def _describe(reported: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> str:

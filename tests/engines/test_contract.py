@@ -1,0 +1,342 @@
+"""What every engine promises, whatever stands behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+import torch
+from torchrl.modules.llm import TransformersWrapper
+
+from tests.engines.completions_server import STOP, CompletionsServer, weights_after
+from tests.engines.helpers import changed_copy, generate_all, plain_logits, prompts, until
+from tests.faulty_server import running, silent
+from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import (
+    Completion,
+    CompletionsEngine,
+    Engine,
+    PolicyEngine,
+    TransformersEngine,
+)
+from torchrl_mt.envs import GuessNumber
+
+THREADS = ("torchrl_mt-generation", "torchrl_mt-policy")
+
+
+class OnModel:
+    """An engine that samples with a model of this process."""
+
+    def __init__(self, kind, model, tokenizer):
+        self.kind, self.model, self.tokenizer = kind, model, tokenizer
+        self.source = changed_copy(model)
+        self.passes = 0
+
+    def make(self, **kwargs):
+        kwargs = {"max_new_tokens": 8, **kwargs}
+        if self.kind == "transformers":
+            return TransformersEngine(self.model, self.tokenizer, **kwargs)
+        policy = TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode="tokens")
+        return PolicyEngine(policy, **kwargs)
+
+    def make_slow(self):
+        """An engine whose answers take about a thousand passes, and whether it has begun."""
+
+        def count(*_):
+            self.passes += 1
+
+        engine = self.make(max_new_tokens=1000)
+        if self.kind == "transformers":
+            engine._stop_ids = frozenset()
+        else:
+            engine._answerer._sampler._policy.generate_kwargs["eos_token_id"] = None
+        engine._model.register_forward_hook(count)
+        return engine, lambda: self.passes > 2
+
+    def log_probs(self, prompt, answer, temperature=1.0):
+        rows = (plain_logits(self.model, prompt, answer) / temperature).log_softmax(-1)
+        return rows.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+    def assert_updated(self):
+        own = self.model.state_dict()
+        assert all(torch.equal(own[name], x) for name, x in self.source.state_dict().items())
+
+
+class OnServer:
+    """An engine that asks a server, whose distribution depends on the token before alone."""
+
+    def __init__(self, server, tokenizer):
+        self.server, self.tokenizer = server, tokenizer
+        self.source, self.taken = "checkpoint-1", []
+
+    def make(self, **kwargs):
+        kwargs = {"max_new_tokens": 8, "max_total_tokens": 1024, "vocab_size": 26, **kwargs}
+        return CompletionsEngine(
+            self.server.url,
+            "tiny",
+            self.tokenizer,
+            timeout=PATIENCE,
+            logprobs_mode="processed_logprobs",
+            on_update=self.taken.append,
+            **kwargs,
+        )
+
+    def make_slow(self):
+        self.server.faults = [silent] * 100
+        return self.make(), lambda: self.server.seen
+
+    def log_probs(self, prompt, answer, temperature=1.0):
+        tokens = [prompt[-1], *answer.token_ids]
+        rows = torch.tensor([weights_after(token) for token in tokens[:-1]]).log()
+        rows = (rows / temperature).log_softmax(-1)
+        return rows.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+    def assert_updated(self):
+        assert self.taken == [self.source]
+
+
+@pytest.fixture(params=["transformers", "policy", "completions"])
+def kit(request, model, tokenizer, monkeypatch):
+    if request.param != "completions":
+        yield OnModel(request.param, model, tokenizer)
+        return
+    pytest.importorskip("httpx")
+    pytest.importorskip("tenacity")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with running(CompletionsServer()) as server:
+        yield OnServer(server, tokenizer)
+
+
+@pytest.fixture
+def engine(kit):
+    engine = kit.make()
+    yield engine
+    engine.close()
+
+
+def assert_sampled(kit, prompt, answer, temperature=1.0):
+    expected = kit.log_probs(prompt, answer, temperature)
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_it_is_an_engine(engine):
+    assert isinstance(engine, Engine)
+    assert engine.version == 0
+
+
+def test_every_token_has_its_log_prob_and_its_version(kit, engine):
+    requests = prompts(40)
+    answers = generate_all(engine, requests)
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert isinstance(answer, Completion)
+        assert_sampled(kit, prompt, answer)
+        assert list(answer.versions) == [0] * len(answer.token_ids)
+        assert all(isinstance(token, int) for token in answer.token_ids)
+        assert answer.sampling == {}
+    assert len({tuple(answer.token_ids) for answer in answers}) > 20
+
+
+def test_an_answer_ends_with_a_stop_token_or_at_its_limit(engine):
+    requests = prompts(60)
+    limits = [1 + i % 9 for i in range(60)]
+
+    async def run():
+        asked = zip(requests, limits, strict=True)
+        return await asyncio.gather(*(engine.generate(p, max_new_tokens=n) for p, n in asked))
+
+    answers = asyncio.run(run())
+    for answer, limit in zip(answers, limits, strict=True):
+        stopped = answer.token_ids[-1] == STOP
+        assert STOP not in answer.token_ids[:-1]
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        assert len(answer.token_ids) <= limit
+        assert stopped or len(answer.token_ids) == limit
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+
+
+def test_without_a_limit_of_its_own_an_answer_has_the_engines_and_what_room_there_is(kit):
+    engine = kit.make(max_new_tokens=3)
+    answers = generate_all(engine, [*prompts(30), [5] * 1022])
+    engine.close()
+    assert max(len(answer.token_ids) for answer in answers[:30]) == 3
+    assert len(answers[30].token_ids) <= 2
+
+
+@pytest.mark.parametrize("per_request", [False, True])
+def test_a_temperature_is_sampled_with_and_recorded(kit, per_request):
+    if isinstance(kit, OnServer):  # its log-probabilities are what a server says
+        kit.log_probs = lambda prompt, answer, temperature: torch.tensor(answer.log_probs)
+    engine = kit.make(**({} if per_request else {"temperature": 0.5}))
+    requests = prompts(10)
+    answers = generate_all(engine, requests, **({"temperature": 0.5} if per_request else {}))
+    engine.close()
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert_sampled(kit, prompt, answer, temperature=0.5)
+        assert answer.sampling == {"temperature": 0.5}
+
+
+def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
+    generate_all(engine, prompts(1), temperature=0.5)
+    generate_all(engine, prompts(1), temperature=0, top_p=0.5)
+    assert not caplog.records
+    answers = generate_all(engine, prompts(3), top_p=0.5)
+    answers += generate_all(engine, prompts(1), top_k=3)
+    (record,) = caplog.records
+    assert "{'top_p': 0.5} is truncated" in record.getMessage()
+    assert [answer.sampling for answer in answers] == [{"top_p": 0.5}] * 3 + [{"top_k": 3}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs", "error", "message"),
+    [
+        ([], {}, ValueError, "at least one token"),
+        ([5.0], {}, TypeError, "flat sequence of token ids, got list"),
+        ("guess", {}, TypeError, "token ids, got str: tokenize it first"),
+        ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
+        ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
+        ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+        ([5] * 1020, {"max_new_tokens": 5}, ValueError, "1020 tokens and max_new_tokens=5 exceed"),
+        ([5] * 1024, {}, ValueError, "1024 tokens and .* exceed .*1024"),
+        ([5], {"temperature": -1.0}, ValueError, "temperature must be .* not negative, got -1.0"),
+        ([5], {"top_p": "all"}, TypeError, "top_p must be a number, got 'all'"),
+        ([5], {"top_k": -5}, ValueError, "top_k must not be negative"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(engine, prompt, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        generate_all(engine, [prompt], **kwargs)
+
+
+def test_a_bad_size_is_refused_by_name(kit):
+    with pytest.raises(ValueError, match="max_new_tokens must be positive, got 0"):
+        kit.make(max_new_tokens=0)
+
+
+def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
+    requests = prompts(20)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(prompt)) for prompt in requests]
+        await asyncio.sleep(0)
+        for task in tasks[::3]:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for i, (prompt, answer) in enumerate(zip(requests, asyncio.run(run()), strict=True)):
+        if i % 3 == 0:
+            assert isinstance(answer, asyncio.CancelledError)
+        else:
+            assert_sampled(kit, prompt, answer)
+
+
+def test_event_loops_of_several_threads_share_an_engine(kit, engine):
+    requests, answers = prompts(10), {}
+
+    def work(index):
+        answers[index] = generate_all(engine, requests)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    for index in range(3):
+        for prompt, answer in zip(requests, answers[index], strict=True):
+            assert_sampled(kit, prompt, answer)
+
+
+def test_an_update_is_counted_and_what_is_sampled_next_is_stamped_with_it(kit, engine):
+    requests = prompts(6, length=40)  # a prefix that was computed under the old weights would show
+    assert {v for answer in generate_all(engine, requests) for v in answer.versions} == {0}
+    assert engine.update_weights(kit.source) == engine.version == 1
+    kit.assert_updated()
+    for prompt, answer in zip(requests, generate_all(engine, requests), strict=True):
+        assert set(answer.versions) == {1}
+        assert_sampled(kit, prompt, answer)
+
+
+def test_an_update_that_is_refused_is_not_counted(kit, model):
+    if isinstance(kit, OnServer):
+        engine = CompletionsEngine(kit.server.url, "tiny", kit.tokenizer)
+        with pytest.raises(NotImplementedError, match="pass on_update="):
+            engine.update_weights("checkpoint-1")
+    else:
+        engine = kit.make()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        good = {name: value + 1 for name, value in before.items()}
+        last = "model.norm.weight"
+        with pytest.raises(ValueError, match="1 missing"):
+            engine.update_weights({name: good[name] for name in good if name != last})
+        with pytest.raises(ValueError, match="must have shape"):
+            engine.update_weights({**good, last: torch.zeros(3)})
+        with pytest.raises(TypeError, match="source must be a model, a state dict or"):
+            engine.update_weights(3)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert engine.version == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_closing_fails_what_is_under_way_and_leaves_nothing(kit, inside):
+    engine, begun = kit.make_slow()
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(prompt)) for prompt in prompts(8)]
+        await until(begun)
+        if inside:
+            engine.close()
+        else:
+            await asyncio.to_thread(engine.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert {str(result) for result in results} == {"the engine is closed: make a new one."}
+    assert all(isinstance(result, RuntimeError) for result in results)
+    assert not [thread for thread in threading.enumerate() if thread.name in THREADS]
+    if isinstance(kit, OnServer):
+        wait_until(lambda: kit.server.open == 0)
+    else:
+        assert kit.passes < 500
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        generate_all(engine, prompts(1))
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.update_weights(kit.source)
+    assert engine.version == 0
+
+
+def test_an_engine_that_was_never_used_closes(kit):
+    kit.make().close()
+
+
+def test_an_engine_that_is_forgotten_leaves_nothing(kit):
+    engine = kit.make()
+    generate_all(engine, prompts(2))
+    threads = [thread for thread in threading.enumerate() if thread.name in THREADS]
+    del engine
+    gc.collect()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    if isinstance(kit, OnServer):
+        wait_until(lambda: kit.server.open == 0)
+
+
+def test_a_collector_plays_whole_games_with_it(kit, engine):
+    collector = MultiTurnCollector(
+        GuessNumber(16, turns=3),
+        engine,
+        episodes_per_batch=8,
+        limits=Limits(max_turns=3),
+        sampling={"temperature": 1.0},
+    )
+    with collector:
+        batch = next(iter(collector))
+    assert len(set(batch["collector", "traj_ids"].tolist())) == 8
+    for turn in batch.unbind(0):
+        tokens, log_probs = turn["tokens", "response"], turn["log_probs", "response"]
+        answer = Completion(tokens.tolist(), log_probs.tolist(), tokens.tolist(), "stop")
+        assert_sampled(kit, turn["tokens", "prompt"].tolist(), answer)
