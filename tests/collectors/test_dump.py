@@ -31,7 +31,7 @@ from torchrl_mt.collectors import (
 from torchrl_mt.collectors.dump import EpisodeDump, episode_records
 from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
 from torchrl_mt.engines import Completion
-from torchrl_mt.transforms import MergeTurns, row_plan
+from torchrl_mt.transforms import MergeTurns
 
 from .scripted import ScriptedEngine
 
@@ -215,11 +215,16 @@ def test_the_task_id_of_a_tensordict_is_found():
     assert task_id("task_id") == 5
 
 
-def test_a_refused_episode_writes_nothing(tmp_path):
+def test_an_episode_that_cannot_be_decoded_leaves_nothing_written(tmp_path):
+    class Tokenizer:
+        def decode(self, ids, **_):
+            assert 7 not in ids
+            return str(ids)
+
     good = Episode(None, 0, 0, [Turn([1], answer([2]), [])])
-    bad = Episode(None, 0, 1, [Turn([], answer([2]), [])])
-    with pytest.raises(ValueError, match="empty prompt"):
-        EpisodeDump(tmp_path).write_all([good, bad])
+    bad = Episode(None, 0, 1, [Turn([1], answer([7]), [])])
+    with pytest.raises(AssertionError):
+        EpisodeDump(tmp_path, Tokenizer()).write_all([good, bad])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -447,26 +452,3 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypat
     for i in range(3):
         append_lines(tmp_path / "0.jsonl", [to_line(i)])
     assert read(tmp_path / "0.jsonl") == [0, 1, 2]
-
-
-def test_the_rows_of_an_episode_that_is_over_are_planned_once(monkeypatch, tmp_path):
-    planned = []
-
-    def plan_rows(*args):
-        planned.append(args)
-        return row_plan.plan_rows(*args)
-
-    monkeypatch.setattr("torchrl_mt.collectors.episode.plan_rows", plan_rows)
-    turns = [
-        Turn([1], Completion([2], [-0.1], [0], "stop")),
-        Turn([5], Completion([6], [-0.1], [0], "stop")),
-    ]
-    episode = Episode(None, turns=turns[:1])
-    assert episode.num_forks == 0  # it goes on
-    episode.turns.append(turns[1])
-    assert episode.num_forks == 1
-    episode.stop_reason = StopReason.DONE
-    planned.clear()
-    assert episode.num_forks == 1
-    EpisodeDump(tmp_path).write(episode)
-    assert len(planned) == 1

@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
-from torchrl_mt.transforms import MergeTurns
 
 __all__ = ["EpisodeDump", "episode_records"]
 
@@ -104,12 +102,9 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
           its sampled tokens lie (from ``"start"`` up to ``"stop"``), its ``"reward"`` and
           ``"finish_reason"``.
 
-    Raises:
-        ValueError: if a turn has an empty prompt.
     """
     turns = episode.turns
-    rows = _rows(episode) if turns else [_Row([], [], [])]
-    home = episode.row_plan().row
+    rows = _rows(episode)
     of_episode = {
         "task_id": episode.task_id,
         "group": episode.group,
@@ -123,9 +118,10 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
     }
     records = []
     for fork, row in enumerate(rows):
-        mine = [(k, turn) for k, turn in enumerate(turns) if home[k] == fork]
-        prompt_len = row.sampled.index(True) if True in row.sampled else len(row.tokens)
-        by_policy = list(compress(row.versions, row.sampled)) or [-1]
+        mine = [(k, turns[k]) for k in row.turns]
+        answers = [turn for _, turn in mine if len(turn.completion.token_ids)]
+        prompt_len = len(answers[0].prompt_ids if answers else row.tokens)
+        by_policy = [v for turn in answers for v in turn.completion.versions] or [-1]
         prompt, completion = _texts(row.tokens, prompt_len, tokenizer)
         of_row = {
             "fork": fork,
@@ -143,26 +139,25 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
 
 
 class _Row(NamedTuple):
-    """A row, one entry a token, without padding."""
+    """A row without padding."""
 
     tokens: list[int]
-    sampled: list[bool]
-    versions: list[int]
+    turns: list[int]
+    """The turns that it holds, by number."""
 
 
 def _rows(episode: Episode) -> list[_Row]:
-    """The rows that the episode is trained on."""
-    keys = (
-        ("tokens", "full"),
-        ("masks", "all_assistant_mask"),
-        ("versions", "full"),
-    )
-    rows = MergeTurns()(episodes_to_tensordict([episode]))
-    columns = [rows[key] for key in keys]
-    return [
-        _Row(*(column[fork][kept].tolist() for column in columns))
-        for fork, kept in enumerate(rows["masks", "all_attention_mask"])
-    ]
+    """The rows that the episode is trained on; an empty one if it has no turns."""
+    assigned = episode.rows()
+    rows = [_Row(_tokens(episode.turns[k]), []) for k in assigned.last] or [_Row([], [])]
+    for k, row in enumerate(assigned.row):
+        rows[row].turns.append(k)
+    return rows
+
+
+def _tokens(turn: Turn) -> list[int]:
+    """What the model saw and what it sampled."""
+    return [*turn.prompt_ids, *turn.completion.token_ids]
 
 
 def _span(k: int, turn: Turn) -> dict[str, Any]:

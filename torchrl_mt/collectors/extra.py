@@ -26,6 +26,7 @@ LEDGER_KEYS: tuple[tuple[str, ...], ...] = (
     ("next", "truncated"),
     ("collector",),
     ("group",),
+    ("turn",),
     ("seconds",),
     ("text",),
     ("info",),

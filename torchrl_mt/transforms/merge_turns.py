@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_mt.transforms.carried import carried, item_keys, nothing
-from torchrl_mt.transforms.row_plan import plan_rows
+from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
 __all__ = ["MergeTurns"]
 
@@ -24,6 +24,7 @@ _logger = logging.getLogger("torchrl_mt")
 
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
+_PARENT = ("turn", "parent")
 _TEMPERATURE = ("sampling", "temperature")
 _USUAL = ("label", "reference")
 """What is carried where it is there."""
@@ -164,27 +165,32 @@ class MergeTurns(Transform):
                 "predicts the first token of a row: begin prompts with a token (a begin-of-sequence "
                 "token will do), and drop turns in which the model was not called."
             )
-        response = torch.cat(list(responses))
         of_turn: list[int] = episode.tolist()
-        plan = plan_rows(prompts, response, sizes, of_turn)
-        length = max(plan.row_length)
+        response = torch.cat(list(responses))
+        device = response.device
+        turn = torch.arange(len(of_turn), device=device)
+        first = torch.searchsorted(episode, episode)  # the first turn of each turn's episode
+        told = _column(tensordict, _PARENT)
+        places = None if told is None else torch.where(told < 0, told, told + first).tolist()
+        parents = find_parents(prompts, response, sizes, of_turn, places)
+        rows_of = assign_rows(parents, given, sizes)
+        length = max(rows_of.length)
         if self.max_length is not None and length > self.max_length:
-            which = of_turn[plan.row_turn[plan.row_length.index(length)]]
+            which = of_turn[rows_of.first[rows_of.length.index(length)]]
             raise ValueError(
                 f"A row of episode {which} of the batch has {length} tokens, more than "
                 f"max_length={self.max_length}: raise it, or bound episodes where they are collected."
             )
 
-        device = response.device
-        row, known, turn, prompt_size, size = (
-            torch.tensor(x, device=device) for x in (plan.row, plan.known, plan.turn, given, sizes)
+        row, known, prompt_size, size, row_turn, row_end = (
+            torch.tensor(x, device=device)
+            for x in (rows_of.row, rows_of.known, given, sizes, rows_of.first, rows_of.last)
         )
-        row_turn = torch.tensor(plan.row_turn, device=device)
+        number = turn - first
         added = prompt_size - known
         start = row * length
-        new = _ranges(start + known, added)
         sampled = _ranges(start + prompt_size, size)
-        shape = (len(plan.row_turn), length)
+        shape = (len(row_turn), length)
 
         def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
             """The ``[N, S]`` table with values at the given places and one value elsewhere."""
@@ -193,9 +199,12 @@ class MergeTurns(Transform):
             return out
 
         tokens = table(self.pad_token_id, torch.int64, sampled, response.long())
-        tokens.view(-1).scatter_(0, new, plan.added.to(device))
-        turns = table(-1, torch.int64, sampled, turn.repeat_interleave(size))
-        turns.view(-1).scatter_(0, new, turn.repeat_interleave(added))
+        whole = _ranges(start[row_end], prompt_size[row_end])
+        prompt = torch.cat([prompts[k] for k in rows_of.last])
+        tokens.view(-1).scatter_(0, whole, prompt.long())
+        turns = table(-1, torch.int64, sampled, number.repeat_interleave(size))
+        new = _ranges(start + known, added)
+        turns.view(-1).scatter_(0, new, number.repeat_interleave(added))
         group = _column(tensordict, "group")
         index = episode[row_turn]
         traj = index if ids is None else ids[row_turn].long()
@@ -209,7 +218,7 @@ class MergeTurns(Transform):
             "episode": traj,
             "group": traj.clone() if group is None else group[row_turn].long(),
             "episode_index": index.clone(),
-            "fork": torch.tensor(plan.row_fork, device=device),
+            "fork": torch.arange(len(index), device=device) - torch.searchsorted(index, index),
         }
         log_probs = _sampled_leaf(tensordict, ("log_probs", "response"), sizes)
         if log_probs is not None:
@@ -225,7 +234,7 @@ class MergeTurns(Transform):
         if reward is not None:
             # Several turns may leave their rewards on one token: they add up.
             rewards = torch.zeros(shape, device=device)
-            place = torch.tensor([n * length + column for n, column in plan.reward], device=device)
+            place = _reward_places(first, start + prompt_size, size)
             rewards.view(-1).index_add_(0, place, reward.float())
             rows["rewards", "full"] = rewards
         returns = _column(tensordict, ("next", "return"))
@@ -236,7 +245,7 @@ class MergeTurns(Transform):
         if temperature is not None:
             rows[_TEMPERATURE] = _common(temperature.float(), row, size > 0, len(row_turn))
         last_turn = {number: k for k, number in enumerate(of_turn)}
-        row_last = [last_turn[of_turn[k]] for k in plan.row_turn]
+        row_last = [last_turn[of_turn[k]] for k in rows_of.first]
         valid = _column(tensordict, "valid")
         if valid is not None:
             rows["valid"] = valid.bool()[row_last]
@@ -275,15 +284,27 @@ class MergeTurns(Transform):
         )
 
 
-def _starts(size: Tensor) -> Tensor:
-    """Where each of the pieces begins that lie end to end."""
-    return size.cumsum(0) - size
-
-
 def _ranges(start: Tensor, size: Tensor) -> Tensor:
     """Concatenate ``arange(start[i], start[i] + size[i])`` over ``i``."""
-    shift = (start - _starts(size)).repeat_interleave(size)
+    shift = (start + size - size.cumsum(0)).repeat_interleave(size)
     return shift + torch.arange(len(shift), device=start.device)
+
+
+def _reward_places(first: Tensor, place: Tensor, size: Tensor) -> Tensor:
+    """Where each turn's reward lies: on a sampled token of its episode, if there is any.
+
+    Args:
+        first: the first turn of each turn's episode.
+        place: where each turn's response begins.
+        size: how many tokens that is.
+    """
+    turn, end = torch.arange(len(size), device=size.device), len(size) - 1
+    before = torch.where(size > 0, turn, -1).cummax(0).values
+    after = torch.where(size > 0, turn, end).flip(0).cummin(0).values.flip(0)
+    is_after = (size[after] > 0) & (first[after] == first)
+    last = place + size - 1
+    alone = torch.where(is_after, place[after], last)
+    return torch.where(before >= first, last[before], alone)
 
 
 def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:
