@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.columns.columns import Change, RaggedColumn, StoredColumn
 from torchrl_mt.data._store.columns.memory import Memory
-from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.columns.rows import RowPlan, dense
 from torchrl_mt.data._store.files.column_files import Part, SavedParts
 from torchrl_mt.data._store.ring import Blocks, Moves, runs
 from torchrl_mt.data._store.schema import PARENT, PROMPT, RESPONSE, Entry
@@ -151,6 +151,8 @@ def additions_of(steps: Steps, lengths: Tensor) -> Additions:
     """What each prompt of whole episodes adds; see :func:`additions`."""
     prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
     told = steps.columns.get(PARENT)
+    if isinstance(told, Rows) and len({item.shape for item in told.items}) == 1:
+        told = dense(told)
     if not isinstance(told, Tensor) or told.numel() != steps.length:
         return additions(prompts, responses, lengths)
     return additions(prompts, responses, lengths, told.reshape(-1).long().tolist())
