@@ -8,7 +8,7 @@ from torchrl.envs import PendulumEnv, TransformedEnv
 
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn
-from torchrl_mt.transforms.returns import discounted_returns
+from torchrl_mt.transforms.discounted_return import discounted_returns
 
 
 def slow_returns(reward, end, gamma):

@@ -23,9 +23,9 @@ from tensordict import (
 )
 
 from torchrl_mt.collectors.calls import Calls
-from torchrl_mt.collectors.extra import join_extra
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.prompt import Prompt
+from torchrl_mt.collectors.workflow_entries import join_entries
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
 
@@ -88,7 +88,7 @@ class Episode:
     """The group's place among those of its run, whatever its id: what seeds follow from."""
     is_eval: bool = False
     """Whether it is played for evaluation."""
-    extra: TensorDictBase | None = None
+    entries: TensorDictBase | None = None
     """Entries that a workflow returned, ``[T]``: a step a turn."""
     judged: bool = False
     """Whether the environment has answered a response, or the workflow has returned a result."""
@@ -157,16 +157,11 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         episodes: at least one, each with at least one turn.
 
     Returns:
-        A TensorDict of batch size ``[ΣT]``, a step a turn. The token columns (``("tokens", "prompt")``,
-        ``("tokens", "response")``, ``("log_probs", "response")``, ``("versions", "response")``) are
-        lazily stacked, since their lengths differ; ``td.get(key, as_list=True)`` gives one tensor a
-        turn, prompts that extend each other as views of one. ``("seconds", "model")`` and
-        ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took, ``("sampling", ...)`` the
-        ``"temperature"``, ``"top_k"`` (0 is none) and ``"top_p"`` of the sampling. The non-tensor
-        columns are ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or
-        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Where episodes say so,
-        ``"valid"``, bool ``[ΣT]``, tells whether the turn's episode counts. Entries that the episodes'
-        workflows returned are added.
+        A TensorDict of batch size ``[ΣT]``, a step a turn, with the keys that the documentation's *Data
+        format* lists, and the entries that the episodes' workflows returned. ``"tokens"``,
+        ``"log_probs"`` and ``"versions"`` are lazily stacked, since lengths differ:
+        ``td.get(key, as_list=True)`` gives one tensor a turn, prompts that extend each other as views
+        of one.
 
     Raises:
         ValueError: if the entries that workflows returned differ from episode to episode, or are named
@@ -251,11 +246,11 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     )
     if any(episode.valid is not None for episode in episodes):
         batch["valid"] = per_turn(episode.valid is not False for episode in episodes)
-    extra = join_extra(
-        [episode.extra for episode in episodes],
+    entries = join_entries(
+        [episode.entries for episode in episodes],
         [len(episode.turns) * (episode.valid is False) for episode in episodes],
     )
-    return batch if extra is None else batch.update(extra)
+    return batch if entries is None else batch.update(entries)
 
 
 def as_number(reward: Any) -> float:

@@ -15,7 +15,7 @@ from tensordict.utils import unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_mt.transforms.carried import carried, item_keys, nothing
+from torchrl_mt.transforms.episode_entries import column_of_none, entry_of_rows, item_keys
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
 __all__ = ["MergeTurns"]
@@ -251,7 +251,7 @@ class MergeTurns(Transform):
             rows["valid"] = valid.bool()[row_last]
         out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
         for key in self.carry:
-            value = carried(tensordict, key, row_last)
+            value = entry_of_rows(tensordict, key, row_last)
             if value is not None:
                 out.set(key, value)
             elif key not in _USUAL:
@@ -274,7 +274,7 @@ class MergeTurns(Transform):
                 key,
                 found,
             )
-        return nothing(count)
+        return column_of_none(count)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Refuse to act on single steps."""
