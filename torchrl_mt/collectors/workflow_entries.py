@@ -104,7 +104,7 @@ class ExpectedEntries:
             self._step = entries[0]
 
     def blank(self, turns: int) -> TensorDictBase | None:
-        """Entries for an episode of so many turns whose workflow returned none, as far as they are known."""
+        """Entries for an episode of so many turns whose workflow returned none, if they are known."""
         return None if self._step is None else _blank(self._step, turns)
 
 

@@ -33,61 +33,45 @@ _USUAL = ("label", "reference")
 class MergeTurns(Transform):
     """Merge the turns of whole episodes into right-padded rows, one per episode and fork.
 
-    A turn goes on with the row of its episode whose tokens so far its prompt starts with: the longest
-    such row, the latest among equals. If there is none (the history was cut or rewritten, a sub-agent
-    began) the episode forks, and a new row starts with the turn's whole prompt. Tokens are compared as
-    token ids; nothing is decoded.
+    A turn's parent is the last turn before it in the episode whose tokens its prompt begins with. A turn
+    goes on with the row that ends with its parent. If it has none (the history was cut or rewritten, a
+    sub-agent began), or another turn went on from there, the episode forks: a new row starts with the
+    turn's whole prompt. Tokens are compared as token ids; nothing is decoded. ``("turn", "parent")``
+    saves the search for parents and is never believed: a parent that does not fit the tokens is found
+    by comparing, and -1 can at worst begin a row too many.
 
     It takes a flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
     order: what a collector sends, or :class:`~torchrl_mt.data.EpisodeSampler` deals. An episode ends at
     a ``done`` flag (``terminated`` or ``truncated`` where there is none), and one that does not end so
     is refused; without flags it ends where the trajectory id changes. Whether the first turns are
-    there cannot be told. As a transform of a replay buffer it acts on what is sampled; what is stored
-    stays as it was. Use a plain :class:`~torchrl.data.ReplayBuffer`: there are not as many rows as
-    sampled steps, so sampling information of each step cannot be written into them.
+    there cannot be told. As a transform of a replay buffer it acts on what is sampled. Use a plain
+    :class:`~torchrl.data.ReplayBuffer`: there are not as many rows as sampled steps, so sampling
+    information of each step cannot be written into them.
 
-    The rows (``N`` of them, ``S`` tokens the longest) are a new TensorDict with
+    The rows are a new TensorDict with the keys that the documentation's *Data format* lists. What the
+    batch lacks (log-probabilities, versions, rewards, returns, temperatures, ``"valid"``), they lack. On
+    the details:
 
-    - ``("tokens", "full")`` ``[N, S]`` int64, padded with ``pad_token_id``;
-    - ``("masks", "all_attention_mask")`` and ``("masks", "all_assistant_mask")`` ``[N, S]`` bool: not
-      padding, and sampled by the policy;
-    - ``("log_probs", "full")`` float32 and ``("versions", "full")`` int64, ``[N, S]``: the sampler's;
-      0 and -1 on all other tokens;
-    - ``("versions", "oldest")`` and ``("versions", "newest")`` ``[N]`` int64: the first and the last of
-      the weight versions that sampled the row's tokens; -1 in a row without a sampled token;
-    - ``("turns", "full")`` ``[N, S]`` int64: the turn of the episode that added the token; -1 on
-      padding;
-    - ``("rewards", "full")`` ``[N, S]`` float32: each turn's reward on its last sampled token. A turn
-      that sampled nothing leaves it on the last token that its episode sampled before it, in
-      whichever row, so that a fork without an answer keeps its reward; if there is none, on the first
-      that the episode samples after it. Where an episode samples nothing at all, rewards lie on their
-      turns' last tokens, and nothing is trained;
-    - ``("rewards", "to_go")`` ``[N, S]`` float32: the turn's ``("next", "return")`` on each of its
-      sampled tokens, 0 on all other tokens;
-    - ``"episode"`` and ``"group"`` ``[N]`` int64: the trajectory id and the group of the episode.
-      Without ids, episodes are numbered by their place in the batch; without groups, each is its own;
-    - ``"episode_index"`` ``[N]`` int64: the episode's place in the batch, which tells copies of one
-      episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up;
-    - ``("sampling", "temperature")`` ``[N]`` float32: what the row's tokens were sampled at; NaN where
-      its turns differ. Turns that sampled nothing count only in rows without a sampled token;
-    - ``"valid"`` ``[N]`` bool: whether the episode counts in the loss and in statistics, as its last
-      turn says;
-    - ``"label"`` and ``"reference"`` ``[N]``, or whatever else ``carry`` names: what the episode's last
-      turn has under these keys, or the item of data that it was reset with.
-
-    Log-probabilities, versions, rewards, returns, temperatures and ``"valid"`` that the batch lacks are
-    lacking in the rows.
+    - ``("rewards", "full")`` has each turn's reward on its last sampled token. A turn that sampled
+      nothing leaves it on the last token that its episode sampled before it, in whichever row; if there
+      is none, on the first that the episode samples after it. Where an episode samples nothing at all,
+      rewards lie on their turns' last tokens, and nothing is trained.
+    - ``"episode"`` and ``"group"``: without ids, episodes are numbered by their place in the batch;
+      without groups, each is its own. ``"episode_index"`` tells copies of one episode apart.
+    - ``("sampling", "temperature")`` is NaN where a row's turns differ. Turns that sampled nothing count
+      only in rows without a sampled token.
+    - ``"valid"`` is what the episode's last turn says.
 
     Args:
         pad_token_id: token id that fills the rows up. It may be an ordinary token: the masks alone tell
             what is padding.
         max_length: longest row allowed, in tokens; no limit if ``None``.
         traj_key: where the trajectory id of each turn is.
-        carry: keys of entries of which each row gets the value that its episode's last turn has, where
-            ``"stop_reason"`` stands, too: entries of the batch, or, where it has none, of the
-            collector's ``"data"`` (mappings; an item without the key counts as ``None``). Of a key that
-            none of a batch's items has, the logger ``torchrl_mt`` warns, once; where there are no such
-            items either, it is an error. ``"label"`` and ``"reference"`` may lack.
+        carry: keys of entries of which each row gets the value of its episode's last turn: entries of
+            the batch, or, where it has none, of the collector's ``"data"`` (mappings; an item without
+            the key counts as ``None``). Of a key that none of a batch's items has, the logger
+            ``torchrl_mt`` warns, once; where there are no such items either, it is an error. ``"label"``
+            and ``"reference"`` may lack.
 
     Examples:
         >>> from tensordict import lazy_stack
