@@ -452,7 +452,7 @@ class MultiTurnCollector(BaseCollector):
         if self._dump is None:
             return
         try:
-            self._dump.write_all(episodes, is_eval=is_eval)
+            self._dump.write(episodes, is_eval=is_eval)
         except Exception as error:
             self._dump_errors += 1
             if self._dump_errors == 1:

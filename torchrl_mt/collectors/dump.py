@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
@@ -35,7 +35,7 @@ class EpisodeDump:
         >>> from torchrl_mt.engines import Completion
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [7], "stop"), messages=[], reward=1.0)
         >>> folder = tempfile.mkdtemp()
-        >>> EpisodeDump(folder).write(Episode({"task_id": "a"}, 0, 0, [turn], StopReason.DONE))
+        >>> EpisodeDump(folder).write([Episode({"task_id": "a"}, 0, 0, [turn], StopReason.DONE)])
         >>> line = json.loads(Path(folder, "7.jsonl").read_text())
         >>> line["task_id"], line["reward"], line["prompt"], line["completion"]
         ('a', 1.0, [1, 2], [3])
@@ -46,17 +46,8 @@ class EpisodeDump:
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         self.tokenizer = tokenizer
 
-    def write(self, episode: Episode, *, is_eval: bool = False) -> None:
-        """Append an episode's lines.
-
-        Args:
-            episode: a finished episode.
-            is_eval: whether it was played to evaluate the policy.
-        """
-        self.write_all([episode], is_eval=is_eval)
-
-    def write_all(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
-        """Append the lines of several episodes.
+    def write(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
+        """Append the lines of episodes.
 
         Where it raises, no file has lines of this call that are not whole, and no file has only some
         of those that were meant for it.
@@ -103,29 +94,30 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
           ``"finish_reason"``.
 
     """
-    turns = episode.turns
-    rows = _rows(episode)
+    turns, rows = episode.turns, episode.rows()
+    num_rows = max(len(rows.last), 1)
     of_episode = {
         "task_id": episode.task_id,
         "group": episode.group,
         "sample_idx": episode.rank,
         "traj_id": episode.traj_id,
-        "num_forks": len(rows) - 1,
+        "num_forks": num_rows - 1,
         "reward": float(episode.reward),
         "rewards": [turn.reward for turn in turns],
         "stop_reason": episode.stop_reason,
         "num_turns": len(turns),
     }
     records = []
-    for fork, row in enumerate(rows):
-        mine = [(k, turns[k]) for k in row.turns]
+    for fork in range(num_rows):
+        mine = [(k, turns[k]) for k, row in enumerate(rows.row) if row == fork]
+        tokens = _tokens(mine[-1][1]) if mine else []
         answers = [turn for _, turn in mine if len(turn.completion.token_ids)]
-        prompt_len = len(answers[0].prompt_ids if answers else row.tokens)
+        prompt_len = len(answers[0].prompt_ids if answers else tokens)
         by_policy = [v for turn in answers for v in turn.completion.versions] or [-1]
-        prompt, completion = _texts(row.tokens, prompt_len, tokenizer)
+        prompt, completion = _texts(tokens, prompt_len, tokenizer)
         of_row = {
             "fork": fork,
-            "seqlen": len(row.tokens),
+            "seqlen": len(tokens),
             "prompt_len": prompt_len,
             "head_version": min(by_policy),
             "tail_version": max(by_policy),
@@ -138,25 +130,8 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
     return records
 
 
-class _Row(NamedTuple):
-    """A row without padding."""
-
-    tokens: list[int]
-    turns: list[int]
-    """The turns that it holds, by number."""
-
-
-def _rows(episode: Episode) -> list[_Row]:
-    """The rows that the episode is trained on; an empty one if it has no turns."""
-    assigned = episode.rows()
-    rows = [_Row(_tokens(episode.turns[k]), []) for k in assigned.last] or [_Row([], [])]
-    for k, row in enumerate(assigned.row):
-        rows[row].turns.append(k)
-    return rows
-
-
 def _tokens(turn: Turn) -> list[int]:
-    """What the model saw and what it sampled."""
+    """A row as its last turn leaves it: what the model saw, and what it sampled."""
     return [*turn.prompt_ids, *turn.completion.token_ids]
 
 

@@ -27,7 +27,7 @@ __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
 _T = TypeVar("_T")
 
 _LINES = 4
-"""Lines that an episode may go back and forth between without storing their beginnings again."""
+"""Conversations of an episode that may take turns without storing their beginnings again."""
 
 
 LIMIT_CODE = "limit_reached"
@@ -106,7 +106,7 @@ class Recorder:
             RuntimeError: always.
         """
         raise RuntimeError(
-            "an episode cannot change the weights: use collector.update_policy_weights_"
+            "an episode cannot change the weights: use collector.update_policy_weights_."
         )
 
     async def generate(
@@ -155,10 +155,8 @@ class Recorder:
         finally:
             self._running -= 1
         self._check_open()
-        self._enter(
-            Turn(prompt, answer, model_seconds=time.perf_counter() - begin),
-            call,
-        )
+        turn = Turn(prompt, answer, model_seconds=time.perf_counter() - begin)
+        self._enter(turn, call)
         if self.reached is not None and not self.reached.of_time and call >= self._refused_at:
             self.reached = None  # Whoever plays has found a way around it.
         if len(prompt.line) == len(prompt):
@@ -189,10 +187,10 @@ class Recorder:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise RuntimeError("the episode is over: its engine answers no more")
+            raise RuntimeError("the episode is over: its engine answers no more.")
 
     def _prompt(self, tokens: Sequence[int]) -> Prompt:
-        """The prompt as a view of the line that it goes on with; that is the last line now."""
+        """The prompt as a view of the conversation that it goes on with, which is the last one now."""
         for line in reversed(self._lines):
             if isinstance(tokens, Prompt) and tokens.line is line:
                 break
@@ -205,7 +203,7 @@ class Recorder:
         return Prompt(line, len(tokens))
 
     def _enter(self, turn: Turn, call: int) -> None:
-        """Enter a turn behind those whose calls began before, and say whose parent it is."""
+        """Enter a turn behind those whose calls began before it, and say what its parent is."""
         turns, place = self._episode.turns, bisect(self._order, call)
         self._order.insert(place, call)
         turns.insert(place, turn)
