@@ -189,8 +189,8 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     r"""Sum of discounted rewards from each step to the end of its episode.
 
     :math:`G_t = r_t + \gamma\, G_{t+1}`, and :math:`G_t = r_t` at the end of an episode (Sutton and
-    Barto, *Reinforcement Learning*, eq. 3.9). The recursion is solved in ``log2(N)`` passes over
-    the batch, each of which doubles the number of rewards that a step has added up.
+    Barto, *Reinforcement Learning*, eq. 3.9). The recursion is solved in ``log2`` of the longest
+    episode's length passes, each of which doubles the number of rewards that a step has added up.
 
     Args:
         reward: ``[N, ...]``, episodes one after the other, each in order of time.
@@ -212,31 +212,21 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
         reward = reward.to(torch.get_default_dtype())
     if not reward.numel():
         return reward.detach()
-    reward, steps, dtype = reward.detach(), len(reward), reward.dtype
-    total = reward.reshape(steps, -1).to(torch.promote_types(dtype, torch.float32))
+    steps = len(reward)
+    # Wide enough for sums of finite rewards that a smaller type holds.
+    wide = torch.float32 if reward.device.type == "mps" else torch.float64
+    total = reward.detach().reshape(steps, -1).to(wide)
     end = end.reshape(steps, -1)
-    returns = _add_up(total, end, gamma)
-    if not bool(returns.isfinite().all()):
-        returns = _add_up_step_by_step(total, end, gamma)
-    return returns.reshape(reward.shape).to(dtype)
-
-
-def _add_up(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
-    """The returns of rewards ``[N, D]`` whose partial sums are finite; ``end`` is ``[N, 1 or D]``."""
     # After a pass, total[t] holds the k rewards from t on, or all that its episode has left;
-    # goes_on[t] is 1 if the episode of t goes on at t + k, else 0.
-    k, discount = 1, float(gamma)
-    total, before = reward.clone(), reward.clone()
-    goes_on = (~end[:-1]).to(total.dtype)
-    longest = _longest(end)
+    # goes_on[t] tells whether the episode of t goes on at t + k.
+    k, discount, goes_on, longest = 1, float(gamma), ~end[:-1], _longest(end)
     while k < longest and discount > 0:
-        n = len(goes_on)
-        total, before = before, total
-        torch.addcmul(before[:n], goes_on, before[k:], value=discount, out=total[:n])
-        total[n:] = before[n:]
-        goes_on = goes_on[:-k] * goes_on[k:]
+        # Chosen, not multiplied by 0: what another episode has may be infinite.
+        later = torch.where(goes_on, discount * total[k:], 0.0)
+        total = torch.cat([total[:-k] + later, total[-k:]])
+        goes_on = goes_on[:-k] & goes_on[k:]
         k, discount = 2 * k, discount * discount
-    return total
+    return total.reshape(reward.shape).to(reward.dtype)
 
 
 def _longest(end: Tensor) -> int:
@@ -245,22 +235,3 @@ def _longest(end: Tensor) -> int:
         return len(end)
     last = torch.cat([end[:-1], torch.ones_like(end[-1:])]).T.reshape(-1).nonzero().squeeze(1)
     return int(last.diff(prepend=last.new_tensor([-1])).max())
-
-
-def _add_up_step_by_step(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
-    """The returns of any rewards ``[N, D]``, by the recursion itself.
-
-    Sums of two halves may overflow, or lose an infinite reward to a discount that is 0, where adding
-    step by step does not. All episodes are added up at once, from their last steps on.
-    """
-    total = reward.clone()
-    if gamma == 0:
-        return total
-    steps = torch.arange(len(end), device=end.device)[:, None]
-    last = torch.where(end, steps, len(end) - 1).flip(0).cummin(0).values.flip(0)
-    left = (last - steps).expand_as(total).reshape(-1)
-    width, flat = total.shape[1], total.view(-1)
-    order = left.argsort(stable=True)
-    for now in order.split(torch.bincount(left).tolist())[1:]:
-        flat[now] += gamma * flat[now + width]
-    return total
