@@ -98,7 +98,7 @@ def played(draw) -> Episode:
     return episode
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(episode=played())
 def test_records_are_the_training_rows(episode):
     rows = MergeTurns()(episodes_to_tensordict([episode]))
@@ -247,7 +247,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(value=_JSON)
 def test_what_is_json_reads_back_equal_from_one_line(value):
     line = to_line(value)

@@ -213,7 +213,9 @@ def check_dump(folder, rows_of) -> None:
         assert line["reward"] == reward
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+)
 @pytest.mark.parametrize("incomplete", ["drop", "keep", "refill"])
 def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
     rng = random.Random(f"{incomplete} {seed}")

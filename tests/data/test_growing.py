@@ -89,7 +89,7 @@ def test_no_prompt_keeps_what_it_could_share(conversation, parents):
         assert kept == shared[t - back] == max(shared.values())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     episodes=st.lists(conversations, min_size=1, max_size=9),
     max_steps=st.integers(6, 14),
@@ -148,7 +148,7 @@ def test_prompts_of_another_dtype_than_responses_are_stored_whole(change):
     assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]
 
 
-def stored_bytes(turns, episodes=20):
+def stored_bytes(turns, episodes=6):
     """Bytes that conversations of 200 new tokens a turn take, and those of their own tokens."""
     storage, own = EpisodeStorage(turns * episodes), 0
     generator = torch.Generator().manual_seed(turns)
