@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from torchrl_mt.collectors import Episode, Turn, episodes_to_tensordict
-from torchrl_mt.collectors.ledger import Line
+from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
 
@@ -23,8 +23,7 @@ def said(tokens, versions=None) -> Completion:
 def test_forks_are_rows_beyond_the_first(episode):
     rows = MergeTurns()(episodes_to_tensordict([episode]))
     assert episode.num_forks == len(rows) - 1
-    plan = episode.row_plan()
-    assert plan.row_fork == rows["fork"].tolist()
+    assert episode.rows().length == rows["masks", "all_attention_mask"].sum(-1).tolist()
 
 
 def test_an_episode_without_turns_has_no_forks():
@@ -38,11 +37,11 @@ def test_an_empty_prompt_can_be_counted():
 
 def test_forks_of_a_long_dialogue_are_counted_in_steps_linear_in_its_length():
     def calls(turns):
-        line, episode = Line([1, 2]), Episode(None)
+        line, episode = [1, 2], Episode(None)
         for _ in range(turns):
             answer = [3] * 60
-            episode.turns.append(Turn(line.prompt(), said(answer)))
-            line.add([*answer, 4])
+            episode.turns.append(Turn(Prompt(line, len(line)), said(answer)))
+            line += [*answer, 4]
         count = 0
 
         def counted(*_):

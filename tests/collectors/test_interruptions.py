@@ -791,7 +791,7 @@ def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatc
         def full(*args, **kwargs):
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(collector._dump, "write_all", full)
+        monkeypatch.setattr(collector._dump, "write", full)
         with caplog.at_level(logging.WARNING, "torchrl_mt"):
             seen = [k for batch in collector for k in played(batch)]
         assert seen == list(range(8))

@@ -29,13 +29,14 @@ def play(conversation):
     return prompts, responses
 
 
-def episode(prompts, responses, identity=0):
+def episode(prompts, responses, identity=0, parents=None):
     last = len(prompts) - 1
     return lazy_stack(
         [
             TensorDict(
                 {
                     "tokens": {"prompt": prompt, "response": response},
+                    **({} if parents is None else {"turn": {"parent": torch.tensor(parents[t])}}),
                     "episode": torch.tensor(identity),
                     "next": {"done": torch.tensor([t == last])},
                 }
@@ -53,48 +54,56 @@ def plain(tensors):
     return [tensor.tolist() for tensor in tensors]
 
 
+told = st.one_of(st.none(), st.lists(st.integers(-2, 7), min_size=18, max_size=18))
+"""Parents of turns, wrong for the most part."""
+
+
 @examples()
-@given(episodes=st.lists(conversations, min_size=1, max_size=3))
-def test_what_is_taken_apart_is_put_together_again(episodes):
+@given(episodes=st.lists(conversations, min_size=1, max_size=3), parents=told)
+def test_what_is_taken_apart_is_put_together_again(episodes, parents):
     prompts, responses, lengths = [], [], []
     for conversation in episodes:
         more = play(conversation)
         prompts += more[0]
         responses += more[1]
         lengths.append(len(conversation))
-    items = additions(prompts, responses, torch.tensor(lengths)).items
+    items = additions(prompts, responses, torch.tensor(lengths), parents).items
+    assert plain(expand(Additions(items), responses)) == plain(prompts)
     start = 0
     for length in lengths:
         part = slice(start, start + length)
-        assert items[start][0] == 0
+        assert items[start].kept == 0
         together = expand(Additions(items[part]), responses[part])
         assert plain(together) == plain(prompts[part])
         start += length
 
 
 @examples()
-@given(conversation=conversations)
-def test_no_prompt_keeps_what_it_could_share(conversation):
+@given(conversation=conversations, parents=told)
+def test_no_prompt_keeps_what_it_could_share(conversation, parents):
     prompts, responses = play(conversation)
-    items = additions(prompts, responses, torch.tensor([len(prompts)])).items
-    for t in range(1, len(prompts)):
-        kept, added = items[t]
-        before = prompts[t - 1].tolist() + responses[t - 1].tolist()
-        assert prompts[t].tolist()[:kept] == before[:kept]
-        assert not len(added) or kept == len(before) or int(added[0]) != before[kept]
+    items = additions(prompts, responses, torch.tensor([len(prompts)]), parents).items
+    for t, (back, kept, _) in enumerate(items):
+        shared = {t: 0}
+        for base in {t - 1, parents[t] if parents else t - 1} & set(range(t)):
+            before = prompts[base].tolist() + responses[base].tolist()
+            pairs = [a == b for a, b in zip(prompts[t].tolist(), before, strict=False)]
+            shared[base] = [*pairs, False].index(False)
+        assert kept == shared[t - back] == max(shared.values())
 
 
-@examples(60)
+@examples(30)
 @given(
     episodes=st.lists(conversations, min_size=1, max_size=9),
     max_steps=st.integers(6, 14),
     picks=st.lists(st.integers(0, 999), min_size=1, max_size=9),
+    parents=told,
 )
-def test_stored_prompts_are_those_written(episodes, max_steps, picks):
+def test_stored_prompts_are_those_written(episodes, max_steps, picks, parents):
     storage, model = EpisodeStorage(max_steps), []
     for i, conversation in enumerate(episodes):
         prompts, responses = play(conversation)
-        storage.append(episode(prompts, responses, i))
+        storage.append(episode(prompts, responses, i, parents))
         model.append((plain(prompts), plain(responses)))
         while sum(len(p) for p, _ in model) > max_steps:
             del model[0]
@@ -142,7 +151,7 @@ def test_prompts_of_another_dtype_than_responses_are_stored_whole(change):
     assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]
 
 
-def stored_bytes(turns, episodes=20):
+def stored_bytes(turns, episodes=6):
     """Bytes that conversations of 200 new tokens a turn take, and those of their own tokens."""
     storage, own = EpisodeStorage(turns * episodes), 0
     generator = torch.Generator().manual_seed(turns)
@@ -162,6 +171,33 @@ def test_conversations_take_memory_in_proportion_to_their_length():
     held, own = stored_bytes(64)
     assert held <= 1.15 * own
     assert held <= 4.2 * stored_bytes(16)[0]
+
+
+def test_so_do_conversations_that_take_turns_in_one_episode():
+    def held(agents, turns=48):
+        line = [torch.arange(a, 200 * turns, dtype=torch.int64) for a in range(agents)]
+        ends = [100 + 200 * (t // agents) for t in range(turns)]
+        prompts = [line[t % agents][:end] for t, end in enumerate(ends)]
+        responses = [line[t % agents][end : end + 50] for t, end in enumerate(ends)]
+        parents = [t - agents if t >= agents else -1 for t in range(turns)]
+        storage = EpisodeStorage(turns)
+        storage.append(episode(prompts, responses, parents=parents))
+        assert listed(storage[:], PROMPT) == plain(prompts)
+        assert listed(storage[torch.tensor([40])], PROMPT) == plain([prompts[40]])
+        return storage.nbytes
+
+    assert held(4) <= 1.1 * held(1)
+
+
+def test_a_state_that_was_saved_without_what_prompts_go_on_from():
+    storage, again = EpisodeStorage(9), EpisodeStorage(9)
+    prompts, responses = play([([1], [2], "extend", 0), ([3], [4], "extend", 0)])
+    storage.append(episode(prompts, responses))
+    state = storage.state_dict()
+    del state["columns"][PROMPT]["back"]
+    again.load_state_dict(state)
+    again.append(episode(prompts, responses))
+    assert listed(again[:], PROMPT) == plain(prompts) * 2
 
 
 def test_a_sample_of_whole_conversations():

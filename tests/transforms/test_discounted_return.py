@@ -8,7 +8,7 @@ from torchrl.envs import PendulumEnv, TransformedEnv
 
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn
-from torchrl_mt.transforms.returns import discounted_returns
+from torchrl_mt.transforms.discounted_return import discounted_returns
 
 
 def slow_returns(reward, end, gamma):
@@ -303,9 +303,9 @@ def test_sums_that_stay_finite_step_by_step_are_finite(gamma, width):
         reward = 3e38 * (torch.randint(3, (n, width), generator=generator) - 1).float()
         end = torch.rand(n, width, generator=generator) < 0.2
         expected = torch.zeros_like(reward)
-        following = torch.zeros(width)
+        following = torch.zeros(width, dtype=torch.float64)
         for t in reversed(range(n)):
-            following = reward[t] + torch.where(end[t], torch.zeros(width), gamma * following)
+            following = reward[t] + gamma * following.where(~end[t], 0.0)
             expected[t] = following
         got = discounted_returns(reward, end, gamma)
         torch.testing.assert_close(got, expected, equal_nan=True)

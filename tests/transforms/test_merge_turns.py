@@ -37,20 +37,27 @@ class Row:
     """(turn, position in its response) of each sampled token."""
 
 
+def reference_parents(episode: list[Turn]) -> list[int]:
+    """The last turn before each whose tokens its prompt begins with, -1 for none."""
+    tokens = [turn.prompt + turn.response for turn in episode]
+    return [
+        max((j for j in range(k) if turn.prompt[: len(tokens[j])] == tokens[j]), default=-1)
+        for k, turn in enumerate(episode)
+    ]
+
+
 def reference_rows(episodes: list[list[Turn]]) -> list[Row]:
     """The ledger rule, one token at a time."""
     out = []
     for e, episode in enumerate(episodes):
         rows: list[Row] = []
-        for k, turn in enumerate(episode):
-            row = None
-            for candidate in rows:
-                n = len(candidate.tokens)
-                if turn.prompt[:n] == candidate.tokens and (row is None or n >= len(row.tokens)):
-                    row = candidate
+        ending: dict[int, Row] = {}  # the row that ends with a turn
+        for k, (turn, parent) in enumerate(zip(episode, reference_parents(episode), strict=True)):
+            row = ending.pop(parent, None)
             if row is None:
                 row = Row(e, len(rows))
                 rows.append(row)
+            ending[k] = row
             for token in turn.prompt[len(row.tokens) :]:
                 row.tokens.append(token)
                 row.sampled.append(False)
@@ -76,10 +83,11 @@ def versions(turn: Turn) -> torch.Tensor:
     return turn.version + (torch.arange(n) >= n // 2)
 
 
-def to_ted(episodes, layout="root", ids=None, done=True, groups=None, returns=False):
-    """The flat TED batch of the episodes."""
+def to_ted(episodes, layout="root", ids=None, done=True, groups=None, returns=False, parents=None):
+    """The flat TED batch of the episodes; ``parents`` gives those of an episode."""
     steps = []
     for e, episode in enumerate(episodes):
+        of_turns = parents(episode) if parents else []
         for k, turn in enumerate(episode):
             n = len(turn.response)
             last = torch.tensor([k == len(episode) - 1])
@@ -92,6 +100,8 @@ def to_ted(episodes, layout="root", ids=None, done=True, groups=None, returns=Fa
                 ("collector", "traj_ids"): torch.tensor(e if ids is None else ids[e]),
                 "text": f"{e}/{k}",
             }
+            if parents:
+                step["turn", "parent"] = torch.tensor(of_turns[k])
             if done:
                 step["next", "done"] = last
             if groups is not None:
@@ -187,24 +197,8 @@ def test_rows_are_the_ledger(episodes, layout):
         assert rows["versions", "newest"][n] == max(sampled_by, default=-1)
 
 
-@given(batches)
-def test_every_sampled_token_is_in_exactly_one_row(episodes):
-    rows = MergeTurns()(to_ted(episodes))
-    seen = rows["log_probs", "full"][rows["masks", "all_assistant_mask"]]
-    expected = torch.cat(
-        [
-            log_probs(e, k, len(turn.response))
-            for e, episode in enumerate(episodes)
-            for k, turn in enumerate(episode)
-        ]
-    )
-    torch.testing.assert_close(seen.sort().values, expected.sort().values, rtol=0, atol=0)
-
-
-@given(batches)
-def test_every_turn_reads_back_from_its_row(episodes):
-    """What precedes a turn's response in its row is the prompt that the engine was given."""
-    rows = MergeTurns()(to_ted(episodes))
+def check_rows_read_back(rows, episodes):
+    """Every response is in one row, behind the prompt that the engine was given, and nothing else is."""
     sampled, turns = rows["masks", "all_assistant_mask"], rows["turns", "full"]
     for e, episode in enumerate(episodes):
         for k, turn in enumerate(episode):
@@ -215,6 +209,40 @@ def test_every_turn_reads_back_from_its_row(episodes):
             first, last = where[0, 1], where[-1, 1]
             assert rows["tokens", "full"][n, :first].tolist() == turn.prompt
             assert rows["tokens", "full"][n, first : last + 1].tolist() == turn.response
+    assert sampled.sum() == sum(len(turn.response) for episode in episodes for turn in episode)
+
+
+def same(a, b):
+    """Whether rows are equal, entry by entry."""
+    keys = set(a.keys(True, True))
+    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
+
+
+@given(batches, st.sampled_from(["root", "nested"]))
+def test_parents_in_the_batch_make_the_rows_that_comparing_makes(episodes, layout):
+    told = to_ted(episodes, layout, parents=reference_parents)
+    rows = MergeTurns()(told)
+    check_rows_read_back(rows, episodes)
+    assert same(rows, MergeTurns()(to_ted(episodes, layout)))
+    for start in range(len(episodes[0])):  # a piece of an episode, the first turns missing
+        piece = MergeTurns()(to_ted(episodes, layout)[start:])
+        assert same(MergeTurns()(told[start:]), piece)
+
+
+@given(batches, st.data())
+def test_wrong_parents_make_other_rows_and_no_wrong_ones(episodes, data):
+    def parents(episode):
+        return data.draw(st.lists(st.integers(-2, 6), min_size=len(episode), max_size=len(episode)))
+
+    check_rows_read_back(MergeTurns()(to_ted(episodes, parents=parents)), episodes)
+
+
+def test_a_parent_that_no_longer_holds_is_not_believed():
+    """A transform changed the first answer after the turns were recorded."""
+    data = to_ted([[Turn([1, 2], [3]), Turn([1, 2, 3, 4], [5])]], parents=reference_parents)
+    data[0]["tokens", "response"] = torch.tensor([8])
+    rows = MergeTurns(pad_token_id=PAD)(data)
+    assert rows["tokens", "full"].tolist() == [[1, 2, 8, PAD, PAD], [1, 2, 3, 4, 5]]
 
 
 @given(batches)
@@ -273,11 +301,23 @@ def test_a_cut_history_forks_and_the_rows_share_no_sampled_token():
     assert rows["masks", "all_assistant_mask"].long().tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
 
 
-def test_the_longest_row_that_a_prompt_extends_goes_on():
-    # The second turn repeats the first prompt (a fork); the third extends both of them.
-    turns = [Turn([1], []), Turn([2], [3]), Turn([1, 2], []), Turn([1, 2, 3], [4])]
+def test_the_row_that_ends_with_the_parent_goes_on():
+    # The third turn asks the first one's question again; the others extend both answers.
+    turns = [
+        Turn([1], [2]),
+        Turn([3], [3]),
+        Turn([1], [2]),
+        Turn([1, 2, 4], [5]),
+        Turn([1, 2], [6]),
+    ]
     rows = MergeTurns(pad_token_id=PAD)(to_ted([turns]))
-    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4], [2, 3, PAD, PAD]]
+    assert rows["tokens", "full"].tolist() == [
+        [1, 2, PAD, PAD],
+        [3, 3, PAD, PAD],
+        [1, 2, 4, 5],
+        [1, 2, 6, PAD],
+    ]
+    assert rows["masks", "all_assistant_mask"].sum(-1).tolist() == [1, 1, 2, 1]
 
 
 def test_a_turn_without_sampled_tokens_leaves_its_reward_on_the_last_one_before():
@@ -316,14 +356,6 @@ def test_the_returns_of_rows_are_those_of_the_plain_recurrence(episodes, gamma):
         if not any(turn.response for turn in episode[:k]):
             expected += sum(turn.reward for turn in episode[:k])
         assert got[n, c] == pytest.approx(expected, abs=1e-5)
-
-
-@given(batches)
-def test_no_reward_is_lost(episodes):
-    rows = MergeTurns()(to_ted(episodes))
-    for e, episode in enumerate(episodes):
-        total = rows["rewards", "full"][rows["episode_index"] == e].sum()
-        assert total == sum(turn.reward for turn in episode)
 
 
 TWO_TURNS = [Turn([1], [2]), Turn([1, 2, 3], [4])]

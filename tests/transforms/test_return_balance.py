@@ -38,7 +38,7 @@ def count(rb, threshold):
     return int((returns < threshold).sum()), int((returns >= threshold).sum())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=30)
 @given(events=EVENTS, threshold=st.sampled_from([-0.5, 0.0, 0.25, 0.5]))
 def test_counts_are_those_of_the_stored_steps(events, threshold):
     rb, balance = buffer(), ReturnBalance(threshold)
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_stored_steps(events, threshold):
     assert (balance.below, balance.at_or_above) == count(rb, threshold)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=20)
 @given(
     outcomes=st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=20),
     decay=st.sampled_from([0.0, 0.5, 0.99]),

@@ -29,7 +29,6 @@ from torchrl_mt.collectors.behind import cancel_all
 from torchrl_mt.collectors.cuts import CutWarning
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.ids import unique_ids
 from torchrl_mt.collectors.items.curriculum import Curriculum
@@ -51,6 +50,7 @@ from torchrl_mt.collectors.scheduler import (
 from torchrl_mt.collectors.staleness import Freshness, Lead, StalenessRule, Stall
 from torchrl_mt.collectors.stats import Tally
 from torchrl_mt.collectors.workflow import Workflow
+from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
 
@@ -274,7 +274,7 @@ class MultiTurnCollector(BaseCollector):
         self._tally = Tally()
         self._eval_tally = Tally()
         self._accepted_before = 0
-        self._extra = ExpectedExtra()
+        self._extra = ExpectedEntries()
         self._numbers = Counter()
         self._group_ids, self._traj_ids = unique_ids(), unique_ids()
         self._eval_group_ids, self._eval_traj_ids = unique_ids(), unique_ids()
@@ -452,7 +452,7 @@ class MultiTurnCollector(BaseCollector):
         if self._dump is None:
             return
         try:
-            self._dump.write_all(episodes, is_eval=is_eval)
+            self._dump.write(episodes, is_eval=is_eval)
         except Exception as error:
             self._dump_errors += 1
             if self._dump_errors == 1:
@@ -559,7 +559,7 @@ class MultiTurnCollector(BaseCollector):
             max_consecutive_failures=self._policy.max_consecutive_failures,
         )
         asked = {**self.sampling, **sampling}
-        items, extra = Items(data, cycle=False), ExpectedExtra()
+        items, extra = Items(data, cycle=False), ExpectedEntries()
         scheduler = Scheduler(
             lambda episode: self._player.failure_of(episode, asked, extra),
             items,
@@ -748,7 +748,7 @@ class MultiTurnCollector(BaseCollector):
     def _begin_anew(self) -> None:
         """Count from here what bounds the run."""
         self._accepted_before = self._tally.accepted
-        self._extra = ExpectedExtra()
+        self._extra = ExpectedEntries()
         self._scheduler = self._new_scheduler()
         self._lead = self._new_lead()
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
-from torchrl_mt.transforms import MergeTurns
 
 __all__ = ["EpisodeDump", "episode_records"]
 
@@ -37,7 +35,7 @@ class EpisodeDump:
         >>> from torchrl_mt.engines import Completion
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [7], "stop"), messages=[], reward=1.0)
         >>> folder = tempfile.mkdtemp()
-        >>> EpisodeDump(folder).write(Episode({"task_id": "a"}, 0, 0, [turn], StopReason.DONE))
+        >>> EpisodeDump(folder).write([Episode({"task_id": "a"}, 0, 0, [turn], StopReason.DONE)])
         >>> line = json.loads(Path(folder, "7.jsonl").read_text())
         >>> line["task_id"], line["reward"], line["prompt"], line["completion"]
         ('a', 1.0, [1, 2], [3])
@@ -48,17 +46,8 @@ class EpisodeDump:
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         self.tokenizer = tokenizer
 
-    def write(self, episode: Episode, *, is_eval: bool = False) -> None:
-        """Append an episode's lines.
-
-        Args:
-            episode: a finished episode.
-            is_eval: whether it was played to evaluate the policy.
-        """
-        self.write_all([episode], is_eval=is_eval)
-
-    def write_all(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
-        """Append the lines of several episodes.
+    def write(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
+        """Append the lines of episodes.
 
         Where it raises, no file has lines of this call that are not whole, and no file has only some
         of those that were meant for it.
@@ -104,32 +93,31 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
           its sampled tokens lie (from ``"start"`` up to ``"stop"``), its ``"reward"`` and
           ``"finish_reason"``.
 
-    Raises:
-        ValueError: if a turn has an empty prompt.
     """
-    turns = episode.turns
-    rows = _rows(episode) if turns else [_Row([], [], [])]
-    home = episode.row_plan().row
+    turns, rows = episode.turns, episode.rows()
+    num_rows = max(len(rows.last), 1)
     of_episode = {
         "task_id": episode.task_id,
         "group": episode.group,
         "sample_idx": episode.rank,
         "traj_id": episode.traj_id,
-        "num_forks": len(rows) - 1,
+        "num_forks": num_rows - 1,
         "reward": float(episode.reward),
         "rewards": [turn.reward for turn in turns],
         "stop_reason": episode.stop_reason,
         "num_turns": len(turns),
     }
     records = []
-    for fork, row in enumerate(rows):
-        mine = [(k, turn) for k, turn in enumerate(turns) if home[k] == fork]
-        prompt_len = row.sampled.index(True) if True in row.sampled else len(row.tokens)
-        by_policy = list(compress(row.versions, row.sampled)) or [-1]
-        prompt, completion = _texts(row.tokens, prompt_len, tokenizer)
+    for fork in range(num_rows):
+        mine = [(k, turns[k]) for k, row in enumerate(rows.row) if row == fork]
+        tokens = _tokens(mine[-1][1]) if mine else []
+        answers = [turn for _, turn in mine if len(turn.completion.token_ids)]
+        prompt_len = len(answers[0].prompt_ids if answers else tokens)
+        by_policy = [v for turn in answers for v in turn.completion.versions] or [-1]
+        prompt, completion = _texts(tokens, prompt_len, tokenizer)
         of_row = {
             "fork": fork,
-            "seqlen": len(row.tokens),
+            "seqlen": len(tokens),
             "prompt_len": prompt_len,
             "head_version": min(by_policy),
             "tail_version": max(by_policy),
@@ -142,27 +130,9 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
     return records
 
 
-class _Row(NamedTuple):
-    """A row, one entry a token, without padding."""
-
-    tokens: list[int]
-    sampled: list[bool]
-    versions: list[int]
-
-
-def _rows(episode: Episode) -> list[_Row]:
-    """The rows that the episode is trained on."""
-    keys = (
-        ("tokens", "full"),
-        ("masks", "all_assistant_mask"),
-        ("versions", "full"),
-    )
-    rows = MergeTurns()(episodes_to_tensordict([episode]))
-    columns = [rows[key] for key in keys]
-    return [
-        _Row(*(column[fork][kept].tolist() for column in columns))
-        for fork, kept in enumerate(rows["masks", "all_attention_mask"])
-    ]
+def _tokens(turn: Turn) -> list[int]:
+    """A row as its last turn leaves it: what the model saw, and what it sampled."""
+    return [*turn.prompt_ids, *turn.completion.token_ids]
 
 
 def _span(k: int, turn: Turn) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from tensordict import (
 )
 
 from torchrl_mt.collectors.calls import Calls
-from torchrl_mt.collectors.extra import join_extra
-from torchrl_mt.collectors.ledger import Prompt
 from torchrl_mt.collectors.limits import StopReason
+from torchrl_mt.collectors.prompt import Prompt
+from torchrl_mt.collectors.workflow_entries import join_entries
 from torchrl_mt.engines import Completion
-from torchrl_mt.transforms.row_plan import RowPlan, plan_rows
+from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
 
 __all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite"]
 
@@ -40,7 +40,7 @@ class Turn:
     """One model call and the environment's answer to it."""
 
     prompt_ids: Sequence[int]
-    """Every token that the model saw: a :class:`~torchrl_mt.collectors.ledger.Prompt`, where it is not
+    """Every token that the model saw: a :class:`~torchrl_mt.collectors.prompt.Prompt`, where it is not
     to be stored again for every turn."""
     completion: Completion
     """What it sampled."""
@@ -55,6 +55,9 @@ class Turn:
     """How long the model took to answer, in seconds."""
     env_seconds: float = 0.0
     """How long the environment took to answer the response."""
+    parent: int | None = field(default=None, init=False, compare=False)
+    """The last turn before it in the episode whose tokens (prompt and response) its prompt begins with;
+    -1 if there is none, ``None`` where the turn was not recorded by a collector."""
     _oldest: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -85,7 +88,7 @@ class Episode:
     """The group's place among those of its run, whatever its id: what seeds follow from."""
     is_eval: bool = False
     """Whether it is played for evaluation."""
-    extra: TensorDictBase | None = None
+    entries: TensorDictBase | None = None
     """Entries that a workflow returned, ``[T]``: a step a turn."""
     judged: bool = False
     """Whether the environment has answered a response, or the workflow has returned a result."""
@@ -95,7 +98,6 @@ class Episode:
     """What it waits for, and where its time went."""
     begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
     """When it began, in seconds of the monotonic clock."""
-    _plan: RowPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def task_id(self) -> Any:
@@ -119,27 +121,33 @@ class Episode:
     @property
     def num_forks(self) -> int:
         """How many training rows it has beyond the first."""
-        return max(len(self.row_plan().row_turn) - 1, 0)
+        return max(len(self.rows().first) - 1, 0)
 
     def age(self, version: int) -> int | None:
         """How many versions its oldest token is behind ``version``; ``None`` if none was sampled."""
         versions = [turn.oldest for turn in self.turns if turn.oldest is not None]
         return version - min(versions) if versions else None
 
-    def row_plan(self) -> RowPlan:
-        """Which training row each turn goes on with; made once when the episode is over."""
-        if self._plan is not None:
-            return self._plan
+    def parents(self) -> list[int]:
+        """Each turn's parent (see :attr:`Turn.parent`), found by comparing where one is not known."""
+        known = [turn.parent for turn in self.turns if turn.parent is not None]
+        if len(known) == len(self.turns):
+            return known
         answers = [turn.completion.token_ids for turn in self.turns]
-        plan = plan_rows(
+        return find_parents(
             _prompts([turn.prompt_ids for turn in self.turns]),
             torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64),
             [len(answer) for answer in answers],
             [0] * len(answers),
         )
-        if self.stop_reason is not None:
-            self._plan = plan
-        return plan
+
+    def rows(self) -> RowAssignment:
+        """The training row of each turn."""
+        return assign_rows(
+            self.parents(),
+            [len(turn.prompt_ids) for turn in self.turns],
+            [len(turn.completion.token_ids) for turn in self.turns],
+        )
 
 
 def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
@@ -149,16 +157,11 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         episodes: at least one, each with at least one turn.
 
     Returns:
-        A TensorDict of batch size ``[ΣT]``, a step a turn. The token columns (``("tokens", "prompt")``,
-        ``("tokens", "response")``, ``("log_probs", "response")``, ``("versions", "response")``) are
-        lazily stacked, since their lengths differ; ``td.get(key, as_list=True)`` gives one tensor a
-        turn, prompts that extend each other as views of one. ``("seconds", "model")`` and
-        ``("seconds", "env")``, float32 ``[ΣT]``, tell how long both took, ``("sampling", ...)`` the
-        ``"temperature"``, ``"top_k"`` (0 is none) and ``"top_p"`` of the sampling. The non-tensor
-        columns are ``"text"`` (messages), ``"info"`` (the environment's ``TextStep.info``, or
-        ``None``), ``"finish_reason"``, ``"data"`` and ``"stop_reason"``. Where episodes say so,
-        ``"valid"``, bool ``[ΣT]``, tells whether the turn's episode counts. Entries that the episodes'
-        workflows returned are added.
+        A TensorDict of batch size ``[ΣT]``, a step a turn, with the keys that the documentation's *Data
+        format* lists, and the entries that the episodes' workflows returned. ``"tokens"``,
+        ``"log_probs"`` and ``"versions"`` are lazily stacked, since lengths differ:
+        ``td.get(key, as_list=True)`` gives one tensor a turn, prompts that extend each other as views
+        of one.
 
     Raises:
         ValueError: if the entries that workflows returned differ from episode to episode, or are named
@@ -213,6 +216,10 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
                 {"traj_ids": per_turn(episode.traj_id for episode in episodes)}, [size]
             ),
             "group": per_turn(episode.group for episode in episodes),
+            "turn": TensorDict(
+                {"parent": torch.tensor([k for episode in episodes for k in episode.parents()])},
+                [size],
+            ),
             "seconds": TensorDict(
                 {
                     "model": torch.tensor([turn.model_seconds for turn in turns]),
@@ -239,11 +246,11 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     )
     if any(episode.valid is not None for episode in episodes):
         batch["valid"] = per_turn(episode.valid is not False for episode in episodes)
-    extra = join_extra(
-        [episode.extra for episode in episodes],
+    entries = join_entries(
+        [episode.entries for episode in episodes],
         [len(episode.turns) * (episode.valid is False) for episode in episodes],
     )
-    return batch if extra is None else batch.update(extra)
+    return batch if entries is None else batch.update(entries)
 
 
 def as_number(reward: Any) -> float:

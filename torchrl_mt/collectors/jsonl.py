@@ -25,7 +25,6 @@ __all__ = ["append_lines", "to_json", "to_line"]
 _LONGEST_REPR = 1000
 _DEEPEST = 100
 """Containers inside of containers; beyond, a value is taken for endless."""
-_BLOCK = 65536
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 """What some readers take for the end of a line, and JSON leaves as it is."""
 
@@ -79,19 +78,18 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> None:
         path: the file; it and its folder are made if need be.
         lines: each with its end.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-    try:
-        file = os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, flags, 0o666)
+    file = os.open(path, flags, 0o666)
     # A descriptor of its own for every call: locks then exclude threads as well as processes.
     locked = _lock(file)
     try:
         end = _cut_torn_line(file) if locked else 0
         try:
             for line in lines:
-                _write(file, line)
+                left = memoryview(line)
+                while left:  # The system may take less than all of it.
+                    left = left[os.write(file, left) :]
         except BaseException:
             if locked:
                 os.ftruncate(file, end)
@@ -114,26 +112,14 @@ def _lock(file: int) -> bool:
     return True
 
 
-def _write(file: int, line: bytes) -> None:
-    """Write all of a line, in one call unless the system takes less."""
-    left = memoryview(line)
-    while left:
-        left = left[os.write(file, left) :]
-
-
 def _cut_torn_line(file: int) -> int:
     """Cut off what follows the last end of a line; where that is."""
-    size = end = os.fstat(file).st_size
-    while end:
-        start = max(end - _BLOCK, 0) if end < size else end - 1
-        os.lseek(file, start, os.SEEK_SET)
-        found = os.read(file, end - start).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(file, end)
+    size = os.fstat(file).st_size
+    if not size or os.pread(file, 1, size - 1) == b"\n":
+        return size
+    with open(file, "rb", closefd=False) as lines:
+        end = lines.read().rfind(b"\n") + 1
+    os.ftruncate(file, end)
     return end
 
 

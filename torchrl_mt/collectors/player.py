@@ -15,12 +15,12 @@ from torchrl_mt.chat.template_kwargs import checked_template_kwargs
 from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.env_workers import EnvWorkers
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.extra import ExpectedExtra
 from torchrl_mt.collectors.group_filters import AcceptGroup
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.rollout import play_episode
 from torchrl_mt.collectors.workflow import Make, MakePlayer, Rejected, Workflow, resolve
+from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 
@@ -79,7 +79,7 @@ class EpisodePlayer:
             self._get_chat()
 
     async def failure_of(
-        self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedExtra
+        self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedEntries
     ) -> BaseException | None:
         """Play an episode and return what it raised, if it did.
 
@@ -93,7 +93,7 @@ class EpisodePlayer:
                 self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
             )
             if episode.valid is False:
-                episode.extra = expected.blank(len(episode.turns))
+                episode.entries = expected.blank(len(episode.turns))
             if not (episode.is_eval or self.accept is None):
                 accepted = await call_in_thread(self.accept, episodes_to_tensordict([episode]))
                 if isinstance(accepted, Awaitable):
@@ -101,7 +101,7 @@ class EpisodePlayer:
                 if not accepted:
                     return Rejected("not_accepted")
             if episode.valid is not False:
-                expected.check(episode.extra)
+                expected.check(episode.entries)
         except BaseException as error:
             return error
         return None

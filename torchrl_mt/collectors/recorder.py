@@ -16,8 +16,8 @@ from operator import index
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors.episode import Episode, Turn
-from torchrl_mt.collectors.ledger import Line, Prompt
 from torchrl_mt.collectors.limits import Limits, StopReason
+from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.engines.request_checks import integers
 from torchrl_mt.engines.sampling import random_word
@@ -27,7 +27,7 @@ __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
 _T = TypeVar("_T")
 
 _LINES = 4
-"""Lines that an episode may go back and forth between without storing their beginnings again."""
+"""Conversations of an episode that may take turns without storing their beginnings again."""
 
 
 LIMIT_CODE = "limit_reached"
@@ -81,10 +81,10 @@ class Recorder:
         forgotten."""
         self._refused_at = 0
         """How many calls had begun when the last was refused."""
-        self._lines: list[Line] = []
-        """What the model has seen, the line that was added to last at the end."""
+        self._lines: list[list[int]] = []
+        """Conversations as the model sees them, the one that was added to last at the end."""
         self._order: list[int] = []
-        """When the calls behind the turns began, counted."""
+        """The number of each turn's call; calls are numbered as they begin."""
         self._calls = self._running = 0
         self.closed = False
         """Whether the episode is over, or its time is up."""
@@ -106,7 +106,7 @@ class Recorder:
             RuntimeError: always.
         """
         raise RuntimeError(
-            "an episode cannot change the weights: use collector.update_policy_weights_"
+            "an episode cannot change the weights: use collector.update_policy_weights_."
         )
 
     async def generate(
@@ -126,7 +126,7 @@ class Recorder:
         """
         self._check_open()
         if not isinstance(prompt_ids, (Prompt, list)):
-            # A line would make a list of anything: the engine could not say what was given.
+            # Else a list would be made of anything, and the engine could not say what was given.
             prompt_ids = integers(prompt_ids)
         limits = self.limits
         budget, reached = limits.response_budget(len(prompt_ids))
@@ -136,8 +136,7 @@ class Recorder:
             raise self._refusal(reached)
         if max_new_tokens is not None:
             budget = max_new_tokens if budget is None else min(budget, max_new_tokens)
-        line = self._line_of(prompt_ids)
-        prompt, call = line.prompt(), self._calls
+        prompt, call = self._prompt(prompt_ids), self._calls
         self._calls += 1
         self._running += 1
         if self._seed is not None:
@@ -157,20 +156,18 @@ class Recorder:
             self._running -= 1
         self._check_open()
         turn = Turn(prompt, answer, model_seconds=time.perf_counter() - begin)
-        place = bisect(self._order, call)
-        self._order.insert(place, call)
-        self._episode.turns.insert(place, turn)
+        self._enter(turn, call)
         if self.reached is not None and not self.reached.of_time and call >= self._refused_at:
             self.reached = None  # Whoever plays has found a way around it.
-        if len(line) == len(prompt):
-            line.add(answer.token_ids)
+        if len(prompt.line) == len(prompt):
+            prompt.line.extend(answer.token_ids)
         return answer
 
     def continued(self, tokens: Sequence[int]) -> Sequence[int]:
         """The prompt that goes on from the last turn, its prompt and its response."""
         line = self._lines[-1]
-        line.add(tokens)
-        return line.prompt()
+        line.extend(tokens)
+        return Prompt(line, len(line))
 
     def drop_last(self) -> None:
         """Take the last turn back."""
@@ -190,19 +187,43 @@ class Recorder:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise RuntimeError("the episode is over: its engine answers no more")
+            raise RuntimeError("the episode is over: its engine answers no more.")
 
-    def _line_of(self, prompt: Sequence[int]) -> Line:
-        """The line that holds the prompt, and nothing more; it is the last one now."""
+    def _prompt(self, tokens: Sequence[int]) -> Prompt:
+        """The prompt as a view of the conversation that it goes on with, which is the last one now."""
         for line in reversed(self._lines):
-            if line.holds(prompt):
-                self._lines.remove(line)
-                line.add(prompt[len(line) :])
+            if isinstance(tokens, Prompt) and tokens.line is line:
+                break
+            if len(tokens) >= len(line) and tokens[: len(line)] == line:
+                line.extend(tokens[len(line) :])
                 break
         else:
-            line = Line(prompt)
-        self._lines = [*self._lines, line][-_LINES:]
-        return line
+            line = list(tokens)
+        self._lines = [*(other for other in self._lines if other is not line), line][-_LINES:]
+        return Prompt(line, len(tokens))
+
+    def _enter(self, turn: Turn, call: int) -> None:
+        """Enter a turn behind those whose calls began before it, and say what its parent is."""
+        turns, place = self._episode.turns, bisect(self._order, call)
+        self._order.insert(place, call)
+        turns.insert(place, turn)
+        turn.parent = next((k for k in reversed(range(place)) if _goes_on(turn, turns[k])), -1)
+        for later in turns[place + 1 :]:  # Their calls began later and ended sooner.
+            assert later.parent is not None
+            if later.parent >= place:
+                later.parent += 1
+            elif _goes_on(later, turn):
+                later.parent = place
+
+
+def _goes_on(turn: Turn, before: Turn) -> bool:
+    """Whether a turn's prompt begins with the tokens of an earlier turn."""
+    prompt, answer = turn.prompt_ids, list(before.completion.token_ids)
+    assert isinstance(prompt, Prompt)
+    start = len(before.prompt_ids)
+    end = start + len(answer)
+    # The answer first: it is short, and differs wherever turns that began alike went apart.
+    return prompt[start:end] == answer and prompt.starts_with(before.prompt_ids)
 
 
 def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -> Limits:

@@ -154,7 +154,7 @@ def enter_result(episode: Episode, result: Any) -> None:
     if isinstance(result, torch.Tensor):
         result = result.tolist()
     if isinstance(result, TensorDictBase):
-        episode.extra, rewards = _entries(result, len(turns))
+        episode.entries, rewards = _entries(result, len(turns))
     elif isinstance(result, Sequence) and not isinstance(result, str):
         rewards = _numbers(result)
     else:

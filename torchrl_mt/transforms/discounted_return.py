@@ -1,20 +1,20 @@
-"""Discounted returns as a transform of whole episodes.
+"""Discounted returns of whole episodes.
 
-A batch that holds a piece of an episode is refused: its returns would be wrong.
+No reward reaches another episode, not even an infinite one. A batch that holds a piece of an episode is
+refused: its returns would be wrong.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_mt.transforms.returns import discounted_returns
-
-__all__ = ["DiscountedReturn"]
+__all__ = ["DiscountedReturn", "discounted_returns"]
 
 _WHERE = (
     "Put it in EpisodeWriter(transform=DiscountedReturn(...)), which calls it once with each whole "
@@ -183,3 +183,55 @@ def _like(flag: Tensor, reward: Tensor, dims: int, key: tuple[str, ...]) -> Tens
         f"{key} must hold one flag per step, or flags of the shape of the reward: got "
         f"{tuple(got)} per step, for rewards of {tuple(wanted)}"
     )
+
+
+def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    r"""Sum of discounted rewards from each step to the end of its episode.
+
+    :math:`G_t = r_t + \gamma\, G_{t+1}`, and :math:`G_t = r_t` at the end of an episode (Sutton and
+    Barto, *Reinforcement Learning*, eq. 3.9). The recursion is solved in ``log2`` of the longest
+    episode's length passes, each of which doubles the number of rewards that a step has added up.
+
+    Args:
+        reward: ``[N, ...]``, episodes one after the other, each in order of time.
+        end: bool ``[N]``: the last steps of the episodes; the last step of the batch counts as one.
+            Or bool of the shape of ``reward``, where parts of it (agents, say) end on their own.
+        gamma: discount per step.
+
+    Returns:
+        ``[N, ...]``, detached, in the dtype of ``reward`` (the default dtype if that is no floating
+        one).
+
+    Examples:
+        >>> discounted_returns(
+        ...     torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.tensor([False, False, True, True]), 0.5
+        ... )
+        tensor([1.7500, 1.5000, 1.0000, 5.0000])
+    """
+    if not reward.is_floating_point():
+        reward = reward.to(torch.get_default_dtype())
+    if not reward.numel():
+        return reward.detach()
+    steps = len(reward)
+    # Wide enough for sums of finite rewards that a smaller type holds.
+    wide = torch.float32 if reward.device.type == "mps" else torch.float64
+    total = reward.detach().reshape(steps, -1).to(wide)
+    end = end.reshape(steps, -1)
+    # After a pass, total[t] holds the k rewards from t on, or all that its episode has left;
+    # goes_on[t] tells whether the episode of t goes on at t + k.
+    k, discount, goes_on, longest = 1, float(gamma), ~end[:-1], _longest(end)
+    while k < longest and discount > 0:
+        # Chosen, not multiplied by 0: what another episode has may be infinite.
+        later = torch.where(goes_on, discount * total[k:], 0.0)
+        total = torch.cat([total[:-k] + later, total[-k:]])
+        goes_on = goes_on[:-k] & goes_on[k:]
+        k, discount = 2 * k, discount * discount
+    return total.reshape(reward.shape).to(reward.dtype)
+
+
+def _longest(end: Tensor) -> int:
+    """Steps of the longest episode, or more where finding out would mean to wait for the device."""
+    if end.device.type != "cpu":
+        return len(end)
+    last = torch.cat([end[:-1], torch.ones_like(end[-1:])]).T.reshape(-1).nonzero().squeeze(1)
+    return int(last.diff(prepend=last.new_tensor([-1])).max())

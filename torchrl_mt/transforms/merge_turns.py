@@ -15,8 +15,8 @@ from tensordict.utils import unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_mt.transforms.carried import carried, item_keys, nothing
-from torchrl_mt.transforms.row_plan import plan_rows
+from torchrl_mt.transforms.episode_entries import column_of_none, entry_of_rows, item_keys
+from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
 __all__ = ["MergeTurns"]
 
@@ -24,6 +24,7 @@ _logger = logging.getLogger("torchrl_mt")
 
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
+_PARENT = ("turn", "parent")
 _TEMPERATURE = ("sampling", "temperature")
 _USUAL = ("label", "reference")
 """What is carried where it is there."""
@@ -32,61 +33,45 @@ _USUAL = ("label", "reference")
 class MergeTurns(Transform):
     """Merge the turns of whole episodes into right-padded rows, one per episode and fork.
 
-    A turn goes on with the row of its episode whose tokens so far its prompt starts with: the longest
-    such row, the latest among equals. If there is none (the history was cut or rewritten, a sub-agent
-    began) the episode forks, and a new row starts with the turn's whole prompt. Tokens are compared as
-    token ids; nothing is decoded.
+    A turn's parent is the last turn before it in the episode whose tokens its prompt begins with. A turn
+    goes on with the row that ends with its parent. If it has none (the history was cut or rewritten, a
+    sub-agent began), or another turn went on from there, the episode forks: a new row starts with the
+    turn's whole prompt. Tokens are compared as token ids; nothing is decoded. ``("turn", "parent")``
+    saves the search for parents and is never believed: a parent that does not fit the tokens is found
+    by comparing, and -1 can at worst begin a row too many.
 
     It takes a flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
     order: what a collector sends, or :class:`~torchrl_mt.data.EpisodeSampler` deals. An episode ends at
     a ``done`` flag (``terminated`` or ``truncated`` where there is none), and one that does not end so
     is refused; without flags it ends where the trajectory id changes. Whether the first turns are
-    there cannot be told. As a transform of a replay buffer it acts on what is sampled; what is stored
-    stays as it was. Use a plain :class:`~torchrl.data.ReplayBuffer`: there are not as many rows as
-    sampled steps, so sampling information of each step cannot be written into them.
+    there cannot be told. As a transform of a replay buffer it acts on what is sampled. Use a plain
+    :class:`~torchrl.data.ReplayBuffer`: there are not as many rows as sampled steps, so sampling
+    information of each step cannot be written into them.
 
-    The rows (``N`` of them, ``S`` tokens the longest) are a new TensorDict with
+    The rows are a new TensorDict with the keys that the documentation's *Data format* lists. What the
+    batch lacks (log-probabilities, versions, rewards, returns, temperatures, ``"valid"``), they lack. On
+    the details:
 
-    - ``("tokens", "full")`` ``[N, S]`` int64, padded with ``pad_token_id``;
-    - ``("masks", "all_attention_mask")`` and ``("masks", "all_assistant_mask")`` ``[N, S]`` bool: not
-      padding, and sampled by the policy;
-    - ``("log_probs", "full")`` float32 and ``("versions", "full")`` int64, ``[N, S]``: the sampler's;
-      0 and -1 on all other tokens;
-    - ``("versions", "oldest")`` and ``("versions", "newest")`` ``[N]`` int64: the first and the last of
-      the weight versions that sampled the row's tokens; -1 in a row without a sampled token;
-    - ``("turns", "full")`` ``[N, S]`` int64: the turn of the episode that added the token; -1 on
-      padding;
-    - ``("rewards", "full")`` ``[N, S]`` float32: each turn's reward on its last sampled token. A turn
-      that sampled nothing leaves it on the last token that its episode sampled before it, in
-      whichever row, so that a fork without an answer keeps its reward; if there is none, on the first
-      that the episode samples after it. Where an episode samples nothing at all, rewards lie on their
-      turns' last tokens, and nothing is trained;
-    - ``("rewards", "to_go")`` ``[N, S]`` float32: the turn's ``("next", "return")`` on each of its
-      sampled tokens, 0 on all other tokens;
-    - ``"episode"`` and ``"group"`` ``[N]`` int64: the trajectory id and the group of the episode.
-      Without ids, episodes are numbered by their place in the batch; without groups, each is its own;
-    - ``"episode_index"`` ``[N]`` int64: the episode's place in the batch, which tells copies of one
-      episode apart; ``"fork"`` ``[N]`` int64: 0 for an episode's first row, then counting up;
-    - ``("sampling", "temperature")`` ``[N]`` float32: what the row's tokens were sampled at; NaN where
-      its turns differ. Turns that sampled nothing count only in rows without a sampled token;
-    - ``"valid"`` ``[N]`` bool: whether the episode counts in the loss and in statistics, as its last
-      turn says;
-    - ``"label"`` and ``"reference"`` ``[N]``, or whatever else ``carry`` names: what the episode's last
-      turn has under these keys, or the item of data that it was reset with.
-
-    Log-probabilities, versions, rewards, returns, temperatures and ``"valid"`` that the batch lacks are
-    lacking in the rows.
+    - ``("rewards", "full")`` has each turn's reward on its last sampled token. A turn that sampled
+      nothing leaves it on the last token that its episode sampled before it, in whichever row; if there
+      is none, on the first that the episode samples after it. Where an episode samples nothing at all,
+      rewards lie on their turns' last tokens, and nothing is trained.
+    - ``"episode"`` and ``"group"``: without ids, episodes are numbered by their place in the batch;
+      without groups, each is its own. ``"episode_index"`` tells copies of one episode apart.
+    - ``("sampling", "temperature")`` is NaN where a row's turns differ. Turns that sampled nothing count
+      only in rows without a sampled token.
+    - ``"valid"`` is what the episode's last turn says.
 
     Args:
         pad_token_id: token id that fills the rows up. It may be an ordinary token: the masks alone tell
             what is padding.
         max_length: longest row allowed, in tokens; no limit if ``None``.
         traj_key: where the trajectory id of each turn is.
-        carry: keys of entries of which each row gets the value that its episode's last turn has, where
-            ``"stop_reason"`` stands, too: entries of the batch, or, where it has none, of the
-            collector's ``"data"`` (mappings; an item without the key counts as ``None``). Of a key that
-            none of a batch's items has, the logger ``torchrl_mt`` warns, once; where there are no such
-            items either, it is an error. ``"label"`` and ``"reference"`` may lack.
+        carry: keys of entries of which each row gets the value of its episode's last turn: entries of
+            the batch, or, where it has none, of the collector's ``"data"`` (mappings; an item without
+            the key counts as ``None``). Of a key that none of a batch's items has, the logger
+            ``torchrl_mt`` warns, once; where there are no such items either, it is an error. ``"label"``
+            and ``"reference"`` may lack.
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -164,27 +149,32 @@ class MergeTurns(Transform):
                 "predicts the first token of a row: begin prompts with a token (a begin-of-sequence "
                 "token will do), and drop turns in which the model was not called."
             )
-        response = torch.cat(list(responses))
         of_turn: list[int] = episode.tolist()
-        plan = plan_rows(prompts, response, sizes, of_turn)
-        length = max(plan.row_length)
+        response = torch.cat(list(responses))
+        device = response.device
+        turn = torch.arange(len(of_turn), device=device)
+        first = torch.searchsorted(episode, episode)  # the first turn of each turn's episode
+        told = _column(tensordict, _PARENT)
+        places = None if told is None else torch.where(told < 0, told, told + first).tolist()
+        parents = find_parents(prompts, response, sizes, of_turn, places)
+        rows_of = assign_rows(parents, given, sizes)
+        length = max(rows_of.length)
         if self.max_length is not None and length > self.max_length:
-            which = of_turn[plan.row_turn[plan.row_length.index(length)]]
+            which = of_turn[rows_of.first[rows_of.length.index(length)]]
             raise ValueError(
                 f"A row of episode {which} of the batch has {length} tokens, more than "
                 f"max_length={self.max_length}: raise it, or bound episodes where they are collected."
             )
 
-        device = response.device
-        row, known, turn, prompt_size, size = (
-            torch.tensor(x, device=device) for x in (plan.row, plan.known, plan.turn, given, sizes)
+        row, known, prompt_size, size, row_turn, row_end = (
+            torch.tensor(x, device=device)
+            for x in (rows_of.row, rows_of.known, given, sizes, rows_of.first, rows_of.last)
         )
-        row_turn = torch.tensor(plan.row_turn, device=device)
+        number = turn - first
         added = prompt_size - known
         start = row * length
-        new = _ranges(start + known, added)
         sampled = _ranges(start + prompt_size, size)
-        shape = (len(plan.row_turn), length)
+        shape = (len(row_turn), length)
 
         def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
             """The ``[N, S]`` table with values at the given places and one value elsewhere."""
@@ -193,9 +183,12 @@ class MergeTurns(Transform):
             return out
 
         tokens = table(self.pad_token_id, torch.int64, sampled, response.long())
-        tokens.view(-1).scatter_(0, new, plan.added.to(device))
-        turns = table(-1, torch.int64, sampled, turn.repeat_interleave(size))
-        turns.view(-1).scatter_(0, new, turn.repeat_interleave(added))
+        whole = _ranges(start[row_end], prompt_size[row_end])
+        prompt = torch.cat([prompts[k] for k in rows_of.last])
+        tokens.view(-1).scatter_(0, whole, prompt.long())
+        turns = table(-1, torch.int64, sampled, number.repeat_interleave(size))
+        new = _ranges(start + known, added)
+        turns.view(-1).scatter_(0, new, number.repeat_interleave(added))
         group = _column(tensordict, "group")
         index = episode[row_turn]
         traj = index if ids is None else ids[row_turn].long()
@@ -209,7 +202,7 @@ class MergeTurns(Transform):
             "episode": traj,
             "group": traj.clone() if group is None else group[row_turn].long(),
             "episode_index": index.clone(),
-            "fork": torch.tensor(plan.row_fork, device=device),
+            "fork": torch.arange(len(index), device=device) - torch.searchsorted(index, index),
         }
         log_probs = _sampled_leaf(tensordict, ("log_probs", "response"), sizes)
         if log_probs is not None:
@@ -225,7 +218,7 @@ class MergeTurns(Transform):
         if reward is not None:
             # Several turns may leave their rewards on one token: they add up.
             rewards = torch.zeros(shape, device=device)
-            place = torch.tensor([n * length + column for n, column in plan.reward], device=device)
+            place = _reward_places(first, start + prompt_size, size)
             rewards.view(-1).index_add_(0, place, reward.float())
             rows["rewards", "full"] = rewards
         returns = _column(tensordict, ("next", "return"))
@@ -236,13 +229,13 @@ class MergeTurns(Transform):
         if temperature is not None:
             rows[_TEMPERATURE] = _common(temperature.float(), row, size > 0, len(row_turn))
         last_turn = {number: k for k, number in enumerate(of_turn)}
-        row_last = [last_turn[of_turn[k]] for k in plan.row_turn]
+        row_last = [last_turn[of_turn[k]] for k in rows_of.first]
         valid = _column(tensordict, "valid")
         if valid is not None:
             rows["valid"] = valid.bool()[row_last]
         out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
         for key in self.carry:
-            value = carried(tensordict, key, row_last)
+            value = entry_of_rows(tensordict, key, row_last)
             if value is not None:
                 out.set(key, value)
             elif key not in _USUAL:
@@ -265,7 +258,7 @@ class MergeTurns(Transform):
                 key,
                 found,
             )
-        return nothing(count)
+        return column_of_none(count)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Refuse to act on single steps."""
@@ -275,15 +268,27 @@ class MergeTurns(Transform):
         )
 
 
-def _starts(size: Tensor) -> Tensor:
-    """Where each of the pieces begins that lie end to end."""
-    return size.cumsum(0) - size
-
-
 def _ranges(start: Tensor, size: Tensor) -> Tensor:
     """Concatenate ``arange(start[i], start[i] + size[i])`` over ``i``."""
-    shift = (start - _starts(size)).repeat_interleave(size)
+    shift = (start + size - size.cumsum(0)).repeat_interleave(size)
     return shift + torch.arange(len(shift), device=start.device)
+
+
+def _reward_places(first: Tensor, place: Tensor, size: Tensor) -> Tensor:
+    """Where each turn's reward lies: on a sampled token of its episode, if there is any.
+
+    Args:
+        first: the first turn of each turn's episode.
+        place: where each turn's response begins.
+        size: how many tokens that is.
+    """
+    turn, end = torch.arange(len(size), device=size.device), len(size) - 1
+    before = torch.where(size > 0, turn, -1).cummax(0).values
+    after = torch.where(size > 0, turn, end).flip(0).cummin(0).values.flip(0)
+    is_after = (size[after] > 0) & (first[after] == first)
+    last = place + size - 1
+    alone = torch.where(is_after, place[after], last)
+    return torch.where(before >= first, last[before], alone)
 
 
 def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of
 
-__all__ = ["PROMPT", "RESPONSE", "Entry", "Schema", "as_array", "bits"]
+__all__ = ["PARENT", "PROMPT", "RESPONSE", "Entry", "Schema", "as_array", "bits"]
 
+PARENT: Path = ("turn", "parent")
 PROMPT: Path = ("tokens", "prompt")
 RESPONSE: Path = ("tokens", "response")
 
@@ -71,7 +72,7 @@ class Schema:
     @cached_property
     def has_turns(self) -> bool:
         """Whether there are prompts and responses, as vectors of tokens: a prompt then counts what it
-        adds to the turn before.
+        adds to an earlier turn.
         """
         prompt, response = self.entries.get(PROMPT), self.entries.get(RESPONSE)
         if prompt is None or response is None or prompt.dtype is None:
@@ -83,7 +84,7 @@ class Schema:
 
     @cached_property
     def growing(self) -> bool:
-        """Whether each turn's prompt is stored as what it adds to the turn before: once prompts are
+        """Whether each turn's prompt is stored as what it adds to an earlier turn: once prompts are
         seen to differ in length.
         """
         return self.has_turns and self.entries[PROMPT].kind == "ragged"

@@ -34,14 +34,14 @@ from torchrl_mt.data._store.columns.columns import (
 )
 from torchrl_mt.data._store.columns.disagreeing_next import are_too_many
 from torchrl_mt.data._store.columns.memory import Memory
-from torchrl_mt.data._store.columns.prompt_column import PromptColumn, additions
+from torchrl_mt.data._store.columns.prompt_column import PromptColumn, additions_of
 from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Blocks, Moves, Ring, runs
-from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Entry, Schema
-from torchrl_mt.data._store.steps import Column, Objects, Path, Steps, own, step_tensors
+from torchrl_mt.data._store.schema import PARENT, PROMPT, RESPONSE, Entry, Schema
+from torchrl_mt.data._store.steps import Column, Objects, Path, Steps, own
 from torchrl_mt.data._store.table import EpisodeTable
 from torchrl_mt.data._store.token_count import count_tokens
 
@@ -408,9 +408,7 @@ class EpisodeStore:
                 column = self._new_column(path, entry, capacity)
             columns[path] = column
         if schema.growing and not isinstance(columns[PROMPT], PromptColumn):
-            columns[PROMPT] = self._as_growing(
-                columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT], capacity
-            )
+            columns[PROMPT] = self._as_growing(columns, schema.entries[PROMPT], capacity)
         _link(columns)
         return columns
 
@@ -435,18 +433,17 @@ class EpisodeStore:
         return ragged
 
     def _as_growing(
-        self, whole: StoredColumn, responses: StoredColumn, entry: Entry, capacity: int
+        self, columns: Mapping[Path, StoredColumn], entry: Entry, capacity: int
     ) -> PromptColumn:
-        """The prompts of a column, stored as what they add."""
+        """The prompts of these columns, stored as what they add."""
         growing = PromptColumn(entry, capacity, self.memory)
         if self.table.num_episodes:
             stored = self._oldest(self.table.num_episodes)
             plan = RowPlan(stored.rows)
-            prompts, answers = (step_tensors(column.read(plan)) for column in (whole, responses))
-            growing.plan(
-                Change(stored),
-                additions(prompts, answers, torch.tensor(stored.lengths, device="cpu")),
-            )()
+            paths = {PROMPT, RESPONSE, PARENT} & columns.keys()
+            steps = Steps(len(plan), {path: columns[path].read(plan) for path in paths})
+            lengths = torch.tensor(stored.lengths, device="cpu")
+            growing.plan(Change(stored), additions_of(steps, lengths))()
         return growing
 
     def _recount(self, schema: Schema, columns: dict[Path, StoredColumn]) -> Tensor | None:
@@ -455,7 +452,8 @@ class EpisodeStore:
         if before is None or not len(lengths) or before.counted == schema.counted:
             return None
         plan = RowPlan(runs(self.table.starts, lengths))
-        counted = {path: plan.read(path, columns[path]) for path in schema.counted}
+        paths = schema.counted | ({PARENT} & columns.keys())
+        counted = {path: plan.read(path, columns[path]) for path in paths}
         stored = Steps(len(plan), counted, schema.root_class)
         return count_tokens(schema, _with_additions(schema, stored, lengths), lengths)
 
@@ -544,6 +542,5 @@ def _with_additions(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
     """The steps with each prompt given by what it adds."""
     if not schema.has_turns:
         return steps
-    prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
-    grown = cast(Column, additions(prompts, responses, lengths))
+    grown = cast(Column, additions_of(steps, lengths))
     return replace(steps, columns={**steps.columns, PROMPT: grown})

@@ -50,7 +50,7 @@ def _sizes(column: Any) -> Tensor:
     if isinstance(column, Objects):
         sizes = [_elements(item) for item in column.items]
     elif isinstance(column, Additions):
-        sizes = [added.numel() for _, added in column.items]
+        sizes = [item.added.numel() for item in column.items]
     else:
         sizes = [item.numel() for item in step_tensors(column)]
     return torch.tensor(sizes, dtype=torch.int64, device="cpu")

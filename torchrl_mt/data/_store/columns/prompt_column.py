@@ -1,8 +1,8 @@
-"""The growing prompt: each turn's prompt, kept as what it adds to the turn before.
+"""The growing prompt: each turn's prompt, kept as what it adds to an earlier turn.
 
-A prompt usually begins with the turn before, its prompt and its response: only what follows is
-stored, so that a conversation takes memory in proportion to its length, not to its square. One that
-begins otherwise shares as much as it can. ``expand`` gives back what ``additions`` took apart.
+A prompt usually begins with an earlier turn, its prompt and its response: only what follows is stored.
+So a conversation takes memory in proportion to its length, not to its square, and so do several that
+take turns in one episode. ``expand`` gives back what ``additions`` took apart, whatever that was.
 """
 
 from __future__ import annotations
@@ -10,60 +10,88 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.columns.columns import Change, RaggedColumn, StoredColumn
 from torchrl_mt.data._store.columns.memory import Memory
-from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.columns.rows import RowPlan, dense
 from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Blocks, Moves, runs
-from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Entry
+from torchrl_mt.data._store.schema import PARENT, PROMPT, RESPONSE, Entry
 from torchrl_mt.data._store.steps import Column, Objects, Rows, Steps, kinds, step_tensors
 
-__all__ = ["Additions", "PromptColumn", "additions", "copy_of_episodes", "expand"]
+__all__ = [
+    "Addition",
+    "Additions",
+    "PromptColumn",
+    "additions",
+    "additions_of",
+    "copy_of_episodes",
+    "expand",
+]
+
+
+class Addition(NamedTuple):
+    """A prompt, given by what it adds."""
+
+    back: int
+    """How many steps before it the turn is that it begins with."""
+    kept: int
+    """How many tokens of that turn (prompt, then response) it begins with."""
+    added: Tensor
+    """The rest of it."""
 
 
 @dataclass(frozen=True)
 class Additions:
-    """One prompt per step, each given by what it adds."""
+    """One prompt per step."""
 
-    items: list[tuple[int, Tensor]]
-    """How many tokens of the step before (prompt, then response) it begins with; the rest of it."""
+    items: list[Addition]
 
 
-def additions(prompts: Sequence[Tensor], responses: Sequence[Tensor], lengths: Tensor) -> Additions:
-    """What each prompt adds to the turn before.
+def additions(
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    lengths: Tensor,
+    parents: Sequence[int] | None = None,
+) -> Additions:
+    """What each prompt adds to the turn before it, or to its parent if it shares more with that.
+
+    Parents that are wrong make for less that is shared, and change no prompt.
 
     Args:
         prompts: ``[T]`` vectors of tokens, of whole episodes one after the other.
         responses: ``[T]`` vectors of tokens.
         lengths: int64 ``[E]``, turns of each episode.
+        parents: for each turn the turn of its episode that it is said to go on from, -1 for none.
 
     Examples:
         >>> prompts = [torch.tensor([1, 2]), torch.tensor([1, 2, 3, 4])]
         >>> responses = [torch.tensor([3]), torch.tensor([5])]
-        >>> additions(prompts, responses, torch.tensor([2])).items
-        [(0, tensor([1, 2])), (3, tensor([4]))]
+        >>> additions(prompts, responses, torch.tensor([2])).items[1]
+        Addition(back=1, kept=3, added=tensor([4]))
     """
-    first = {0, *accumulate(lengths.tolist())}
-    items: list[tuple[int, Tensor]] = []
-    for t, prompt in enumerate(prompts):
-        kept = 0
-        if t not in first:
-            before = prompts[t - 1]
-            kept = _agreeing(prompt, before)
-            if kept == len(before):
-                kept += _agreeing(prompt[kept:], responses[t - 1])
-        items.append((kept, prompt[kept:]))
+    items: list[Addition] = []
+    for first, stop in pairwise([0, *lengths.cumsum(0).tolist()]):
+        for t in range(first, stop):
+            base, kept = t, 0
+            before = {t - 1} if parents is None else {t - 1, first + parents[t]}
+            for j in before:
+                if (
+                    first <= j < t
+                    and (shared := _shared(prompts[t], prompts[j], responses[j])) > kept
+                ):
+                    base, kept = j, shared
+            items.append(Addition(t - base, kept, prompts[t][kept:]))
     return Additions(items)
 
 
 def expand(additions: Additions, responses: Sequence[Tensor]) -> list[Tensor]:
-    """The prompts of consecutive turns, of which the first keeps nothing.
+    """The prompts of consecutive turns, of which none keeps what is before the first.
 
     Prompts that extend each other are views of one tensor.
 
@@ -71,21 +99,27 @@ def expand(additions: Additions, responses: Sequence[Tensor]) -> list[Tensor]:
         additions: what each of them adds.
         responses: as many vectors of tokens.
     """
-    prompts: list[Tensor] = []
-    pieces: list[Tensor] = []
-    ends: list[int] = []
-    tokens = 0
-    for (kept, added), response in zip(additions.items, responses, strict=True):
-        if kept < tokens:
-            flat = torch.cat(pieces)
-            prompts += [flat[:end] for end in ends]
-            pieces, ends, tokens = [flat[:kept]], [], kept
-        tokens += len(added)
-        ends.append(tokens)
-        tokens += len(response)
-        pieces += (added, response)
-    flat = torch.cat(pieces[:-1])
-    return prompts + [flat[:end] for end in ends]
+    lines: list[list[Tensor]] = []
+    """The pieces of each line of tokens; several prompts end on one line."""
+    begins: list[tuple[int, int]] = []
+    """The line that each line begins as, and for how many tokens."""
+    sizes: list[int] = []
+    ends: list[tuple[int, int]] = []
+    """The line of each prompt, and where it ends there."""
+    for (back, kept, added), response in zip(additions.items, responses, strict=True):
+        line = ends[-back][0] if kept else -1
+        if line < 0 or kept < sizes[line]:
+            begins.append((line, kept))
+            lines.append([])
+            sizes.append(kept)
+            line = len(lines) - 1
+        lines[line] += (added, response)
+        ends.append((line, sizes[line] + len(added)))
+        sizes[line] += len(added) + len(response)
+    whole: list[Tensor] = []
+    for (line, kept), pieces in zip(begins, lines, strict=True):
+        whole.append(torch.cat([whole[line][:kept], *pieces] if kept else pieces))
+    return [whole[line][:end] for line, end in ends]
 
 
 def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
@@ -108,28 +142,20 @@ def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
         return steps.clone()
     rest = {path: column for path, column in steps.columns.items() if path != PROMPT}
     copied = replace(steps, columns=rest).clone().columns
-    grown: list[Tensor] = []
-    for start, stop in pairwise([0, *lengths.cumsum(0).tolist()]):
-        grown += _copied(prompts.items[start:stop], responses.items[start:stop])
-    columns = {path: copied.get(path, Rows(grown)) for path in steps.columns}
+    grown = Rows(expand(additions_of(steps, lengths), responses.items))
+    columns = {path: copied.get(path, grown) for path in steps.columns}
     return replace(steps, columns=columns)
 
 
-def _copied(prompts: list[Tensor], responses: list[Tensor]) -> list[Tensor]:
-    """Copies of an episode's prompts."""
-    # Of those that are views of one tensor from one place on, the longest has the others in it.
-    places = [(prompt.data_ptr(), prompt.stride()) for prompt in prompts]
-    longest: dict[Any, int] = {}
-    for t, place in enumerate(places):
-        if len(prompts[t]) >= len(prompts[longest.setdefault(place, t)]):
-            longest[place] = t
-    turns = list(longest.values())
-    answers = [responses[t] for t in turns]
-    added = additions(
-        [prompts[t] for t in turns], answers, torch.tensor([len(turns)], device="cpu")
-    )
-    copies = dict(zip(longest, expand(added, answers), strict=True))
-    return [copies[place][: len(prompt)] for place, prompt in zip(places, prompts, strict=True)]
+def additions_of(steps: Steps, lengths: Tensor) -> Additions:
+    """What each prompt of whole episodes adds; see :func:`additions`."""
+    prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
+    told = steps.columns.get(PARENT)
+    if isinstance(told, Rows) and len({item.shape for item in told.items}) == 1:
+        told = dense(told)
+    if not isinstance(told, Tensor) or told.numel() != steps.length:
+        return additions(prompts, responses, lengths)
+    return additions(prompts, responses, lengths, told.reshape(-1).long().tolist())
 
 
 class PromptColumn:
@@ -141,24 +167,33 @@ class PromptColumn:
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
         self._added = RaggedColumn(entry, capacity, memory)
         self._kept = torch.empty(capacity, dtype=torch.int64, device="cpu")
+        self._back = torch.ones(capacity, dtype=torch.int64, device="cpu")
+        """How many rows before this one the turn is of which it keeps that."""
         self._since = torch.empty(capacity, dtype=torch.int64, device="cpu")
-        """How many rows before this one a prompt last kept nothing."""
+        """How many rows before this one reading begins: there, neither that prompt nor a later one
+        keeps anything of what is before it."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._added.nbytes + 16 * self._kept.shape[0]
+        return self._added.nbytes + 24 * self._kept.shape[0]
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores the :class:`Additions` of whole episodes."""
         rows = change.written.rows
-        kept = torch.tensor([kept for kept, _ in column.items], dtype=torch.int64, device="cpu")
+        back, kept = (
+            torch.tensor(x, dtype=torch.int64, device="cpu")
+            for x in ([item.back for item in column.items], [item.kept for item in column.items])
+        )
         steps = torch.arange(len(kept), device="cpu")
-        since = steps - torch.where(kept == 0, steps, 0).cummax(0).values
-        store_added = self._added.plan(change, Rows([added for _, added in column.items]))
+        keeps = torch.where(kept > 0, steps - back, steps)
+        reaches = keeps.flip(0).cummin(0).values.flip(0)  # of it and of all that follow
+        since = steps - torch.where(reaches == steps, steps, 0).cummax(0).values
+        store_added = self._added.plan(change, Rows([item.added for item in column.items]))
 
         def commit() -> None:
             store_added()
+            self._back[rows] = back
             self._kept[rows] = kept
             self._since[rows] = since
 
@@ -174,7 +209,8 @@ class PromptColumn:
         turns = torch.zeros_like(firsts).scatter_reduce_(0, chain, since + 1, "amax")
         needed = RowPlan(runs(firsts, turns))
         added, responses = self._added.read(needed), self.responses.read(needed)
-        items = list(zip(self._kept[needed.starts].tolist(), step_tensors(added), strict=True))
+        columns = (self._back[needed.starts].tolist(), self._kept[needed.starts].tolist())
+        items = [*map(Addition, *columns, step_tensors(added))]
         answers = list(step_tensors(responses))
         prompts: list[Tensor] = []
         ends = turns.cumsum(0)
@@ -191,24 +227,40 @@ class PromptColumn:
         """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = copy(self)
         new._added = self._added.laid_out(moves, capacity)
+        new._back = moves.laid_out(self._back, capacity)
         new._kept = moves.laid_out(self._kept, capacity)
         new._since = moves.laid_out(self._since, capacity)
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
         """What each prompt adds and keeps."""
-        kept, since = (Part(live.pieces(rows)) for rows in (self._kept, self._since))
-        return {**self._added.parts(live), "kept": kept, "since": since}
+        rows = {"back": self._back, "kept": self._kept, "since": self._since}
+        parts = {name: Part(live.pieces(values)) for name, values in rows.items()}
+        return {**self._added.parts(live), **parts}
 
     def load(self, saved: SavedColumn, rows: range) -> None:
         """Hold these rows."""
         self._added.load(saved, rows)
+        if "back" in saved:
+            self._back = saved.into("back", rows, self._back)
+        else:  # saved by a version in which prompts kept of the turn before only
+            self._back = torch.ones(
+                max(len(rows), len(self._back)), dtype=torch.int64, device="cpu"
+            )
         self._kept = saved.into("kept", rows, self._kept)
         self._since = saved.into("since", rows, self._since)
 
 
+def _shared(prompt: Tensor, before: Tensor, response: Tensor) -> int:
+    """How many tokens of an earlier turn a prompt begins with."""
+    kept = _agreeing(prompt, before)
+    return kept if kept < len(before) else kept + _agreeing(prompt[kept:], response)
+
+
 def _agreeing(a: Tensor, b: Tensor) -> int:
-    """How many tokens ``a`` and ``b`` begin with in common."""
+    """How many tokens ``a`` and ``b`` begin with in common; views of one place are not read."""
     shortest = min(len(a), len(b))
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return shortest
     a, b = a[:shortest], b[:shortest]
     return shortest if torch.equal(a, b) else int((a != b).int().argmax())

@@ -1,4 +1,4 @@
-"""Rows cost what they hold: prompts that share memory are neither copied nor compared again."""
+"""Parents are those of the definition, and prompts that share memory are neither copied nor compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import tracemalloc
 from functools import partial
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.transforms import MergeTurns, row_plan
-from torchrl_mt.transforms.row_plan import plan_rows
+from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
-from .test_merge_turns import batches, reference_rows
+from .test_merge_turns import batches, reference_parents, reference_rows
 
 ANSWER, NEWS = 60, 4
 
@@ -104,10 +103,7 @@ def test_so_it_is_when_read_from_a_buffer():
 
 def test_long_prompts_of_their_own_are_compared_where_they_lie():
     batch = dialogue(256, shared=False)
-    prompts = batch.get(("tokens", "prompt"), as_list=True)
-    given = sum(prompt.nbytes for prompt in prompts)
-    long = given - sum(p.nbytes for p in prompts if len(p) <= row_plan._SHORT)
-    assert long > given / 2
+    given = sum(prompt.nbytes for prompt in batch.get(("tokens", "prompt"), as_list=True))
     assert cost(lambda: MergeTurns()(batch)) < given / 5
 
 
@@ -125,40 +121,36 @@ def in_one_place(prompts: list[list[int]], stride: int) -> list[torch.Tensor]:
     ]
 
 
-@given(batches, st.sampled_from([1, 2]), st.sampled_from([0, 3, 1024]), st.booleans())
-def test_views_copies_and_any_layout_make_the_same_rows(episodes, stride, short, mixed):
+@given(batches, st.sampled_from([1, 2]), st.booleans())
+def test_parents_of_views_copies_and_any_layout(episodes, stride, mixed):
     turns = [turn for episode in episodes for turn in episode]
     prompts = in_one_place([turn.prompt for turn in turns], stride)
     responses = torch.tensor([t for turn in turns for t in turn.response], dtype=torch.int64)
     sizes = [len(turn.response) for turn in turns]
     episode = [e for e, episode in enumerate(episodes) for _ in episode]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_plan, "_SHORT", short)
-        patch.setattr(row_plan, "_BLOCK", 16)
-        plan = plan_rows(prompts, responses.int() if mixed else responses, sizes, episode)
-    expected = reference_rows(episodes)
-    assert plan.row_length == [len(row.tokens) for row in expected]
-    assert plan.row_fork == [row.fork for row in expected]
-    rows = [[] for _ in expected]
-    added, answers = plan.added.tolist(), responses.tolist()
-    for row, known, turn in zip(plan.row, plan.known, turns, strict=True):
-        assert known == len(rows[row])
-        new = len(turn.prompt) - known
-        rows[row] += added[:new] + answers[: len(turn.response)]
-        added, answers = added[new:], answers[len(turn.response) :]
-    assert rows == [row.tokens for row in expected]
-    assert not added
-    assert not answers
+    first = [episode.index(e) for e in episode]
+    expected = [parent for episode in episodes for parent in reference_parents(episode)]
+    expected = [
+        k + parent if parent >= 0 else -1 for k, parent in zip(first, expected, strict=True)
+    ]
+    given = prompts, responses.int() if mixed else responses, sizes, episode
+    parents = find_parents(*given)
+    assert parents == expected
+    assert find_parents(*given, told=parents) == expected
+    assigned = assign_rows(parents, [len(prompt) for prompt in prompts], sizes)
+    rows = reference_rows(episodes)
+    assert assigned.length == [len(row.tokens) for row in rows]
+    assert [episode[k] for k in assigned.first] == [row.episode for row in rows]
 
 
 def test_a_place_alone_does_not_make_two_vectors_the_same():
     """Vectors that begin in one place may go on differently."""
     memory = torch.arange(40)
-    prompts = [memory[:5], memory[:20:2]]
-    plan = plan_rows(prompts, torch.tensor([5, 0]), [1, 1], [0, 0])
-    assert plan.row == [0, 1]
-    plan = plan_rows([memory[:5], memory[:9]], torch.tensor([5, 0]), [1, 1], [0, 0])
-    assert plan.row == [0, 0]
+
+    def parents(prompts, responses):
+        return find_parents(prompts, torch.tensor(responses), [1, 1], [0, 0], told=[-1, 0])
+
+    assert parents([memory[:5], memory[:20:2]], [5, 0]) == [-1, -1]
+    assert parents([memory[:5], memory[:9]], [5, 0]) == [-1, 0]
     # Another answer to the first prompt than the line goes on with.
-    plan = plan_rows([memory[:5], memory[:9]], torch.tensor([6, 0]), [1, 1], [0, 0])
-    assert plan.row == [0, 1]
+    assert parents([memory[:5], memory[:9]], [6, 0]) == [-1, -1]

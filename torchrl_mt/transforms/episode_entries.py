@@ -16,7 +16,7 @@ DATA = "data"
 """Where collectors write the item that each episode was reset with."""
 
 
-def carried(
+def entry_of_rows(
     tensordict: TensorDictBase, key: NestedKey, row_last: Sequence[int]
 ) -> Tensor | NonTensorStack | None:
     """Read one value for each row: the batch's entry, or else what the episodes' items have under it.
@@ -34,7 +34,7 @@ def carried(
     Examples:
         >>> from tensordict import TensorDict
         >>> turns = TensorDict({"data": NonTensorStack({"label": "a"}, {"label": "b"})}, [2])
-        >>> carried(turns, "label", [0, 1, 1]).tolist()
+        >>> entry_of_rows(turns, "label", [0, 1, 1]).tolist()
         ['a', 'b', 'b']
     """
     value = tensordict.get(key, None)
@@ -66,7 +66,7 @@ def item_keys(tensordict: TensorDictBase) -> list[Any] | None:
     return sorted({key for item in mappings for key in item}, key=str) if mappings else None
 
 
-def nothing(count: int) -> NonTensorStack:
+def column_of_none(count: int) -> NonTensorStack:
     """A column of ``count`` times ``None``."""
     return _stack([None] * count)
 

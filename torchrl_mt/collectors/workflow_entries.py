@@ -1,7 +1,6 @@
-"""What a workflow returns beside the rewards: entries of its own for every turn.
+"""Entries that a workflow returns beside the rewards, for every turn.
 
-Every episode of a batch has the same ones, of the same kind, and none that the collector writes
-itself: so nothing that was returned is lost on the way.
+Every episode of a batch has the same ones, of the same kind, and none that the collector writes itself.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection, lazy_stack
 from tensordict.utils import is_non_tensor
 
-__all__ = ["LEDGER_KEYS", "ExpectedExtra", "ExtraKinds", "check_extra", "join_extra"]
+__all__ = ["COLLECTOR_KEYS", "EntryKinds", "ExpectedEntries", "check_entries", "join_entries"]
 
-LEDGER_KEYS: tuple[tuple[str, ...], ...] = (
+COLLECTOR_KEYS: tuple[tuple[str, ...], ...] = (
     ("tokens",),
     ("log_probs",),
     ("versions",),
@@ -26,6 +25,7 @@ LEDGER_KEYS: tuple[tuple[str, ...], ...] = (
     ("next", "truncated"),
     ("collector",),
     ("group",),
+    ("turn",),
     ("seconds",),
     ("text",),
     ("info",),
@@ -37,17 +37,17 @@ LEDGER_KEYS: tuple[tuple[str, ...], ...] = (
 )
 """What the collector itself writes of every turn, with all that lies below."""
 
-ExtraKinds: TypeAlias = Mapping[tuple[str, ...], str]
+EntryKinds: TypeAlias = Mapping[tuple[str, ...], str]
 """The kind of each entry: dtype and shape of a turn's tensor, or that it is none."""
 
 _OBJECT = "not a tensor"
 
 
-def check_extra(extra: TensorDictBase | None, expected: ExtraKinds | None = None) -> ExtraKinds:
+def check_entries(entries: TensorDictBase | None, expected: EntryKinds | None = None) -> EntryKinds:
     """Refuse entries that a batch could not hold beside those of other episodes.
 
     Args:
-        extra: what a workflow returned of an episode, ``[T]``; ``None`` if that was nothing.
+        entries: what a workflow returned of an episode, ``[T]``; ``None`` if that was nothing.
         expected: what this function returned of an earlier episode; ``None`` if there was none.
 
     Returns:
@@ -59,66 +59,62 @@ def check_extra(extra: TensorDictBase | None, expected: ExtraKinds | None = None
 
     Examples:
         >>> from tensordict import TensorDict
-        >>> kinds = check_extra(TensorDict({"score": torch.zeros(2, 1)}, [2]))
+        >>> kinds = check_entries(TensorDict({"score": torch.zeros(2, 1)}, [2]))
         >>> kinds
         {('score',): 'torch.float32 [1]'}
-        >>> check_extra(TensorDict({"rank": torch.zeros(3, 1)}, [3]), kinds)
+        >>> check_entries(TensorDict({"rank": torch.zeros(3, 1)}, [3]), kinds)
         Traceback (most recent call last):
         ValueError: a workflow's episodes must all return the same entries: 'score' is missing, ...
     """
-    kinds = [] if extra is None else [dict(_kinds(step)) for step in extra.unbind(0)]
+    kinds = [] if entries is None else [dict(_kinds(step)) for step in entries.unbind(0)]
     found = kinds[0] if kinds else {}
     for key in found:
-        if any(key[: len(own)] == own for own in LEDGER_KEYS):
+        if any(key[: len(own)] == own for own in COLLECTOR_KEYS):
             raise ValueError(
                 f"a workflow's TensorDict must not have {_name(key)}: the collector writes it itself; "
-                "give the entry another name"
+                "give the entry another name."
             )
     for k, others in enumerate(kinds):
         if difference := _difference(others, found):
             raise ValueError(
                 "a workflow's TensorDict must have the same entries in every turn, unlike the first "
-                f"in turn {k}: {difference}; pad what differs in length"
+                f"in turn {k}: {difference}; pad what differs in length."
             )
     if expected is not None and (difference := _difference(found, expected)):
         raise ValueError(
             "a workflow's episodes must all return the same entries: "
-            f"{difference}, unlike in the first episode"
+            f"{difference}, unlike in the first episode."
         )
     return found
 
 
 @dataclass
-class ExpectedExtra:
-    """What is known of the entries that episodes are to have."""
+class ExpectedEntries:
+    """The entries that the first episode had, and all others must have."""
 
-    kinds: ExtraKinds | None = None
-    """Fixed by the first episode that is checked."""
+    kinds: EntryKinds | None = None
+    """What :func:`check_entries` returned of it."""
     _step: TensorDictBase | None = None
-    """A turn of that episode."""
+    """One of its turns."""
 
-    def check(self, extra: TensorDictBase | None) -> None:
-        """Refuse entries unlike those of the first episode; see :func:`check_extra`."""
-        self.kinds = check_extra(extra, self.kinds)
-        if self._step is None and self.kinds and extra is not None:
-            self._step = extra[0]
+    def check(self, entries: TensorDictBase | None) -> None:
+        """Refuse entries unlike those of the first episode; see :func:`check_entries`."""
+        self.kinds = check_entries(entries, self.kinds)
+        if self._step is None and self.kinds and entries is not None:
+            self._step = entries[0]
 
     def blank(self, turns: int) -> TensorDictBase | None:
-        """Entries for an episode whose workflow did not come to return any, as far as they are known.
-
-        Args:
-            turns: how many turns it has.
-        """
+        """Entries for an episode of so many turns whose workflow returned none, if they are known."""
         return None if self._step is None else _blank(self._step, turns)
 
 
-def join_extra(
-    extras: Sequence[TensorDictBase | None], blank_turns: Sequence[int] | None = None
+def join_entries(
+    episodes: Sequence[TensorDictBase | None], blank_turns: Sequence[int]
 ) -> TensorDictBase | None:
     """The entries of several episodes, one after the other; ``None`` if they have none.
 
     Args:
-        extras: what workflows returned of each episode, ``[T]`` of the episode.
+        episodes: what workflows returned of each episode, ``[T]``.
         blank_turns: for each episode, how many turns it has if it may lack entries that others have
             (zeros, and ``None`` for objects, stand for them), else 0.
 
@@ -126,21 +122,17 @@ def join_extra(
         Their entries in host memory, ``[ΣT]``.
 
     Raises:
-        ValueError: as in :func:`check_extra`.
+        ValueError: as in :func:`check_entries`.
     """
-    given = next((extra for extra in extras if extra is not None), None)
-    if given is not None and blank_turns is not None:
-        extras = [
-            _blank(given[0], turns) if extra is None and turns else extra
-            for extra, turns in zip(extras, blank_turns, strict=True)
-        ]
-    expected = None
-    for extra in extras:
-        expected = check_extra(extra, expected)
-    if not expected:
-        return None
-    steps = (extra.detach().cpu().unbind(0) for extra in extras if extra is not None)
-    return lazy_stack([step for of_episode in steps for step in of_episode])
+    expected, steps = None, list[TensorDictBase]()
+    model = next((entries for entries in episodes if entries is not None), None)
+    for entries, turns in zip(episodes, blank_turns, strict=True):
+        if entries is None and model is not None and turns:
+            entries = _blank(model[0], turns)
+        expected = check_entries(entries, expected)
+        if entries is not None:
+            steps += entries.detach().cpu().unbind(0)
+    return lazy_stack(steps) if expected else None
 
 
 def _blank(step: TensorDictBase, turns: int) -> TensorDictBase:
@@ -167,7 +159,7 @@ def _kinds(
             yield key, _OBJECT
 
 
-def _difference(found: ExtraKinds, expected: ExtraKinds) -> str:
+def _difference(found: EntryKinds, expected: EntryKinds) -> str:
     """In what entries differ from those expected; empty if they do not."""
     if found == expected:
         return ""

@@ -7,13 +7,13 @@ import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
-from torchrl_mt.collectors.extra import LEDGER_KEYS, check_extra, join_extra
+from torchrl_mt.collectors.workflow_entries import COLLECTOR_KEYS, check_entries, join_entries
 from torchrl_mt.engines import Completion
 
 
 def episode(extra=None, turns: int = 2) -> Episode:
     played = [Turn([1, k], Completion([k], [-0.5], [0], "stop")) for k in range(turns)]
-    return Episode(None, 0, 0, played, StopReason.DONE, extra=extra)
+    return Episode(None, 0, 0, played, StopReason.DONE, entries=extra)
 
 
 def entries(turns: int = 2, **leaves) -> TensorDict:
@@ -56,18 +56,18 @@ SCORE = {"score": torch.zeros(2)}
     ],
 )
 def test_entries_that_differ_are_refused(other, message):
-    expected = check_extra(entries(**SCORE))
-    assert check_extra(entries(3, score=torch.ones(3)), expected) == expected
+    expected = check_entries(entries(**SCORE))
+    assert check_entries(entries(3, score=torch.ones(3)), expected) == expected
     with pytest.raises(ValueError, match=message):
-        check_extra(other, expected)
+        check_entries(other, expected)
     with pytest.raises(ValueError, match=message):
         episodes_to_tensordict([episode(entries(**SCORE)), episode(other)])
 
 
 def test_entries_where_the_first_had_none_are_refused():
-    assert join_extra([None, entries(), None]) is None
+    assert join_entries([None, entries(), None], [0, 0, 0]) is None
     with pytest.raises(ValueError, match="'score' is new"):
-        check_extra(entries(**SCORE), check_extra(None))
+        check_entries(entries(**SCORE), check_entries(None))
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_entries_where_the_first_had_none_are_refused():
 )
 def test_entries_that_change_from_turn_to_turn_are_refused(steps):
     with pytest.raises(ValueError, match="unlike the first in turn 1: 'score' is"):
-        check_extra(lazy_stack([TensorDict(step) for step in steps]))
+        check_entries(lazy_stack([TensorDict(step) for step in steps]))
 
 
-@pytest.mark.parametrize("key", LEDGER_KEYS)
+@pytest.mark.parametrize("key", COLLECTOR_KEYS)
 def test_what_the_collector_writes_is_refused_by_name(key):
     extra = entries().set(key, torch.zeros(2))
     with pytest.raises(ValueError, match=f"must not have .*'{key[-1]}'"):
-        check_extra(extra)
+        check_entries(extra)
     with pytest.raises(ValueError, match="must not have"):
-        check_extra(entries().set((*key, "below"), torch.zeros(2)))
+        check_entries(entries().set((*key, "below"), torch.zeros(2)))
 
 
 def test_the_list_of_what_the_collector_writes_is_whole():
@@ -98,4 +98,4 @@ def test_the_list_of_what_the_collector_writes_is_whole():
     batch = episodes_to_tensordict([played])
     written = {(key,) for key in batch.keys() if key != "next"}  # noqa: SIM118
     written |= {("next", key) for key in batch["next"].keys()}  # noqa: SIM118
-    assert written == set(LEDGER_KEYS)
+    assert written == set(COLLECTOR_KEYS)
