@@ -1,11 +1,11 @@
 """Train a language model to play a multi-turn game by reinforcement learning.
 
-A number is hidden; each turn the model answers with a number and is told "higher", "lower" or
-"correct". Found at turn k it is worth 0.9 ** (k - 1). The best possible expected return is known, so
-the run ends by saying what share of it was learned.
+A number is hidden. Each turn the model guesses it and is told "higher", "lower" or "correct". A number
+found at turn k is worth 0.9 ** (k - 1). The best possible expected return is known, so the run ends
+with the share of it that the model reached.
 
-Without ``--model``, a small tokenizer and model are built on the spot and taught the rules on random
-games; then everything is learned from the game's own answers.
+Without ``--model``, the program builds a small tokenizer and model and teaches them the rules on random
+games. From then on the model learns from the game's answers alone.
 
     python examples/guess_number.py
 """
@@ -64,7 +64,7 @@ PROMPT_FOR_LARGER_MODELS = (
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
-    """Collect, learn, update the sampler's weights; and again. Returns what was reached."""
+    """Collect episodes, train on them, update the engine's weights, repeat; return the scores."""
     torch.manual_seed(args.seed)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -130,12 +130,12 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 def warm_start(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> None:
-    """Teach the rules by imitation of random games: any guess that the hints leave possible."""
+    """Teach the rules by imitation of random players, who make any guess that the hints allow."""
     rng = random.Random(args.seed)
     chat = ChatTokens(tokenizer)
 
     def random_game() -> tuple[torch.Tensor, torch.Tensor]:
-        """A game's tokens, and the same with -100 wherever the player does not speak."""
+        """A game's tokens and its labels: -100 on all tokens that are not the player's."""
         number = rng.randint(1, args.numbers)
         game = play_guess_number(rng.randint, number, numbers=args.numbers, turns=args.turns)
         opening, *rest = game.messages
@@ -165,7 +165,7 @@ def warm_start(
 
 
 def warmup_then_decay(steps: int) -> Callable[[int], float]:
-    """Factor of the learning rate: up over the first tenth, then down to zero."""
+    """Factor of the learning rate: it rises over the first tenth, then falls to zero."""
     return lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
 
 
@@ -189,10 +189,7 @@ def outcome(steps: TensorDictBase) -> dict[str, float]:
     done = steps["next", "done"][:, 0]
     first = torch.cat([done.new_ones(1), done[:-1]])
     returns, rewards = steps["next", "return"][:, 0], steps["next", "reward"][:, 0]
-    return {
-        "return": returns[first].mean().item(),
-        "success": (rewards.sum() / first.sum()).item(),
-    }
+    return {"return": returns[first].mean().item(), "success": (rewards.sum() / first.sum()).item()}
 
 
 def transcript(steps: TensorDictBase, games: int) -> str:
@@ -225,19 +222,19 @@ class Report:
         self.clock = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Book the time since the last lap."""
+        """Add the time since the last lap."""
         now = time.perf_counter()
         self.seconds[name] += now - self.clock
         self.clock = now
 
     def collected(self) -> None:
-        """A batch of episodes is in the buffer."""
+        """Note that a batch of episodes is in the buffer."""
         self.lap("rollout")
 
     def updated(
         self, storage: EpisodeStorage, losses: TensorDictBase, stats: dict[str, Any]
     ) -> dict[str, str]:
-        """An update is done: enter it, and say how it went."""
+        """Note an update; return what the progress bar shows."""
         self.lap("training")
         self.metrics.append(
             {
@@ -265,7 +262,7 @@ class Report:
                 self.draw(path)
 
     def finish(self, after: dict[str, Any]) -> dict[str, float]:
-        """Write games of before and after, and say what was reached."""
+        """Write games from before and after training, and print the results."""
         with replacing(self.out / "episodes.txt") as path:
             path.write_text(
                 f"BEFORE\n\n{self.before['games']}\nAFTER\n\n{after['games']}", encoding="utf-8"
@@ -292,7 +289,7 @@ class Report:
         }
 
     def draw(self, path: Path) -> None:
-        """Return and success over the episodes, smoothed over the raw ones; the optimum as a line."""
+        """Draw returns and successes, raw (pale) and smoothed, and the optimum as a line."""
         episodes = [row["episodes"] for row in self.metrics]
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for name, label in (("return", "discounted return"), ("success", "games won")):
@@ -315,7 +312,7 @@ def smoothed(values: list[float], width: int = 9) -> list[float]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write to that takes the place of ``path`` once it is whole."""
+    """Give a file to write to, which replaces ``path`` once it is complete."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished
@@ -337,8 +334,7 @@ def positive(text: str) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--numbers", type=positive, default=16, help="the number is from 1 to this")

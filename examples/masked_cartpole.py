@@ -1,9 +1,9 @@
 """Balance a pole whose velocities are hidden: a recurrent Q-network learns from prioritized clips.
 
-The network sees where the cart and the pole are, not how fast they move: it has to remember. TorchRL's
-collector plays, the storage keeps whole episodes, and the sampler deals clips of them in proportion to
-their errors. The first steps of a clip only warm up the network's memory; on the others it learns by
-double Q-learning with three-step returns (as R2D2 does: Kapturowski et al., 2019).
+The network sees positions but no velocities, so it needs a memory. TorchRL's collector plays, the
+storage keeps whole episodes, and the sampler draws clips in proportion to their TD errors. The first
+steps of a clip only warm up the memory (burn-in). On the others the network learns by double Q-learning
+with three-step returns, as R2D2 does (Kapturowski et al., 2019).
 
     python examples/masked_cartpole.py
 """
@@ -48,6 +48,7 @@ except ImportError:
 MAX_STEPS = 500
 NUM_ENVS = 16
 FRAMES_PER_BATCH = 256
+RANDOM_FRAMES = 2000  # to begin with
 UPDATES_PER_BATCH = 8
 SLICE_LEN, BURN_IN = 32, 8
 GAMMA, N_STEPS = 0.99, 3
@@ -59,10 +60,10 @@ KEPT = [
 
 
 class MaskedCartPole(EnvBase):
-    """Many of Gymnasium's ``CartPole-v1`` at once, of which only the positions are seen.
+    """A batch of Gymnasium's ``CartPole-v1`` that shows positions only.
 
-    ``observation`` is ``[..., 2]``: the cart's place and the pole's angle. Each step is worth 1, until
-    the pole falls or the cart leaves the track.
+    ``observation`` is ``[..., 2]``: the cart's position and the pole's angle. Each step is worth 1. An
+    episode ends when the pole falls or the cart leaves the track.
     """
 
     def __init__(self, num: int) -> None:
@@ -107,7 +108,7 @@ class MaskedCartPole(EnvBase):
 
 
 def make_network(width: int) -> TensorDictSequential:
-    """What remembers the observations, and tells what each action is worth."""
+    """A recurrent Q-network: a GRU and a head."""
     memory = GRUModule(
         input_size=2,
         hidden_size=width,
@@ -129,13 +130,13 @@ def make_env(num: int, network: TensorDictSequential, seed: int) -> TransformedE
 
 
 def greedy(network: TensorDictSequential, env: TransformedEnv) -> TensorDictSequential:
-    """Takes the action that the network thinks best."""
+    """The policy that takes the action of the highest value."""
     best = QValueModule(action_space="categorical", spec=env.action_spec_unbatched)
     return TensorDictSequential(network, best)
 
 
 def make_buffer(clips: int) -> TensorDictReplayBuffer:
-    """Whole episodes, whose samples are clips, a row each, padded where an episode is short."""
+    """A buffer of whole episodes that samples clips, a row each, padded where an episode is short."""
     return TensorDictReplayBuffer(
         storage=EpisodeStorage(max_steps=100_000),
         writer=EpisodeWriter(),
@@ -153,7 +154,7 @@ def make_buffer(clips: int) -> TensorDictReplayBuffer:
 
 
 def n_step_returns(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, n: int) -> Tensor:
-    """What ``n`` steps bring, and the value of the state after them; fewer at the end of a clip.
+    """The discounted rewards of ``n`` steps and the value after them; fewer at the end of a clip.
 
     Args:
         reward: ``[B, T]``.
@@ -170,7 +171,7 @@ def n_step_returns(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, n:
 
 
 def td_errors(network: nn.Module, target: nn.Module, clips: TensorDictBase) -> Tensor:
-    """How far the values of the actions that were taken are off: ``[B, T]``."""
+    """TD errors of the actions that were taken: ``[B, T]``."""
     # Each state once: that after a step is the one before the next.
     seen = torch.cat([clips["observation"][:, :1], clips["next", "observation"]], dim=1)
     start = torch.zeros(*seen.shape[:2], 1, dtype=torch.bool)
@@ -179,9 +180,11 @@ def td_errors(network: nn.Module, target: nn.Module, clips: TensorDictBase) -> T
     with set_recurrent_mode(True):
         value = network(states.copy())["action_value"]
         with torch.no_grad():
-            foretold = target(states)["action_value"]
+            next_value = target(states)["action_value"]
     with torch.no_grad():
-        best = foretold.gather(-1, value.argmax(-1, keepdim=True)).squeeze(-1)  # double Q-learning
+        best = next_value.gather(-1, value.argmax(-1, keepdim=True)).squeeze(
+            -1
+        )  # double Q-learning
         best[:, 1:] *= ~clips["next", "terminated"].squeeze(-1)
         reward = (1 - GAMMA) * clips["next", "reward"].squeeze(-1)  # so that no value is above one
         returns = n_step_returns(reward, best, clips["collector", "mask"], GAMMA, N_STEPS)
@@ -241,7 +244,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> float:
-    """Play, learn, evaluate, draw; gives the return on fresh episodes."""
+    """Play, learn, evaluate and draw; return the mean return of fresh episodes."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     network = make_network(args.width)
@@ -274,9 +277,9 @@ def train(args: argparse.Namespace) -> float:
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        torch._foreach_lerp_(
-            list(target.parameters()), list(network.parameters()), weight=TARGET_RATE
-        )
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), network.parameters(), strict=True):
+                slow.lerp_(fast, TARGET_RATE)
         clips["td_error"] = error.detach().abs() * learned
         buffer.update_tensordict_priority(clips)
 
@@ -285,7 +288,7 @@ def train(args: argparse.Namespace) -> float:
     for _ in collector:
         frames += FRAMES_PER_BATCH
         explore.step(FRAMES_PER_BATCH)
-        if frames < 2000:  # of random play, to begin with
+        if frames < RANDOM_FRAMES:
             continue
         for _ in range(UPDATES_PER_BATCH):
             learn()

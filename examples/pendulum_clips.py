@@ -1,9 +1,9 @@
 """Learn a model of the pendulum from clips of whole episodes.
 
-TorchRL's collector swings four pendulums at random. Its batches cut episodes anywhere; the writer puts
-them together again, the storage keeps them whole, and the sampler deals clips that never cross an
-episode's end. A small network learns to foretell a clip from its first observation and its actions
-alone, open loop, and is measured on episodes that it never saw.
+TorchRL's collector swings four pendulums at random. Its batches cut episodes anywhere. The writer joins
+the parts again, the storage keeps whole episodes, and the sampler draws clips that never cross an
+episode's end. A small network learns to predict a clip from its first observation and its actions alone
+(open loop). It is evaluated on episodes that it was not trained on.
 
     python examples/pendulum_clips.py
 """
@@ -39,7 +39,7 @@ MAX_SPEED = 8.0
 
 
 def collect(episodes: int, slice_len: int, clips: int, seed: int) -> ReplayBuffer:
-    """A buffer with whole random episodes, whose samples are clips, one after the other."""
+    """A buffer of whole random episodes that samples clips, one after the other."""
     buffer = ReplayBuffer(
         storage=EpisodeStorage(episodes * EPISODE_LENGTH),
         writer=EpisodeWriter(),
@@ -75,7 +75,7 @@ def observe(state: TensorDictBase) -> Tensor:
 
 
 class Dynamics(nn.Module):
-    """Foretells how an action changes what is observed."""
+    """Predicts how an action changes the observation."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -89,21 +89,21 @@ class Dynamics(nn.Module):
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Roll out ``[N, T, 1]`` actions from ``[N, 3]`` observations to ``[N, T, 3]`` next ones."""
-        foretold = []
+        predicted = []
         for action in actions.unbind(1):
             obs = obs + self.change(torch.cat([obs, action], dim=-1))
-            foretold.append(obs)
-        return torch.stack(foretold, dim=1)
+            predicted.append(obs)
+        return torch.stack(predicted, dim=1)
 
 
 def squared_error(model: nn.Module, clips: TensorDictBase) -> Tensor:
-    """Squared error ``[T]`` of the open-loop forecast after 1, 2, … T steps."""
-    foretold = model(observe(clips[:, 0]), clips["action"])
-    return (foretold - observe(clips["next"])).square().sum(-1).mean(0)
+    """Squared error ``[T]`` of the open-loop prediction after 1, 2, … T steps."""
+    predicted = model(observe(clips[:, 0]), clips["action"])
+    return (predicted - observe(clips["next"])).square().sum(-1).mean(0)
 
 
 class Standstill(nn.Module):
-    """Foretells that nothing moves: what a model must beat."""
+    """The baseline: predicts that nothing moves."""
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         return obs.unsqueeze(1).expand(-1, actions.shape[1], -1)
@@ -190,7 +190,7 @@ def train(args: argparse.Namespace) -> None:
     still = squared_error(Standstill(), held_out)
     first, last = curve[0][1], curve[-1][1]
     print(f"validation error, {args.slice_len} steps open loop: {first:.4g} -> {last:.4g}")
-    print(f"the forecast that nothing moves: {still.mean():.4g}")
+    print(f"the prediction that nothing moves: {still.mean():.4g}")
     if plt is None:
         print("no curve: it needs matplotlib: pip install 'torchrl-mt[examples]'")
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -59,6 +59,13 @@ def check_positive(name: str, value: float) -> None:
     """Refuse a number that is not above 0."""
     if not value > 0.0:
         raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def check_positive_integer(name: str, value: object) -> int:
+    """Refuse what is not an integer above 0; truth values are none. Gives it as an ``int``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    return int(value)
 
 
 def check_clip_epsilon(

@@ -6,7 +6,8 @@ Nothing is downloaded, and everything that takes a Hugging Face model and tokeni
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -76,35 +77,37 @@ def tiny_chat_tokenizer(
 class _WordTokenizer(PreTrainedTokenizerFast):
     """Names the word that it does not know; its backend has no token to put in its place."""
 
-    def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._naming_unknown_words(args, *kwargs.values()):
+            return super().__call__(*args, **kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        with self._naming_unknown_words(args, *kwargs.values()):
+            return super().encode(*args, **kwargs)
+
+    @contextmanager
+    def _naming_unknown_words(self, *arguments: Any) -> Iterator[None]:
         try:
-            return super().__call__(text, *args, **kwargs)
+            yield
         except Exception:
-            self._refuse_unknown(text, args)
+            special = "|".join(map(re.escape, self.all_special_tokens))
+            for text in _texts(arguments):
+                for word in re.sub(special, " ", text).split():
+                    if word not in self.get_vocab():
+                        raise ValueError(
+                            f"the tiny tokenizer does not know the word {word!r}: make it with all "
+                            "words of prompts, environments and answers."
+                        ) from None
             raise
 
-    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().encode(text, *args, **kwargs)
-        except Exception:
-            self._refuse_unknown(text, args)
-            raise
 
-    def _refuse_unknown(self, *texts: Any) -> None:
-        """Raise if there is an unknown word in texts or lists of them."""
-        for text in texts:
-            if isinstance(text, (list, tuple)):
-                self._refuse_unknown(*text)
-            if not isinstance(text, str):
-                continue
-            for word in re.sub(
-                "|".join(map(re.escape, self.all_special_tokens)), " ", text
-            ).split():
-                if word not in self.get_vocab():
-                    raise ValueError(
-                        f"the tiny tokenizer does not know the word {word!r}: make it with all words of "
-                        "prompts, environments and answers."
-                    ) from None
+def _texts(value: Any) -> Iterator[str]:
+    """A text, or those in lists of lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _texts(entry)
 
 
 _WordTokenizer.__name__ = PreTrainedTokenizerFast.__name__

@@ -77,26 +77,35 @@ class Records(TextEnv):
         return TextStep(new or [{"role": "user", "content": "more"}], 1.0, self.left == 0)
 
 
-def play(family, messages, on_break="fork", template="original"):
+def play(family, messages, **collector):
     """An episode of these answers: what the environment saw, rows, the model's calls, stats."""
-    tokenizer, seen, left = tokenizer_of(family), [], iter(messages)
-
-    def answer(prompt):
-        message = next(left)
-        text = family.say(message) + stop_of(family, message)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
+    tokenizer, seen = tokenizer_of(family), []
+    texts = [family.say(message) + stop_of(family, message) for message in messages]
     stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
-    engine = ScriptedEngine(tokenizer, answer, stops)
+    answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    played = play_episode(
+        tokenizer, lambda: Records(len(messages), seen), answers, stops, **collector
+    )
+    return seen, *played
+
+
+def play_episode(tokenizer, env, answers, stops=(), **collector):
+    """An episode in which the model samples these tokens: rows, the model's calls, stats."""
+    left = iter(answers)
+    engine = ScriptedEngine(tokenizer, lambda prompt: next(left), stops)
     with MultiTurnCollector(
-        lambda: Records(len(messages), seen),
+        env,
         engine,
         episodes_per_batch=1,
         total_episodes=1,
-        on_break=on_break,
-        template=template,
         max_consecutive_failures=1,
-    ) as collector:
-        (batch,) = collector
-        stats = collector.stats()
-    return seen, MergeTurns()(batch), engine.calls, stats
+        **collector,
+    ) as made:
+        (batch,) = made
+        return MergeTurns()(batch), engine.calls, made.stats()
+
+
+def lines(rows):
+    """Each row's tokens without padding."""
+    whole, here = rows["tokens", "full"], rows["masks", "all_attention_mask"]
+    return [line[seen].tolist() for line, seen in zip(whole, here, strict=True)]

@@ -104,10 +104,7 @@ def metaspace(tokenizer):
     ]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split("\n", "isolated"),
-            pre_tokenizers.Metaspace(prepend_scheme="first"),
-        ]
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Metaspace(prepend_scheme="first")]
     )
     other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     other.chat_template = (
@@ -182,9 +179,9 @@ def test_long_messages_are_not_kept(tokenizer):
     chat = ChatTokens(tokenizer)
     for number in range(1, 4):
         chat.extend([user(f"{number} " + "higher " * 10_000)], last_token=None)
-    assert chat._extend_cached.cache_info().currsize == 0
+    assert chat._cached_tokens.cache_info().currsize == 0
     chat.extend([user("higher")], last_token=None)
-    assert chat._extend_cached.cache_info().currsize == 1
+    assert chat._cached_tokens.cache_info().currsize == 1
 
 
 def test_what_a_caller_does_with_the_tokens_does_not_spoil_the_next_conversation(tokenizer):
@@ -426,8 +423,7 @@ REWRITING = {
         "<end>", "{{ ',' if m['role'] == 'assistant' and not loop.last else '<end>' }}"
     ),
     "thoughts in a field": TURN.replace(
-        "{{ m['content'] }}",
-        "{{ m['reasoning_content'] if loop.last }} {{ m['content'] }}",
+        "{{ m['content'] }}", "{{ m['reasoning_content'] if loop.last }} {{ m['content'] }}"
     ),
     "thoughts of earlier answers": TURN.replace(
         "{{ m['content'] }}",
@@ -769,9 +765,12 @@ def dialogues(draw, *, words=(*WORDS, *CONTROL), thoughts=True):
 CHATS = {}
 
 
-@settings(max_examples=300, deadline=None)
-@given(dialogues())
-def test_prompts_are_what_the_template_would_write(dialogue):
+@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_prompts_are_what_the_template_would_write(examples):
+    settings(max_examples=examples)(given(dialogues())(check_prompts))()
+
+
+def check_prompts(dialogue):
     shape, opening, turns = dialogue
     talk = cached_talk(shape, opening)
     for thought, answer, spelled, cut, follow in turns:
@@ -815,7 +814,7 @@ def without_control(talk, text):
     return text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20)
 @given(dialogues(words=["guess", " a number", "ü", " higher", " from one"], thoughts=False))
 def test_nothing_is_rewritten_under_append(dialogue):
     shape, opening, turns = dialogue

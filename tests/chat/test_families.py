@@ -20,7 +20,9 @@ from .families_in_play import (
     call,
     chat_of,
     kinds,
+    lines,
     play,
+    play_episode,
     stop_of,
     tokenizer_of,
     without_ids,
@@ -42,29 +44,40 @@ TOOLS = [
     }
     for name in ("look", "find")
 ]
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+IN_THE_FAST_TIER = ("Qwen3", "gpt-oss", "DeepSeek-R1")
+"""Families that between them strip, move and open thoughts, and write calls as JSON and by marks."""
 
 
-EACH = [
-    pytest.param(family, kind, id=f"{family.name}: {kind}")
-    for family in FAMILIES
-    for kind in kinds(family)
-]
+def marks(family):
+    return () if family.name in IN_THE_FAST_TIER else pytest.mark.slow
 
 
-@pytest.mark.parametrize(("family", "kind"), EACH)
+def each_kind(of=lambda message: True):
+    """Every kind of message of every family."""
+    return pytest.mark.parametrize(
+        ("family", "kind"),
+        [
+            pytest.param(family, kind, id=f"{family.name}: {kind}", marks=marks(family))
+            for family in FAMILIES
+            for kind, message in kinds(family).items()
+            if of(message)
+        ],
+    )
+
+
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(family, id=family.name, marks=marks(family)) for family in FAMILIES]
+)
+NAMED = {family.name: family for family in FAMILIES}
+
+
+@each_kind()
 def test_an_answer_is_parsed_into_what_was_said(family, kind):
     message, tokenizer = kinds(family)[kind], tokenizer_of(family)
     text = family.say(message)
     for said in (text, text + stop_of(family, message)):
         for answer in (said, tokenizer(said, add_special_tokens=False)["input_ids"]):
             assert without_ids(parse_tool_calls(answer, tokenizer).message()) == message
-
-
-def lines(rows):
-    """Each row's tokens without padding."""
-    whole, here = rows["tokens", "full"], rows["masks", "all_attention_mask"]
-    return [line[seen].tolist() for line, seen in zip(whole, here, strict=True)]
 
 
 TOOL_KINDS = {kind for family in FAMILIES for kind in kinds(family) if "call" in kind}
@@ -79,7 +92,7 @@ STILL_FORK = {
 
 
 @pytest.mark.parametrize("policy", ["fork", "append", "training"])
-@pytest.mark.parametrize(("family", "kind"), EACH)
+@each_kind()
 def test_in_play(family, kind, policy):
     message = kinds(family)[kind]
     plain = kinds(family)["plain"]
@@ -102,13 +115,13 @@ def test_in_play(family, kind, policy):
         assert forks == []
 
 
-@every_family
+@each_family
 def test_it_is_found_out_whether_a_template_is_stable(family):
     chat = chat_of(family)
     assert chat.stable == (chat.breaks is None) == family.stable
 
 
-@every_family
+@each_family
 def test_a_training_template_shows_the_same_opening_and_extends_from_then_on(family):
     """Rendered by itself, each dialogue begins with the text of the dialogue that it goes on from."""
     tokenizer = tokenizer_of(family)
@@ -170,25 +183,22 @@ def test_a_run_says_once_what_its_template_costs(caplog):
         assert record.levelname == level
 
 
-def test_the_table_of_the_page_on_collecting():
+@pytest.mark.slow
+def test_the_table_of_the_page_on_chat_templates():
     assert (DOCS / "families.inc").read_text(encoding="utf-8") == table(), (
         "python -m tests.chat.families_table docs/families.inc"
     )
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f.name in ("Qwen3", "Qwen3.5", "GLM-4.5")]
-)
-def test_a_training_template_keeps_thoughts_that_are_switched_off_too(family):
-    tokenizer, off = tokenizer_of(family), {"enable_thinking": False}
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5", "GLM-4.5"])
+def test_a_training_template_keeps_thoughts_that_are_switched_off_too(name):
+    tokenizer, off = tokenizer_of(NAMED[name]), {"enable_thinking": False}
     assert ChatTokens(tokenizer, template="training", template_kwargs=off).stable
 
 
-@pytest.mark.parametrize(("family", "kind"), EACH)
+@each_kind(of=lambda message: message.get("tool_calls"))
 def test_another_notation_of_the_same_is_no_reason_to_fork(family, kind, monkeypatch):
     message, plain = kinds(family)[kind], kinds(family)["plain"]
-    if not message.get("tool_calls"):
-        return
     forks = play(family, [message, plain])[3]["forks"]
     dumps = json.dumps
     tight = {"separators": (",", ":"), "ensure_ascii": False}
@@ -196,7 +206,7 @@ def test_another_notation_of_the_same_is_no_reason_to_fork(family, kind, monkeyp
     assert play(family, [message, plain])[3]["forks"] == forks
 
 
-@pytest.mark.parametrize(("family", "kind"), EACH)
+@each_kind()
 def test_a_reply_that_breaks_off_loses_nothing(family, kind):
     """Whatever is left of it is a call as it was meant, or plain content as a whole."""
     message, tokenizer = kinds(family)[kind], tokenizer_of(family)
@@ -212,9 +222,12 @@ def test_a_reply_that_breaks_off_loses_nothing(family, kind):
 CALLING = [family for family in FAMILIES if family.calls]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_any_arguments_come_back(data):
+@pytest.mark.parametrize("examples", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_any_arguments_come_back(examples):
+    settings(max_examples=examples)(given(st.data())(check_that_arguments_come_back))()
+
+
+def check_that_arguments_come_back(data):
     family = data.draw(st.sampled_from(CALLING))
     texts = st.text("ab \"'{}[]<>,:=\\é界\n", max_size=8).map(str.strip)
     values = st.recursive(
@@ -232,9 +245,12 @@ def test_any_arguments_come_back(data):
     assert without_ids(reply.message()) == message
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_whatever_is_sampled_is_parsed(data):
+@pytest.mark.parametrize("examples", [50, pytest.param(300, marks=pytest.mark.slow)])
+def test_whatever_is_sampled_is_parsed(examples):
+    settings(max_examples=examples)(given(st.data())(check_that_it_is_parsed))()
+
+
+def check_that_it_is_parsed(data):
     family = data.draw(st.sampled_from(FAMILIES))
     message = data.draw(st.sampled_from([*kinds(family).values()]))
     text = family.say(message)
@@ -331,8 +347,21 @@ def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoile
         assert seen == expected.get(env, seen)
 
 
+def test_a_message_that_the_dialogue_refuses_rejects_its_episode():
+    class Tool(Records):
+        def step(self, response, message):
+            return TextStep([{"role": "tool", "content": "nobody asked"}])
+
+    family = NAMED["gpt-oss"]
+    tokenizer = tokenizer_of(family)
+    said = tokenizer(family.say(kinds(family)["plain"]) + family.stop)["input_ids"]
+    stops = [tokenizer.convert_tokens_to_ids(family.stop)]
+    with pytest.raises(Exception, match="no previous assistant message with a tool call"):
+        play_episode(tokenizer, lambda: Tool(2, []), [said], stops)
+
+
 def test_calls_are_numbered_and_answers_name_them():
-    family = next(family for family in FAMILIES if family.name == "Mistral Small 3.1")
+    family = NAMED["Mistral Small 3.1"]
     calls = kinds(family)["calls"]
     seen, _, engine_calls, _ = play(family, [calls, calls, kinds(family)["plain"]])
     ids = [c["id"] for _, message in seen for c in message.get("tool_calls", ())]
@@ -341,9 +370,9 @@ def test_calls_are_numbered_and_answers_name_them():
     assert [f'"call_id": "{id}"' in text for id in ids] == [True] * 4
 
 
-def test_the_shop_of_the_page_on_collecting():
+def test_the_shop_of_the_page_on_environments():
     names = {"TextEnv": TextEnv, "TextStep": TextStep}
-    exec(code_of("collecting.rst", "What the environment is told"), names)
+    exec(code_of("environments.rst", "Responses and tool calls"), names)
     family = FAMILIES[0]
     asked = {"content": "", "tool_calls": [call("price", of="tea"), call("price", of="jam")]}
     texts = iter([family.say(asked), "5"])

@@ -8,18 +8,20 @@ import json
 import re
 from collections import UserDict, deque
 from dataclasses import dataclass
+from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.chat.template import ANSWER, BREAK
+from torchrl_mt.chat.prefix_stability import ANSWER
+from torchrl_mt.chat.special_tokens import BREAK
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
-from torchrl_mt.transforms import MergeTurns
 
+from .families_in_play import lines, play_episode
 from .templates import Shape, byte_level
 
 TURNS = 3
@@ -96,12 +98,7 @@ class Questions(TextEnv):
 def play(tokenizer, **collector):
     """One episode in which the model says the same every time: the rows, the calls, the stats."""
     ids = tokenizer("8<|im_end|>", add_special_tokens=False)["input_ids"]
-    engine = ScriptedEngine(tokenizer, lambda prompt: ids)
-    with MultiTurnCollector(
-        Questions(), engine, episodes_per_batch=1, total_episodes=1, **collector
-    ) as made:
-        (batch,) = made
-        return MergeTurns()(batch), engine.calls, made.stats()
+    return play_episode(tokenizer, Questions(), repeat(ids), **collector)
 
 
 def render(tokenizer, messages, **kwargs):
@@ -127,9 +124,7 @@ def test_every_prompt_is_what_the_template_makes_of_the_dialogue_with_them(shape
     breaks = shape is DROPS and "enable_thinking" in (kwargs or {})
     assert stats["forks"] == (TURNS - 1 if breaks else 0)
     ledger = [[*prompt, *answer.token_ids] for prompt, answer in calls]
-    whole, here = rows["tokens", "full"], rows["masks", "all_attention_mask"]
-    found = [line[seen].tolist() for line, seen in zip(whole, here, strict=True)]
-    assert found == (ledger if breaks else ledger[-1:])
+    assert lines(rows) == (ledger if breaks else ledger[-1:])
     sampled = sum(len(answer.token_ids) for _, answer in calls)
     assert int(rows["masks", "all_assistant_mask"].sum()) == sampled
 

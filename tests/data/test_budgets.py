@@ -10,6 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.policies import Tokens
 
+from tests.data.properties import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
 
@@ -22,6 +23,7 @@ def episode(sizes, identity=0, key="x"):
     )
 
 
+@examples()
 @given(
     episodes=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=20),
     max_steps=st.integers(4, 12),
@@ -188,6 +190,7 @@ def dense(lengths, first_id):
     return TensorDict({"episode": ids, "next": {"done": done}}, [len(ids)])
 
 
+@examples()
 @given(
     writes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), max_size=8),
     max_steps=st.integers(5, 30),
@@ -304,17 +307,6 @@ def test_a_refused_write_warns_of_nothing_and_each_storage_warns_for_itself(said
         for k in range(2):
             each.extend(dense([3, 3], first_id=2 * k))
         assert len(said()) == before + 1
-
-
-def test_a_storage_pickled_before_there_was_a_warning_warns_too(said):
-    state = EpisodeStorage(4).__getstate__()
-    state.pop("_has_warned", None)
-    old = EpisodeStorage.__new__(EpisodeStorage)
-    old.__setstate__(state)
-    for _ in range(2):
-        ReplayBuffer(storage=old, writer=EpisodeWriter()).extend(dense([3, 3], first_id=0))
-    assert old.lengths.tolist() == [3]
-    assert len(said()) == 1
 
 
 def test_threads_that_write_too_much_are_warned_of_once(said, meanwhile):

@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, set_recurrent_mode
 
+from tests.data.properties import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 
 SAMPLERS = [ClipSampler, PrioritizedClipSampler]
@@ -41,7 +42,7 @@ def clips_of(sample):
 # ---- padding ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     slice_len=st.integers(1, 6),
@@ -156,7 +157,7 @@ def all_clips(lengths, slice_len, span, strict):
     return Counter(found)
 
 
-SPANS = [True, 1, 2, (True, False), (False, True), (1, 3), (0, 2)]
+SPANS = [True, slow(1), slow(2), *map(slow, [(True, False), (False, True)]), (1, 3), slow((0, 2))]
 
 
 @pytest.mark.parametrize("weighting", ["clip", "episode"])
@@ -209,7 +210,7 @@ def test_clips_beyond_their_episode_are_padded_to_rows(make):
 # ---- burn-in ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     slice_len=st.integers(2, 6),

@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict import lazy_stack as stack
@@ -15,7 +15,9 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from tests.data.properties import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data._store.columns.columns import RecordColumn
 from torchrl_mt.data._store.columns.rows import Windows
 from torchrl_mt.data._store.handles import HANDLES
 
@@ -58,7 +60,7 @@ def spans_of(sample):
     return ends.diff(prepend=torch.tensor([-1])).tolist()
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
     span=st.integers(1, 9),
@@ -110,7 +112,7 @@ def joined(steps):
     return out
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=15),
     slice_len=st.integers(1, 4),
@@ -478,7 +480,8 @@ def test_each_record_is_gathered_once(make, monkeypatch):
     assert len(set(reads)) == len(reads)
     assert {span for _, _, span in reads} == {3}
     # The small entries of a dtype together, once more for those that are read a step later.
-    records = rb.storage._store.records
+    columns = rb.storage._store.columns
+    records = {path: c.record for path, c in columns.items() if isinstance(c, RecordColumn)}
     assert ("image",) not in records
     held = {id(record) for record in records.values()}
     later = {id(records[key[1:]]) for key in rb.storage.shared_keys}

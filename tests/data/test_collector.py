@@ -16,6 +16,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
+from tests.data.properties import slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 needs_gymnasium = pytest.mark.skipif(
@@ -111,12 +112,15 @@ def cartpole_buffer(cls):
         pytest.param(
             parallel,
             id="parallel",
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="forks processes"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(sys.platform != "linux", reason="forks processes"),
+            ],
         ),
     ],
 )
 # A game of a random policy takes about 20 steps: a batch ends within one, or holds several.
-@pytest.mark.parametrize("frames_per_batch", [14, 98])
+@pytest.mark.parametrize("frames_per_batch", [14, slow(98)])
 def test_cartpole_games_are_stored_whole(make_env, frames_per_batch):
     rb = cartpole_buffer(TensorDictReplayBuffer)
     collector = Collector(
@@ -133,6 +137,7 @@ def test_cartpole_games_are_stored_whole(make_env, frames_per_batch):
     check_cartpole(rb, collected=batches * frames_per_batch)
 
 
+@pytest.mark.slow
 @needs_gymnasium
 def test_cartpole_games_of_several_processes_are_stored_whole():
     rb = cartpole_buffer(ReplayBuffer)

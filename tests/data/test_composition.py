@@ -487,6 +487,7 @@ def test_collectors_of_several_processes_cannot_share_the_buffer(make, cls):
     check(make, rb, rb.sample(), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_batches_of_several_processes_are_put_together(cls):
     rb = buffer(ClipSampler(slice_len=3))

@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 
@@ -28,7 +29,7 @@ def episodes(sample):
     return sample["episode"].unique_consecutive().tolist()
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     count=st.integers(1, 3),
     writes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
@@ -120,7 +121,7 @@ def test_what_was_used_up_is_saved(make, how, tmp_path):
     [
         (
             {"max_sample_count": 0, "replacement": False},
-            "must be a positive integer or None, got 0",
+            "must be a positive integer, got 0",
         ),
         ({"max_sample_count": True, "replacement": False}, "must be a positive integer"),
         ({"max_sample_count": 1}, "use it with replacement=False"),

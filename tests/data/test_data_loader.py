@@ -167,6 +167,7 @@ def test_spawned_workers_are_refused_with_the_ways_out(make):
     check(rb, rb.sample())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["bytes", "checkpoint"])
 def test_spawned_workers_unpack_a_copy(make, how, tmp_path):
     rb = buffer()

@@ -1,10 +1,11 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import every, examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 
@@ -57,7 +58,7 @@ def test_draws_with_replacement_are_uniform(make):
     assert ((counts - 2000) ** 2 / 2000).sum() < 21.1
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data())
 def test_an_epoch_gives_each_stored_episode_once(make, data):
     rb, born, given_out = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False), 0, []
@@ -80,7 +81,7 @@ def test_an_epoch_gives_each_stored_episode_once(make, data):
         assert rb.sampler.ran_out == (live <= set(given_out))
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data())
 def test_an_epoch_gives_each_stored_group_once(make, data):
     rb = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False, group_key="group")
@@ -113,7 +114,7 @@ def groups_of(make, groups, first_id=0):
     return data
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data(), replacement=st.booleans())
 def test_only_groups_of_the_size_asked_for_are_dealt(make, data, replacement):
     rb = buffer(
@@ -222,9 +223,9 @@ def test_a_refused_draw_of_groups_changes_nothing(make, replacement):
     assert ids(make, rb.sample(1)) == [2, 7, 8]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("size", [0, 1.5, True, "2"])
 def test_group_size_is_a_positive_integer_and_needs_a_key(size):
-    with pytest.raises(ValueError, match="group_size must be a positive integer or None, got"):
+    with pytest.raises(ValueError, match="group_size must be a positive integer, got"):
         EpisodeSampler(group_key="group", group_size=size)
     with pytest.raises(ValueError, match="group_size=2 needs group_key"):
         EpisodeSampler(group_size=2)
@@ -232,7 +233,8 @@ def test_group_size_is_a_positive_integer_and_needs_a_key(size):
 
 def test_draws_without_replacement_are_in_random_order(make):
     rb, first = buffer(replacement=False), []
-    for k in range(600):
+    rounds = 600 // every(5)
+    for k in range(rounds):
         rb.extend(make.vectors([1, 1], first_id=4 * k))
         got = ids(make, rb.sample(1))
         rb.extend(make.vectors([1, 1], first_id=4 * k + 2))
@@ -242,7 +244,8 @@ def test_draws_without_replacement_are_in_random_order(make):
         rb.empty()
     counts = torch.tensor([first.count((a, b)) for a in (0, 1) for b in range(4) if a != b])
     # The 0.9999 quantile of chi-square with 5 degrees of freedom is 25.7.
-    assert ((counts - 100) ** 2 / 100).sum() < 25.7
+    expected = rounds / 6
+    assert ((counts - expected) ** 2 / expected).sum() < 25.7
 
 
 @pytest.mark.parametrize("group_key", [None, "episode"])

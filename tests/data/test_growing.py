@@ -2,11 +2,12 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.prompt_column import Additions, additions, expand
 
@@ -52,6 +53,7 @@ def plain(tensors):
     return [tensor.tolist() for tensor in tensors]
 
 
+@examples()
 @given(episodes=st.lists(conversations, min_size=1, max_size=3))
 def test_what_is_taken_apart_is_put_together_again(episodes):
     prompts, responses, lengths = [], [], []
@@ -70,6 +72,7 @@ def test_what_is_taken_apart_is_put_together_again(episodes):
         start += length
 
 
+@examples()
 @given(conversation=conversations)
 def test_no_prompt_keeps_what_it_could_share(conversation):
     prompts, responses = play(conversation)
@@ -81,7 +84,7 @@ def test_no_prompt_keeps_what_it_could_share(conversation):
         assert not len(added) or kept == len(before) or int(added[0]) != before[kept]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     episodes=st.lists(conversations, min_size=1, max_size=9),
     max_steps=st.integers(6, 14),

@@ -9,12 +9,13 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import examples, runs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -213,12 +214,11 @@ class Machine(RuleBasedStateMachine):
                 storage.get(torch.tensor([*stays, handle]))
 
 
-Machine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=20, deadline=None, phases=[Phase.explicit, Phase.generate]
-)
+Machine.TestCase.settings = runs(60)
 TestHandles = Machine.TestCase
 
 
+@examples()
 @given(
     first=st.integers(0, 2**40),
     stored=st.integers(0, 20),
@@ -291,6 +291,7 @@ def test_what_is_not_stored_is_said(stored):
         stored[[float(HANDLES + 4)]]
 
 
+@pytest.mark.slow
 def test_handles_go_through_a_checkpoint_to_another_process(stored, tmp_path):
     rb = ReplayBuffer(storage=stored, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2))
     handles = torch.arange(7) + HANDLES + 3

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, SamplerWithoutReplacement
 
+from tests.data.properties import examples
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -80,7 +81,7 @@ def check(rb, sample, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=14), seed=st.integers(0, 99))
 def test_goals_are_of_the_own_episode_while_others_come_and_go(strategy, lengths, seed):
     torch.manual_seed(seed)

@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.properties import few_or
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
-POINTS = 40
+POINTS = few_or(40)
 """Moments of a write that are tried, evenly spread over its bytecodes."""
 
 
@@ -86,7 +87,13 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+FAST = ["old ones leave", "flush"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in OPERATIONS],
+)
 def test_an_interrupted_write_has_happened_or_has_not(name):
     batches, operate = OPERATIONS[name]
     saved = pickle.dumps(after(batches))

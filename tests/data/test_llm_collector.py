@@ -35,6 +35,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
+from tests.data.properties import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
@@ -182,8 +183,10 @@ def dialogs(mode, num_envs, **kwargs):
     return ended, [steps for steps in begun if steps]
 
 
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize(("mode", "num_envs"), [("history", 1), ("history", 2), ("text", 2)])
+@pytest.mark.parametrize("cls", [ReplayBuffer, slow(TensorDictReplayBuffer)])
+@pytest.mark.parametrize(
+    ("mode", "num_envs"), [slow("history", 1), slow("history", 2), ("text", 2)]
+)
 def test_batches_of_turns_become_dialogs(cls, mode, num_envs):
     rb = make_buffer(cls)
     collector = make_collector(mode, num_envs, replay_buffer=rb, flatten_data=False)
@@ -198,8 +201,10 @@ def test_batches_of_turns_become_dialogs(cls, mode, num_envs):
     assert len(set(rb.storage.lengths.tolist())) > 1 or (mode, num_envs) == ("history", 2)
 
 
-@pytest.mark.parametrize("yield_only_last_steps", [False, True])
-@pytest.mark.parametrize(("mode", "num_envs"), [("history", 1), ("history", 2), ("text", 2)])
+@pytest.mark.parametrize("yield_only_last_steps", [slow(False), True])
+@pytest.mark.parametrize(
+    ("mode", "num_envs"), [("history", 1), slow("history", 2), slow("text", 2)]
+)
 def test_completed_dialogs_are_stored_as_they_come(mode, num_envs, yield_only_last_steps):
     kwargs = {"yield_completed_trajectories": True}
     if yield_only_last_steps:
@@ -222,6 +227,7 @@ def test_flat_batches_of_several_environments_need_ids():
     assert rb.storage.num_episodes + len(rb.writer.open_episodes) > 8
 
 
+@pytest.mark.slow
 def test_the_oldest_dialogs_leave():
     rb = make_buffer(max_steps=8)
     fill(rb, "history", 1, yield_completed_trajectories=True)
@@ -247,7 +253,7 @@ def test_tokens_of_dialogs_count():
     assert storage.num_tokens == sum(sizes[-kept:]) <= 200 < sum(sizes[-kept - 1 :])
 
 
-@pytest.mark.parametrize(("mode", "num_envs"), [("history", 1), ("text", 2)])
+@pytest.mark.parametrize(("mode", "num_envs"), [slow("history", 1), ("text", 2)])
 def test_sampled_dialogs_become_training_rows(mode, num_envs):
     rb = make_buffer(batch_size=4)
     fill(rb, mode, num_envs, yield_completed_trajectories=True)
@@ -275,6 +281,7 @@ def test_returns_run_within_dialogs():
             assert math.isclose(value, expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_mc_advantage_writes_whole_groups():
     rb = make_buffer(TensorDictReplayBuffer, batch_size=2)
     rb.append_transform(MCAdvantage(grpo_size=2, trajectory_return="sum"))

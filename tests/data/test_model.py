@@ -5,12 +5,12 @@ import tempfile
 from itertools import pairwise
 
 import torch
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import runs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -243,7 +243,5 @@ class Machine(RuleBasedStateMachine):
 
 
 # A failing run is short enough to be read as it is; to shorten it takes minutes.
-Machine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, phases=[Phase.explicit, Phase.generate]
-)
+Machine.TestCase.settings = runs(40)
 TestBuffer = Machine.TestCase

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 
@@ -57,7 +58,7 @@ def test_a_sample_is_patched_where_it_is_stored_still(cls):
     assert rb[:]["number"].tolist() == [4, 5, 6, 7, 8, 9]
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_a_patch_changes_these_values_and_no_others(data):
     rb, numbers, taken = buffer(9), [], []

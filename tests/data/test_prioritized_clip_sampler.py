@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import (
@@ -19,6 +19,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
+from tests.data.properties import examples
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeStorage,
@@ -26,8 +27,8 @@ from torchrl_mt.data import (
     PrioritizedClipSampler,
 )
 from torchrl_mt.data._store.handles import HANDLES
-from torchrl_mt.data.samplers.priorities.given import clips_of, reduce_by_clip
-from torchrl_mt.data.samplers.priorities.weighted_ring import PriorityRing
+from torchrl_mt.data.samplers.priorities.priority_ring import PriorityRing
+from torchrl_mt.data.samplers.priorities.updates import clips_of, reduce_by_clip
 
 REDUCTIONS = {
     "max": max,
@@ -403,7 +404,7 @@ OPERATIONS = [
 ]
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_every_priority_stays_with_its_clip(make, data):
     """Whatever is done: each clip's leaf is of its own priority, and every other leaf is 0."""
@@ -719,6 +720,7 @@ def test_parts_of_a_sample_give_their_clips_priorities(make, layout, how):
     assert priorities(rb) == pytest.approx(before | expected)
 
 
+@pytest.mark.slow
 def test_priorities_come_from_another_process(make):
     rb = buffer(max_steps=12, slice_len=2, seed=2, batch_size=8)
     rb.extend(make.vectors([4, 4, 4]))
@@ -771,7 +773,7 @@ def test_a_handle_that_was_never_given_out_is_refused(make):
     assert rb.sampler.dropped == 0
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     numbers=st.lists(st.integers(0, 9), max_size=20),
     entries=st.lists(st.integers(1, 4), min_size=10, max_size=10),
@@ -1025,7 +1027,7 @@ def test_gradients_and_inference_mode_do_no_harm(make):
     assert not any(p.requires_grad for p in ring(rb).stored()[1:])
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(1, 300),
@@ -1063,7 +1065,7 @@ def test_rounded_sums_end_on_no_closed_step():
     assert held.draw(3, None).tolist() == [4, 1, 1]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     clips=st.lists(st.integers(0, 5), max_size=20),
     reduction=st.sampled_from(list(REDUCTIONS)),

@@ -8,11 +8,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.records import _MOST_BYTES
 
@@ -43,7 +44,7 @@ def episode(drawn, length, seed):
     return data
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     drawn=entries,
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
@@ -62,11 +63,11 @@ def test_what_is_read_is_what_was_written(make, drawn, lengths, seed):
     assert make.steps(storage[:]) == everything
     assert make.steps(storage[backwards]) == everything[::-1]
     assert storage.nbytes >= sum(column.nbytes for column in storage._store.columns.values()) + sum(
-        r.data.nbytes for r in set(storage._store.records.values())
+        r.data.nbytes for r in storage._store.records
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     drawn=entries,
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7),

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
+from tests.data.properties import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.columns import DenseColumn, NextColumn, RaggedColumn
 from torchrl_mt.data._store.columns.memory import Memory
@@ -49,8 +50,8 @@ def everything(make, storage):
 
 
 @pytest.mark.parametrize("kind", ["vectors", "turns"])
-@pytest.mark.parametrize("lengths", [[5], [2, 9, 1], [1] * 12])
-@pytest.mark.parametrize("before", [[], [3, 4], [4, 4, 4]])
+@pytest.mark.parametrize("lengths", [slow([5]), [2, 9, 1], slow([1] * 12)])
+@pytest.mark.parametrize("before", [slow([]), slow([3, 4]), [4, 4, 4]])
 def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths, before):
     maker = getattr(make, kind)
     data, at = maker(lengths, seed=9, first_id=50), 0

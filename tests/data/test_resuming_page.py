@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchrl.data import AdaptiveKLController, ReplayBuffer
 
+from tests.data.properties import slow
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -86,7 +87,7 @@ def train(run, updates):
     return seen
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", [True, slow(False)])
 def test_a_run_that_is_resumed_as_the_page_says_goes_on_as_it_would_have(tmp_path, adaptive):
     code = functions_of_the_page()
     first = parts(0, adaptive) | {"torch": torch}

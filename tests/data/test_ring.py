@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.properties import examples
 from torchrl_mt.data._store.ring import Blocks, Ring
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=120)
@@ -15,6 +16,7 @@ def overlaps(blocks):
     return any(after[0] < before[1] for before, after in pairwise(taken))
 
 
+@examples()
 @given(sizes=sizes, budget=st.integers(9, 40))
 def test_budget_plus_longest_block_always_has_a_place(sizes, budget):
     longest = max(sizes)
@@ -30,6 +32,7 @@ def test_budget_plus_longest_block_always_has_a_place(sizes, budget):
         assert not overlaps(blocks)
 
 
+@examples()
 @given(
     events=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=60),
     capacity=st.integers(0, 12),
@@ -71,6 +74,7 @@ def test_several_blocks_are_placed_or_none():
     assert vars(ring) == before
 
 
+@examples()
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=9))
 def test_pieces_are_the_rows_of_the_blocks(blocks):
     starts, lengths = map(torch.tensor, zip(*blocks, strict=True))

@@ -62,6 +62,7 @@ def test_leaves_are_copied():
     assert tree[torch.tensor([0])] == 1.0
 
 
+@pytest.mark.slow
 def test_priorities_need_no_extension_of_torchrl():
     code = """
 import sys

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 from torchrl.data import (
@@ -16,13 +16,14 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from tests.data.properties import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.handles import HANDLES
 
 lengths_of_writes = st.lists(st.integers(1, 12), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     lengths=lengths_of_writes, budget=st.integers(12, 30), share=st.booleans(), turns=st.booleans()
 )
@@ -218,7 +219,7 @@ def test_a_variable_length_may_show_up_later(make, dense):
     assert make.steps(storage[:]) == [s for e in model for s in make.steps(e)]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     episodes=st.lists(
         st.lists(st.sampled_from([0, 0, 0, 1, 2, 5]), min_size=1, max_size=6), max_size=30
@@ -470,9 +471,7 @@ def test_budget_must_be_positive(bad):
         EpisodeStorage(bad)
 
 
-def test_kinds_are_checked():
-    with pytest.raises(ValueError, match="kind must be one of"):
-        EpisodeStorage(3).keys_of_kind("x")
+def test_what_is_asked_of_an_empty_storage_is_checked():
     with pytest.raises(ValueError, match="span must be"):
         EpisodeStorage(3).num_clips(0)
     with pytest.raises(IndexError, match="nothing is stored"):

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.properties import examples
 from torchrl_mt.data._store.table import Choice, EpisodeTable, search
 
 events = st.lists(
@@ -10,6 +11,7 @@ events = st.lists(
 )
 
 
+@examples()
 @given(events=events, span=st.integers(1, 8), late=st.integers(1, 8))
 def test_table_equals_a_plain_list(events, span, late):
     table, model, stored, steps = EpisodeTable(), [], 0, 0

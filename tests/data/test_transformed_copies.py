@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
 from torchrl_mt.data._store.steps import pack, unpack
@@ -96,6 +97,7 @@ def ruin(data):
     data["next", "info"] = NonTensorStack(*["gone"] * len(data))
 
 
+@examples()
 @given(st.lists(conversations, min_size=1, max_size=4), st.booleans())
 def test_a_copy_is_equal_and_apart(talks, as_views):
     data, lengths = batch(talks, as_views)
@@ -106,6 +108,7 @@ def test_a_copy_is_equal_and_apart(talks, as_views):
     assert values(data) == before
 
 
+@examples()
 @given(st.lists(conversations, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_no_transform_changes_what_the_caller_holds(talks, as_views, many):
     class Ruin:
@@ -165,6 +168,7 @@ def test_memory_is_of_what_is_new_in_each_turn(as_views, many):
     assert sum(held.values()) <= 2.5 * episodes * ends[-1] * 8 + 1000
 
 
+@examples()
 @given(st.lists(conversations, min_size=1, max_size=3), st.data())
 def test_what_nobody_reads_is_found_as_it_was_and_what_is_read_as_always(talks, data):
     steps = unpack(batch(talks, True)[0])

@@ -2,12 +2,13 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.handles import HANDLES
 
@@ -45,7 +46,7 @@ def interleaved(make, turns, lengths, draw, environments):
     return [episodes[k] for k in finished], steps
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data(), lengths=episode_lengths, turns=st.booleans(), cls=st.booleans())
 def test_pieces_of_interleaved_episodes_are_put_together(make, data, lengths, turns, cls):
     rb = buffer(TensorDictReplayBuffer if cls else ReplayBuffer)
@@ -63,7 +64,7 @@ def test_pieces_of_interleaved_episodes_are_put_together(make, data, lengths, tu
     assert rb.write_count == sum(lengths)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(data=st.data(), with_ids=st.booleans(), turns=st.booleans())
 def test_rows_of_batches_are_environments(make, data, with_ids, turns):
     rows, maker, key = [], make.turns if turns else make.vectors, 0
@@ -293,7 +294,7 @@ class Cut:
         return torch.cat([data[b:e] for b, e in zip(starts, ends, strict=True)])
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(data=st.data(), lengths=episode_lengths, turns=st.booleans())
 def test_a_transform_of_many_episodes_stores_what_one_by_one_would(make, data, lengths, turns):
     together, alone = buffer(transform=Cut(True)), buffer(transform=Cut(False))

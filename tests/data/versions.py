@@ -87,6 +87,11 @@ def folders(path):
     return [each for each in path.iterdir() if each.is_dir() and each.name.startswith("checkpoint")]
 
 
+def unfinished(path):
+    """The versions in ``path`` whose writers did not get to their end."""
+    return list(path.glob("checkpoint-*.tmp"))
+
+
 def child(work):
     """Run ``work`` in a forked process."""
     pid = os.fork()
@@ -127,7 +132,7 @@ def kills(path, times=40):
 
     Returns:
         for each, the last version that was said to be saved, the one that was found (None if there
-        was no checkpoint), and how many unfinished ones were left.
+        was no checkpoint), and how many unfinished ones there are.
     """
     draw, found, number = random.Random(0), [], 0
     calls = calls_of_a_save(path.parent / "trial")
@@ -149,13 +154,13 @@ def kills(path, times=40):
         while dots := os.read(told, 1000):
             said += len(dots)
         os.close(told)
-        left = len(folders(path)) if path.exists() else 0
+        left = len(unfinished(path))
         try:
             number = loaded_version(path)
         except FileNotFoundError:
             found.append((said, None, left))
         else:
-            found.append((said, number, left - 1))
+            found.append((said, number, left))
     return found
 
 

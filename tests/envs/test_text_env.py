@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
+from torchrl_mt.envs import TextEnv, TextStep
 
 
 def test_a_bare_step_goes_on_with_nothing():
@@ -69,8 +69,3 @@ def test_methods_may_be_coroutines():
     assert messages == [{"role": "user", "content": "3"}]
     assert step.terminated
     assert env.close() is None
-
-
-def test_a_collector_may_call_the_guessing_game_on_its_event_loop_and_no_other_by_default():
-    assert GuessNumber.inline
-    assert not TextEnv.inline

@@ -2,33 +2,21 @@ from __future__ import annotations
 
 import csv
 import errno
-import importlib.util
 import signal
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from torchrl_mt.testing import tiny_chat_model
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "guess_number.py"
-QUICK = ["--updates", "2", "--warm-start-steps", "5", "--eval-episodes", "16"]
+from .conftest import EXAMPLES, SHORT
+
+QUICK = SHORT["guess_number"].split()
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("guess_number_example", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load()
-
-
+@pytest.mark.slow
 def test_it_learns(example, tmp_path):
     """From imitation of random games to well above it, on a game small enough for a minute."""
     args = [
@@ -42,14 +30,13 @@ def test_it_learns(example, tmp_path):
 
 
 def test_a_run_writes_what_it_says(example, tmp_path, capsys):
-    out = tmp_path / "new" / "folder"
+    out = tmp_path
     assert example.main([*QUICK, "--out", str(out)]) == 0
     assert sorted(p.name for p in out.iterdir()) == ["curve.png", "episodes.txt", "metrics.csv"]
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["episodes"]) for row in rows] == [128, 256]
+    assert [int(row["episodes"]) for row in rows] == [8, 16]
     assert 0 <= float(rows[-1]["return"]) <= 1
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     games = (out / "episodes.txt").read_text()
     assert games.index("BEFORE") < games.index("user: guess 1 to 16") < games.index("AFTER")
     printed, bars = capsys.readouterr()
@@ -79,13 +66,6 @@ def test_the_figure_says_what_it_shows(example, tmp_path, monkeypatch):
     assert list(smooth) == pytest.approx(
         [statistics.mean(returns[max(0, i - 4) : i + 5]) for i in range(20)]
     )
-
-
-def test_without_matplotlib_a_run_says_how_to_get_the_figure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
-    assert load().main([*QUICK, "--out", str(tmp_path)]) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["episodes.txt", "metrics.csv"]
-    assert "needs matplotlib: pip install 'torchrl-mt[examples]'" in capsys.readouterr().out
 
 
 def test_a_saved_model_is_trained_without_warm_start(example, tmp_path):
@@ -124,14 +104,6 @@ def test_a_missing_model_is_reported(example, tmp_path, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_once(example, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as stopped:
-        example.main([*QUICK, "--out", str(tmp_path / "file" / "out")])
-    assert stopped.value.code == 2
-    assert "--out: cannot write into" in capsys.readouterr().err
-
-
 def test_a_full_disk_leaves_nothing_half_written(example, tmp_path, capsys, monkeypatch):
     def full(report, path):
         path.write_bytes(b"half a picture")
@@ -143,24 +115,17 @@ def test_a_full_disk_leaves_nothing_half_written(example, tmp_path, capsys, monk
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["--numbers", "0"], ["--updates", "x"], ["--seed", "a"], ["--nonsense"]),
-        *(["--prompt", "guess {x}"], ["--prompt", "guess {"], ["--prompt", "guess {}"]),
-        *(["--device", "nowhere"], ["--device", "cuda:99"]),
-    ],
-)
-def test_bad_arguments_are_refused(example, args, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stopped:
-        example.main([*args, "--out", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert args[0] in capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has(tmp_path):
     command = [
-        *(sys.executable, str(SCRIPT), "--out", str(tmp_path), "--updates", "500"),
+        *(
+            sys.executable,
+            str(EXAMPLES / "guess_number.py"),
+            "--out",
+            str(tmp_path),
+            "--updates",
+            "500",
+        ),
         *("--warm-start-steps", "5", "--eval-episodes", "16"),
     ]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,31 +1,27 @@
 """From chat messages to tokens, without drift.
 
-The opening is rendered by the tokenizer's chat template. Every later message is rendered against a
-fixed context and appended as tokens, so a prompt is exactly the previous prompt, the response as
-sampled, and the new tokens. Only where the template itself rewrites a dialogue may a prompt begin anew.
+A prompt is exactly the previous prompt, the response as sampled, and the tokens of the new messages:
+these are rendered behind a fixed dialogue and appended. Only where the chat template itself rewrites
+earlier messages may a prompt begin anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Literal, TypeAlias, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_mt.chat.replies.formats import TURN_ENDS
-from torchrl_mt.chat.replies.parsing import decode
-from torchrl_mt.chat.template import (
-    ANSWER,
-    BREAK,
-    ChatTemplate,
-    RefusedDialogueError,
-    common_length,
-    special_tokens,
-)
+from torchrl_mt.chat.encoding import RenderedTextEncoder, decode
+from torchrl_mt.chat.prefix_stability import find_break
+from torchrl_mt.chat.replies.families import TURN_ENDS
+from torchrl_mt.chat.special_tokens import special_tokens
+from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
+from torchrl_mt.chat.training_templates import training_template
 
 __all__ = ["Answer", "ChatTokens", "OnBreak", "Template"]
 
@@ -39,27 +35,25 @@ OnBreak: TypeAlias = Literal["fork", "append"]
 
 _CACHE_SIZE = 1024
 _LONGEST_CACHED = 1000
-"""Characters; a tool's long answer is rarely seen twice and would fill memory."""
+"""Characters. A tool's long result is rarely seen twice, and would fill memory."""
 
 _PROMPT_END = 32
 """Tokens at the end of a prompt by which an answer is parsed: they may open its thoughts."""
 
 _Key: TypeAlias = tuple[tuple[tuple[str, Any], ...], ...]
 """Messages as something that can be hashed."""
-_Renderer: TypeAlias = Callable[[_Key], list[int]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in the forms that it is needed in."""
+    """A response as text and as messages."""
 
     text: str
     """All that was sampled but the stop token, special tokens included."""
     message: dict[str, Any]
-    """Its parts: ``content``, and where there are such ``reasoning_content`` and ``tool_calls``, each
-    with an ``id``."""
+    """Its ``content``, and ``reasoning_content`` and ``tool_calls`` (with ids) if it has them."""
     in_dialogue: dict[str, Any]
-    """The message that stands for it where the chat template renders the dialogue."""
+    """The message that stands for it in a dialogue that the chat template renders."""
 
 
 class ChatTokens:
@@ -80,6 +74,9 @@ class ChatTokens:
         template_kwargs: what else ``tokenizer.apply_chat_template`` is given whenever it renders
             anything: ``tools`` (JSON schemas or functions), ``documents``, and any variable of the
             template, such as ``enable_thinking``. One that the template does not read changes nothing.
+
+    Attributes:
+        breaks: how the template rewrites a dialogue, by example; ``None`` if it is prefix-stable.
 
     Raises:
         TypeError: if ``template_kwargs`` is no mapping, or holds what is no plain data (text, numbers,
@@ -129,28 +126,25 @@ class ChatTokens:
         self._tokenizer = tokenizer
         self.on_break = on_break
         self._has_warned = False
-        self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special_tokens(tokenizer)}
-        ends = {*TURN_ENDS}.intersection(special_tokens(tokenizer))
-        self._stop_ids = {tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.eos_token, *ends)}
-        self._anchors = self._find_anchors()
+        names = special_tokens(tokenizer)
+        ends = {tokenizer.eos_token, *names.intersection(TURN_ENDS)}
+        self._special_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, names))
+        self._stop_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, ends))
+        self._encoder = RenderedTextEncoder(tokenizer, self._special_ids)
         self._template = ChatTemplate(tokenizer, template_kwargs)
         if template == "training":
-            self._template = self._template.for_training()
-        self._closing = self._end_of_turn(self._encode_behind(self._template.closing))
+            self._template, self.breaks = training_template(self._template)
+        else:
+            self.breaks = find_break(self._template)
+        self._closing = self._end_of_turn(self._encoder.middle(self._template.closing))
         self._stop_ids |= self._special_ids.intersection(self._closing)
         # Conversations repeat themselves: the same rules, the same hints.
-        self._open_cached = lru_cache(_CACHE_SIZE)(self._open)
-        self._extend_cached = lru_cache(_CACHE_SIZE)(self._extend)
+        self._cached_tokens = lru_cache(_CACHE_SIZE)(self._render_tokens)
 
     @property
     def stable(self) -> bool:
         """Whether the template is prefix-stable: it never rewrites what a dialogue began with."""
-        return self._template.breaks is None
-
-    @property
-    def breaks(self) -> str | None:
-        """How the template rewrites a dialogue, by example; ``None`` if it is prefix-stable."""
-        return self._template.breaks
+        return self.breaks is None
 
     @property
     def source(self) -> str:
@@ -188,7 +182,7 @@ class ChatTokens:
         """
         if len(messages) == 0:
             raise ValueError("messages must hold at least one message to open with, got none.")
-        return self._look_up(self._open_cached, self._open, messages)
+        return self._tokens(messages, opens=True)
 
     def extend(self, messages: Sequence[Mapping[str, Any]], *, last_token: int | None) -> list[int]:
         """Render messages that follow a response, up to where the model is to answer again.
@@ -205,8 +199,7 @@ class ChatTokens:
             ValueError: if the template refuses one of the messages.
             TypeError: if a message holds what is no plain data.
         """
-        ids = self._look_up(self._extend_cached, self._extend, messages)
-        return self._without_sampled(ids, last_token)
+        return self._without_sampled(self._tokens(messages, opens=False), last_token)
 
     def next_prompt(
         self,
@@ -217,24 +210,7 @@ class ChatTokens:
         *,
         last_token: int | None,
     ) -> list[int]:
-        """Tokens of the prompt that follows a response.
-
-        Args:
-            messages: the whole dialogue, the response as the last message: its text, or what
-                :meth:`read` gives.
-            new_messages: what the environment answered; may be none.
-            prompt_ids: the prompt that the response was sampled from.
-            answer_ids: the response as it was sampled.
-            last_token: the stop token that the response ends with; ``None`` if it was cut.
-
-        Returns:
-            The next prompt. It begins with ``prompt_ids`` and ``answer_ids`` unless ``on_break`` is
-            ``"fork"`` and the template rewrites this very dialogue.
-
-        Raises:
-            ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
-                the template refuses the dialogue.
-        """
+        """Tokens of the prompt that follows a response to ``prompt_ids``; see :meth:`follow`."""
         goes_on, ids = self.follow(messages, new_messages, answer_ids, last_token=last_token)
         return [*prompt_ids, *answer_ids, *ids] if goes_on else ids
 
@@ -274,30 +250,26 @@ class ChatTokens:
         text = self.text(answer_ids, last_token=last_token)
         stop = "" if last_token is None else decode(self._tokenizer, [last_token])
         # A template that never rewrites may still lack a field for a part of this very answer.
-        stable = self.stable and not self._template.loses(messages[-1])
+        stable = self.stable and not self._template.answers.loses(messages[-1])
         if stable or self.on_break == "append":
             if not stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
-            if messages[-1].get("tool_calls") and any(
-                m.get("role") == "tool" for m in new_messages
-            ):
-                # What a tool's answer looks like may depend on the call.
+            results = any(message.get("role") == "tool" for message in new_messages)
+            if messages[-1].get("tool_calls") and results:
+                # What a tool's result looks like may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:
-                    return True, self._without_sampled(self._encode_behind(behind), last_token)
-            try:
+                    return True, self._without_sampled(self._encoder.middle(behind), last_token)
+            # A fixed context may not allow what this dialogue does: a tool's result without its call.
+            with suppress(RefusedDialogueError):
                 return True, self.extend(new_messages, last_token=last_token)
-            except RefusedDialogueError:
-                # What the fixed context does not allow may have its place in this dialogue: a tool's
-                # answer, say, only behind its call.
-                pass
         whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
         if behind is not None:
-            return True, self._without_sampled(self._encode_behind(behind), last_token)
+            return True, self._without_sampled(self._encoder.middle(behind), last_token)
         if self.on_break == "append":
             return True, self.extend(new_messages, last_token=last_token)
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
-        return False, self._encode(whole)
+        return False, self._encoder.beginning(whole)
 
     def read(
         self,
@@ -337,24 +309,21 @@ class ChatTokens:
             ids.pop()
         return decode(self._tokenizer, ids)
 
-    def _look_up(
-        self, cached: _Renderer, plain: _Renderer, messages: Sequence[Mapping[str, Any]]
-    ) -> list[int]:
-        """Tokens from the cache if the messages are short plain strings throughout, else rendered."""
+    def _tokens(self, messages: Sequence[Mapping[str, Any]], *, opens: bool) -> list[int]:
+        """Tokens of messages; from the cache if these are short plain strings throughout."""
         key = tuple(tuple(message.items()) for message in messages)
         values = [value for message in key for _, value in message]
         short = all(isinstance(value, str) for value in values) and (
             sum(map(len, values)) <= _LONGEST_CACHED
         )
-        return list(cached(key) if short else plain(key))
+        return list((self._cached_tokens if short else self._render_tokens)(key, opens))
 
-    def _open(self, key: _Key) -> list[int]:
-        """Tokens of an opening."""
-        return self._encode(self._template.render(_messages(key)))
-
-    def _extend(self, key: _Key) -> list[int]:
-        """Tokens of everything between an answer's last word and the next answer."""
-        return self._encode_behind(self._template.after_context(_messages(key)))
+    def _render_tokens(self, key: _Key, opens: bool) -> list[int]:
+        """Tokens of an opening, or of everything between an answer's last word and the next answer."""
+        messages = [dict(message) for message in key]
+        if opens:
+            return self._encoder.beginning(self._template.render(messages))
+        return self._encoder.middle(self._template.after_context(messages))
 
     def _without_sampled(self, ids: list[int], last_token: int | None) -> list[int]:
         """The tokens behind an answer less those that it ended with itself."""
@@ -376,48 +345,3 @@ class ChatTokens:
                 "the tokenizer's chat template is not prefix-stable: %s. With on_break=%r %s.",
                 *(self.breaks or "it rewrites this dialogue", self.on_break, consequence),
             )
-
-    def _find_anchors(self) -> list[tuple[str, list[int]]]:
-        """Texts that may stand before another while it is encoded, with their tokens.
-
-        A word is the true context, but a tokenizer that does not know it would not tell it from a
-        longer one.
-        """
-        end = str(self._tokenizer.eos_token)
-        anchors = [(end, self._encode_plain(end))]
-        try:
-            word = self._encode_plain(ANSWER)
-        except Exception:  # A tokenizer may refuse what it does not know.
-            return anchors
-        known = not self._special_ids.intersection(word)
-        return [(ANSWER, word), *anchors] if known else anchors
-
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of rendered text that begins a prompt."""
-        first, *others = text.split(BREAK)
-        return [*self._encode_plain(first), *chain.from_iterable(map(self._encode_part, others))]
-
-    def _encode_behind(self, text: str) -> list[int]:
-        """Tokens of rendered text that follows an answer."""
-        return list(chain.from_iterable(map(self._encode_part, text.split(BREAK))))
-
-    def _encode_part(self, text: str) -> list[int]:
-        """Tokens of text within a prompt.
-
-        Many tokenizers treat the beginning of a text unlike its middle (a space put in front), so
-        another goes before it, unless the tokens of the two cannot be told apart.
-        """
-        for anchor, expected in self._anchors:
-            ids = self._encode_plain(anchor + text)
-            if ids[: len(expected)] == expected:
-                return ids[len(expected) :]
-        return self._encode_plain(text)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        """Tokens of a text by itself; the template writes all special tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _messages(key: _Key) -> list[dict[str, Any]]:
-    """The messages that a key was made of."""
-    return [dict(message) for message in key]

@@ -7,8 +7,15 @@ of earlier turns, so that an episode is one row.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["candidates"]
+from torchrl_mt.chat.assistant_messages import THOUGHT, name_tool_results, trial_call
+from torchrl_mt.chat.prefix_stability import find_break
+from torchrl_mt.chat.replies import ParsedReply
+from torchrl_mt.chat.template import OPENINGS, TOOL_RESULT, ChatTemplate
+
+__all__ = ["training_template"]
 
 _LAST = r"\w*(?:last|user|query)\w*(?:\.\w+)?|\w+\.\w*(?:last|user|query)\w*"
 _INDEX = r"\b(?:loop\.index0|msg_index|index|idx)"
@@ -48,20 +55,51 @@ _FIRST = (r"\bloop\.last\b", "loop.first")
 """Mistral: the rules before the user's last message."""
 
 
-def candidates(source: str, *, reads_thoughts: bool) -> list[str]:
-    """Templates that may be a training template of this one, to be tried in order.
+def training_template(original: ChatTemplate) -> tuple[ChatTemplate, str | None]:
+    """Make the training template of a chat template.
 
     Args:
-        source: a chat template.
-        reads_thoughts: whether it has a field for thoughts; else it finds them in the text.
+        original: the template.
 
     Returns:
-        Sources, the most careful first; none if there is nothing known to be changed.
+        A template that renders openings alike (the same if there is nothing to change), and what
+        :func:`~torchrl_mt.chat.prefix_stability.find_break` says of it.
+
+    Raises:
+        ValueError: if none is known for this template.
     """
+    breaks = find_break(original)
+    if breaks is None and not original.answers.drops_thoughts:
+        return original, None
+    changed = []
+    for source in _candidates(original.source, original.answers.takes_thoughts):
+        try:
+            template = original.with_source(source)
+        except Exception:  # What comes of the change may be no template.
+            continue
+        if _begins_alike(template, original):
+            changed.append(template)
+    # Dialogues with tools may be rewritten for reasons of their own.
+    found = [
+        (each, find_break(each))
+        for each in [original, *changed]
+        if find_break(each, with_tools=False) is None
+    ]
+    if found:
+        return min(found, key=lambda pair: (pair[1] is not None, pair[0].answers.drops_thoughts))
+    raise ValueError(
+        f'template="training" must be given for a chat template that can be kept from rewriting '
+        f'dialogues, got one that cannot: {breaks}. Use on_break="append", which keeps '
+        "every turn in view as well, or set tokenizer.chat_template to one that does not."
+    )
+
+
+def _candidates(source: str, takes_thoughts: bool) -> list[str]:
+    """Changed sources of a template, the most careful first; none if nothing known is to be changed."""
     fixed = source
     for pattern, replacement in _FIXES:
         fixed = re.sub(pattern, replacement, fixed)
-    if not reads_thoughts:
+    if not takes_thoughts:
         fixed = re.sub(_STRIPPED, "", fixed)
     switches = [
         f"{{% set {name} = {value} %}}" for name, value in _SWITCHES.items() if name in source
@@ -71,3 +109,26 @@ def candidates(source: str, *, reads_thoughts: bool) -> list[str]:
         fixed = "".join([*switches, "{{ '' }}", fixed])
     found = [fixed, re.sub(*_FIRST, fixed)]
     return [each for each in dict.fromkeys(found) if each != source]
+
+
+def _begins_alike(changed: ChatTemplate, original: ChatTemplate) -> bool:
+    """Whether openings are rendered alike, and what follows a question if the original goes on."""
+
+    def prompts(template: ChatTemplate, dialogues: list[list[Mapping[str, Any]]]) -> list[Any]:
+        return [template.renders(each, add_generation_prompt=True) for each in dialogues]
+
+    openings: list[list[Mapping[str, Any]]] = [list(opening) for opening in OPENINGS]
+    if prompts(changed, openings) != prompts(original, openings):
+        return False
+    answers, call = changed.answers, trial_call(0, changed.parser.family)
+    results = name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])
+    # Thoughts in the text are what a training template shows where the original does not.
+    thoughts = (None, THOUGHT) if answers.takes_thoughts else (None,)
+    said = [answers.write(ParsedReply("", thought, [call])) for thought in thoughts]
+    told = [[*changed.question, answer, *results * k] for answer in said for k in (1, 2)]
+    (asked,) = prompts(original, [[*changed.question]])
+    pairs = zip(prompts(changed, told), prompts(original, told), strict=True)
+    return all(
+        ours == theirs or theirs is None or not theirs.startswith(asked or "")
+        for ours, theirs in pairs
+    )

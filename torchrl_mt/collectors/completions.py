@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_mt.chat.replies.history import name_answers
+from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer, ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.loop_thread import call_in_thread
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
@@ -219,7 +219,7 @@ class Completions:
             return list(plain), chat.open(plain)
         # Of equal ones the last: whoever asks the same again goes on from the answer that came last.
         turn = max(reversed(before), key=lambda turn: len(turn.shown))
-        new = name_answers(turn.message, plain[len(turn.shown) :])
+        new = name_tool_results(turn.message, plain[len(turn.shown) :])
         prompt_ids = chat.next_prompt(
             turn.dialogue, new, turn.prompt_ids, turn.answer_ids, last_token=turn.last_token
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_mt.chat.template import checked_template_kwargs
+from torchrl_mt.chat.template_kwargs import checked_template_kwargs
 from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
 from torchrl_mt.collectors.env_workers import EnvWorkers
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict

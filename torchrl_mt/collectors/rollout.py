@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
-from torchrl_mt.chat.replies.history import name_answers
+from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.behind import Behind
@@ -192,7 +192,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = _messages(step.messages, "TextStep.messages must be", env, "step")
-            new = name_answers(said.message, new)
+            new = name_tool_results(said.message, new)
             episode.judged = True
             if recorder.closed:  # The environment went on when its time was up.
                 raise LimitReached(StopReason.EPISODE_TIMEOUT)

@@ -9,26 +9,41 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from torchrl_mt.data._store.files.atomic_folder import POINTER, commit, committed
-from torchrl_mt.data._store.files.hashes import MANIFEST
+from torchrl_mt._hosts.torchrl import (
+    buffer_held,
+    forget,
+    prefetched_batches,
+    without_unreadable_prefetched_batches,
+)
+from torchrl_mt.data._store.files.manifest import HASHES
 from torchrl_mt.data._store.files.store_files import StoreFiles, save_store
+from torchrl_mt.data._store.files.versions import (
+    is_unfinished,
+    newest,
+    read_version,
+    save_version,
+)
 
-__all__ = ["FileCheckpointer", "load_state", "save_as_one", "save_state", "storage_folder"]
+__all__ = ["FileCheckpointer", "SavesState", "read_storage", "save_as_one"]
 
 _logger = logging.getLogger("torchrl_mt")
 
-_FILE = "state.pt"
+Result = TypeVar("Result")
+
+_STATE = "state.pt"
+_STORAGE = "storage"
+"""The folder of a storage's files in a checkpoint: TorchRL's name."""
 _MADE_BY = "made_by.json"
 """The file that tells what sampler's state is saved, and how many episodes."""
 
@@ -37,12 +52,12 @@ def save_state(state: Any, path: str | Path) -> None:
     """Write ``state`` to a file in the folder ``path``; an older one stays until this is done."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / (_FILE + ".tmp")
+    partial = folder / (_STATE + ".tmp")
     with open(partial, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, folder / _FILE)
+    os.replace(partial, folder / _STATE)
 
 
 def load_state(path: str | Path) -> Any:
@@ -50,7 +65,19 @@ def load_state(path: str | Path) -> Any:
 
     The file may hold any Python object: load only files that you trust.
     """
-    return torch.load(Path(path) / _FILE, map_location="cpu", weights_only=False)
+    return torch.load(Path(path) / _STATE, map_location="cpu", weights_only=False)
+
+
+class SavesState:
+    """Saves in a file what ``state_dict`` gives, as TorchRL asks of samplers and writers."""
+
+    def dumps(self, path: Any) -> None:
+        """Save the state in the folder ``path``."""
+        save_state(self.state_dict(), path)  # type: ignore[attr-defined]
+
+    def loads(self, path: Any) -> None:
+        """Load the state from the folder ``path``."""
+        self.load_state_dict(load_state(path))  # type: ignore[attr-defined]
 
 
 class FileCheckpointer(StorageCheckpointerBase):
@@ -61,9 +88,17 @@ class FileCheckpointer(StorageCheckpointerBase):
 
     def dumps(self, storage: Any, path: str | Path) -> None:
         """Save ``storage`` in the folder ``path``."""
+        path = Path(path).absolute()
         _check_made(path)
-        with storage.lock:
-            save_store(storage._store, Path(path))
+
+        def write(folder: Path) -> None:
+            with storage.lock:
+                save_store(storage._store, folder)
+
+        if is_unfinished(path.parent):  # A whole buffer is being saved.
+            write(path)
+        else:
+            save_version(path, lambda version: write(version / _STORAGE))
 
     def loads(self, storage: Any, path: str | Path) -> None:
         """Load ``storage`` from the folder ``path``; nothing, if that fails.
@@ -75,50 +110,46 @@ class FileCheckpointer(StorageCheckpointerBase):
             ValueError: if a file is damaged, the folder has no checkpoint of a storage of this kind,
                 or not even the newest episode fits.
         """
-        path = Path(path)
-        _check_made(path)
-        if (path / MANIFEST).exists():
-            storage._restore(StoreFiles(path).load)
-        elif (path / _FILE).exists():  # of an earlier version
-            storage._restore(lambda store: store.load_state_dict(load_state(path)))
-        else:
-            raise ValueError(f"no checkpoint of an EpisodeStorage: {_contents(path)}")
+        _check_made(Path(path))
+        read_storage(path, lambda folder: storage._restore(StoreFiles(folder).load))
 
     def register_save_hook(self, hook: Any) -> None:
         """Not supported: hooks reshape flat steps, and episodes are saved whole."""
-        raise NotImplementedError("an EpisodeStorage is saved as it is and takes no save hooks")
+        raise NotImplementedError("an EpisodeStorage is saved as it is and takes no save hooks.")
 
     def register_load_hook(self, hook: Any) -> None:
         """Not supported: hooks reshape flat steps, and episodes are saved whole."""
-        raise NotImplementedError("an EpisodeStorage is saved as it is and takes no load hooks")
+        raise NotImplementedError("an EpisodeStorage is saved as it is and takes no load hooks.")
 
 
-@contextmanager
-def storage_folder(path: str | Path, *, verify: bool) -> Iterator[Path]:
-    """The folder with the files of a storage, of a buffer's checkpoint or of the storage's own.
+def read_storage(
+    path: str | Path, read: Callable[[Path], Result], *, verify: bool = True
+) -> Result:
+    """What ``read`` makes of a storage's files, of a buffer's checkpoint or of the storage's own.
 
     Args:
         path: what ``dumps`` was given.
-        verify: see :func:`~torchrl_mt.data._store.files.atomic_folder.committed`.
+        read: called with the folder of the files; see
+            :func:`~torchrl_mt.data._store.files.versions.read_version`.
+        verify: see there.
 
     Raises:
         FileNotFoundError: if there is no such folder, or a file is missing.
         ValueError: if it is no such checkpoint, or a file is damaged.
     """
     path = Path(path).absolute()
-    if (path / MANIFEST).exists():
-        yield path
-        return
-    with committed(path, verify=verify) as found:
-        folder = (found or path) / "storage"
-        if (folder / _FILE).exists():
-            raise ValueError(
-                f"the checkpoint in {path} is of an earlier version, whose files cannot be mapped: "
-                f"load it with loads, and save it again"
-            )
-        if not (folder / MANIFEST).exists():
-            raise ValueError(f"no checkpoint of an EpisodeStorage: {_contents(found or path)}")
-        yield folder
+    if (path / HASHES).exists():
+        return read(path)
+
+    def find(version: Path | None) -> Result:
+        folder = (version or path) / _STORAGE
+        if (folder / HASHES).exists():
+            return read(folder)
+        if version is None and newest(folder) is not None:  # TorchRL's layout
+            return read_storage(folder, read, verify=verify)
+        raise ValueError(f"no checkpoint of an EpisodeStorage: {_contents(version or path)}")
+
+    return read_version(path, find, verify=verify)
 
 
 def save_as_one(buffer: Any, storage: Any) -> None:
@@ -129,53 +160,95 @@ def save_as_one(buffer: Any, storage: Any) -> None:
         storage: an :class:`~torchrl_mt.data.EpisodeStorage`.
     """
     if isinstance(buffer, ReplayBuffer):
-        for method in (_Dumps, _Loads, _StateDict, _LoadStateDict):
-            setattr(buffer, method.replaced, method(buffer, storage))
+        for name in ("dumps", "loads", "state_dict", "load_state_dict"):
+            setattr(buffer, name, _AsOne(buffer, storage, name))
 
 
-class _Method:
-    """Takes the place of a method of one buffer."""
+class _AsOne:
+    """Takes the place of a method of one buffer, to save or load all of it or nothing."""
 
-    replaced: str
-
-    def __init__(self, buffer: ReplayBuffer, storage: Any) -> None:
+    def __init__(self, buffer: ReplayBuffer, storage: Any, name: str) -> None:
         self.buffer = buffer
         self.storage = storage
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.buffer._storage is self.storage:
-            return self.as_one(*args, **kwargs)
+        if self.buffer.storage is self.storage:
+            return getattr(self, f"_{self.name}")(*args, **kwargs)
         return self.method(*args, **kwargs)
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
         """The method as the buffer's class has it."""
-        return getattr(type(self.buffer), self.replaced)(self.buffer, *args, **kwargs)
+        return getattr(type(self.buffer), self.name)(self.buffer, *args, **kwargs)
 
-    def as_one(self, *args: Any, **kwargs: Any) -> Any:
-        """The method, for a whole buffer or none."""
-        raise NotImplementedError
+    def _dumps(self, path: str | Path) -> None:
+        def write(folder: Path) -> None:
+            with self.held():
+                self.method(folder)
+                (folder / _MADE_BY).write_text(json.dumps(self.made_by()), encoding="utf-8")
+                state = copy(self.buffer.transform.state_dict())
+                if any(isinstance(v, Tensor) and not v.is_cpu for v in state.values()):
+                    # TorchRL reads it back to the devices that it came from, here or not.
+                    for name, value in state.items():
+                        state[name] = value.cpu() if isinstance(value, Tensor) else value
+                    torch.save(state, folder / "transform.t")
+
+        save_version(Path(path).absolute(), write)
+
+    def _loads(self, path: str | Path) -> None:
+        path = Path(path).absolute()
+
+        def read(version: Path | None) -> None:
+            folder = version or path
+            if not (folder / "buffer_metadata.json").exists():
+                raise FileNotFoundError(f"no checkpoint of a replay buffer: {_contents(path)}")
+            told = folder / _MADE_BY
+            made_by = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {}
+            with (
+                self.loading(made_by),
+                without_unreadable_prefetched_batches(self.buffer, _logger.warning),
+            ):
+                self.method(folder)
+
+        read_version(path, read)
+
+    def _state_dict(self) -> Any:
+        with self.held():
+            state = self.method()
+            state["_transforms"] = deepcopy(state["_transforms"])  # Modules give what they hold.
+            return state | {"_made_by": self.made_by()}
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self.loading(state_dict.get("_made_by", {})):
+            self.method(state_dict)
 
     @contextmanager
-    def still(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Keep every thread from writing to the buffer, sampling from it, or to its storage.
 
-        Locks are taken in the order in which the buffer itself takes them to write and sample: the
-        storage's last, as batches being prefetched wait for it.
+        The storage's lock is taken last, as by the buffer: batches being prefetched wait for it.
         """
-        buffer = self.buffer
-        with buffer._futures_lock:
-            buffer.synchronize()
-            with buffer._replay_lock, self.storage.lock:
-                yield
+        with buffer_held(self.buffer), self.storage.lock:
+            yield
+
+    @contextmanager
+    def loading(self, made_by: dict[str, Any]) -> Iterator[None]:
+        """Hold the buffer; put it back as it is now if the body fails.
+
+        A sampler's state that does not fit is left out, and so are batches that were prefetched then.
+        """
+        with self.held(), self.undone_on_error(), self.fitting(made_by):
+            yield
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Put the buffer back as it is now if the body fails."""
-        buffer = self.buffer
-        sampler, transform = buffer._sampler, buffer._transform
-        queue = list(buffer._prefetch_queue)
+        buffer, batches = self.buffer, prefetched_batches(self.buffer)
+        sampler, transform = buffer.sampler, buffer.transform
+        queue = list(batches)
         states = [deepcopy(part.state_dict()) for part in (sampler, transform)]
-        before = [(part, dict(vars(part))) for part in (buffer, sampler, buffer._writer)]
+        before = [(part, dict(vars(part))) for part in (buffer, sampler, buffer.writer)]
+        generator = self.storage._rng
         try:
             with self.storage._undone_on_error():
                 yield
@@ -184,27 +257,26 @@ class _Method:
                 for name in vars(part).keys() - attributes.keys():
                     delattr(part, name)
                 vars(part).update(attributes)
-            buffer._prefetch_queue.clear()
-            buffer._prefetch_queue.extend(queue)
-            self.storage._rng = buffer._rng
+            batches.clear()
+            batches.extend(queue)
+            self.storage._rng = generator
             for part, state in zip((sampler, transform), states, strict=True):
                 part.load_state_dict(state)
             raise
 
     def made_by(self) -> dict[str, Any]:
         """What a state is told to be of, for :meth:`fitting`."""
-        sampler = type(self.buffer._sampler).__qualname__
+        sampler = type(self.buffer.sampler).__qualname__
         return {"sampler": sampler, "episodes": self.storage.num_episodes}
 
     @contextmanager
-    def fitting(self, made_by: dict[str, Any], name: str) -> Iterator[None]:
+    def fitting(self, made_by: dict[str, Any]) -> Iterator[None]:
         """Leave out the sampler's state, and batches that it prefetched, if it does not fit.
 
         Args:
-            made_by: what the state is of; an earlier version did not tell.
-            name: the sampler's method that loads the state.
+            made_by: what :meth:`made_by` gave; TorchRL's own checkpoints have none.
         """
-        sampler = self.buffer._sampler
+        sampler, name = self.buffer.sampler, self.name
         given = getattr(sampler, name)
         left_out = False
 
@@ -215,7 +287,7 @@ class _Method:
                 given(state)
                 return
             left_out = True
-            sampler._empty()
+            forget(sampler)
             _logger.warning(
                 "the saved sampler's state is left out, and %s begins anew: %s",
                 type(sampler).__name__,
@@ -228,11 +300,11 @@ class _Method:
         finally:
             delattr(sampler, name)
         if left_out:
-            self.buffer._prefetch_queue.clear()
+            prefetched_batches(self.buffer).clear()
 
     def _misfit(self, made_by: dict[str, Any]) -> str | None:
         """Why a saved sampler's state does not fit; None if it does."""
-        cls = type(self.buffer._sampler)
+        cls = type(self.buffer.sampler)
         if made_by.get("sampler", cls.__qualname__) != cls.__qualname__:
             return f"it is of a {made_by['sampler']}"
         fewer = self.storage.num_episodes < made_by.get("episodes", 0)
@@ -241,104 +313,24 @@ class _Method:
         return None
 
 
-class _Dumps(_Method):
-    """Saves the buffer in a folder, whole or not at all."""
-
-    replaced = "dumps"
-
-    def as_one(self, path: str | Path) -> None:
-        def write(folder: Path) -> None:
-            with self.still():
-                self.method(folder)
-                (folder / _MADE_BY).write_text(json.dumps(self.made_by()), encoding="utf-8")
-                state = copy(self.buffer._transform.state_dict())
-                if any(isinstance(v, Tensor) and not v.is_cpu for v in state.values()):
-                    # TorchRL reads it back to the devices that it came from, here or not.
-                    for name, value in state.items():
-                        state[name] = value.cpu() if isinstance(value, Tensor) else value
-                    torch.save(state, folder / "transform.t")
-
-        commit(Path(path).absolute(), write)
-
-
-class _Loads(_Method):
-    """Loads the buffer from a folder, whole or not at all."""
-
-    replaced = "loads"
-
-    def as_one(self, path: str | Path) -> None:
-        path = Path(path).absolute()
-        with committed(path) as found:
-            folder = found or path
-            if not (folder / "buffer_metadata.json").exists():
-                raise FileNotFoundError(f"no checkpoint of a replay buffer: {_contents(path)}")
-            told = folder / _MADE_BY
-            made_by = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {}
-            with self.still(), self.undone_on_error(), self.here(), self.fitting(made_by, "loads"):
-                self.method(folder)
-
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Leave out prefetched batches that are on a device that is not here."""
-        buffer = self.buffer
-        given = buffer._load_prefetch_state
-
-        def load(path: Path) -> Any:
-            try:
-                return given(path)
-            except RuntimeError as error:
-                _logger.warning("prefetched batches are left out: %s", error)
-                return None
-
-        buffer._load_prefetch_state = load
-        try:
-            yield
-        finally:
-            del buffer._load_prefetch_state
-
-
-class _StateDict(_Method):
-    """Everything that the buffer holds, at one moment."""
-
-    replaced = "state_dict"
-
-    def as_one(self) -> Any:
-        with self.still():
-            state = self.method()
-            state["_transforms"] = deepcopy(state["_transforms"])  # Modules give what they hold.
-            return state | {"_made_by": self.made_by()}
-
-
-class _LoadStateDict(_Method):
-    """Loads what ``state_dict`` gave, whole or not at all."""
-
-    replaced = "load_state_dict"
-
-    def as_one(self, state_dict: dict[str, Any]) -> None:
-        made_by = state_dict.get("_made_by", {})
-        with self.still(), self.undone_on_error(), self.fitting(made_by, "load_state_dict"):
-            self.method(state_dict)
-
-
-def _check_made(path: str | Path) -> None:
+def _check_made(path: Path) -> None:
     """Refuse to take the storage's part of a checkpoint that is saved and loaded as one.
 
     The first call of a buffer with ``delayed_init=True``, before it has its storage, ends here.
     """
-    path = Path(path)
-    if path.name == "storage" and (path.parent / POINTER).exists():
+    if path.name == _STORAGE and newest(path.parent) is not None:
         raise RuntimeError(
             f"{path.parent} holds a checkpoint that is saved and loaded as one, and a buffer with "
-            f"delayed_init=True had not been made yet: it is now, call this again"
+            f"delayed_init=True had not been made yet: it is now, call this again."
         )
 
 
 def _contents(path: Path) -> str:
     """What a folder holds, for an error."""
     if not path.is_dir():
-        return f"there is no folder {path}"
+        return f"there is no folder {path}."
     found = sorted(each.name for each in path.iterdir())
     if not found:
-        return f"{path} is empty"
+        return f"{path} is empty."
     listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-    return f"{path} holds {listed}; load what the same kind of buffer or storage saved"
+    return f"{path} holds {listed}; load what the same kind of buffer or storage saved."

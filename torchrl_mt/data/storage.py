@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
-from numbers import Integral
 from pathlib import Path as FilePath
 from typing import Any
 from weakref import ref
@@ -25,7 +24,9 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt._hosts.torch import times_changed
+from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
+from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.columns.columns import ReadPlan
 from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
@@ -33,11 +34,11 @@ from torchrl_mt.data._store.files.store_files import StoreFiles
 from torchrl_mt.data._store.handles import HANDLES, resolve_index
 from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
 from torchrl_mt.data._store.schema import PROMPT, Entry, Schema
-from torchrl_mt.data._store.selection import Selection, plan_runs, state_of
+from torchrl_mt.data._store.selection import Selection, plan_runs
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data._store.store import Admission, EpisodeStore
 from torchrl_mt.data._store.table import Choice, EpisodeTable
-from torchrl_mt.data.checkpoint import FileCheckpointer, save_as_one, storage_folder
+from torchrl_mt.data.checkpoint import FileCheckpointer, read_storage, save_as_one
 
 __all__ = ["EpisodeStorage"]
 
@@ -113,15 +114,11 @@ class EpisodeStorage(LazyStackStorage):
 
     __signature__ = ConstructorSignature()
     _default_checkpointer = FileCheckpointer
-    _has_warned = False
-    """Of the class, since storages that were pickled by earlier versions have none of their own."""
-    _exceptional: frozenset[Path] = frozenset()
-    """Shared entries of which exceptional episodes were told of; likewise."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
-        """Tell who uses the name of TorchRL's other storages which one is this storage's."""
+        """Refuse ``max_size``, the budget's name in TorchRL's storages, and name ``max_steps``."""
         if "max_size" in kwargs:
-            raise TypeError("EpisodeStorage has no argument max_size: give max_steps, the budget")
+            raise TypeError("EpisodeStorage has no argument max_size: give max_steps, the budget.")
         return super().__new__(cls)
 
     @torch.inference_mode(False)
@@ -137,10 +134,8 @@ class EpisodeStorage(LazyStackStorage):
     ) -> None:
         budgets = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
         for name, budget in budgets.items():
-            if budget is None and name != "max_steps":
-                continue
-            if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
-                raise ValueError(f"{name} must be a positive integer, got {budget!r}")
+            if budget is not None or name == "max_steps":
+                check_positive_integer(name, budget)
         super().__init__(max_size=int(max_steps))
         self.device = torch.empty(0, device=device).device
         self.lock = threading.RLock()
@@ -149,10 +144,13 @@ class EpisodeStorage(LazyStackStorage):
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0
+        self._has_warned = False
+        self._warned_of: frozenset[Path] = frozenset()
+        """Shared entries of which a warning told that episodes disagree."""
         self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
-        """A store for this storage's episodes that holds none yet."""
+        """An empty store with this storage's budgets."""
         return EpisodeStore(
             self.max_size,
             self.device,
@@ -175,7 +173,7 @@ class EpisodeStorage(LazyStackStorage):
 
     @property
     def _last_cursor(self) -> tuple[int, int]:
-        """Another value after every write: by it, HERReplayBuffer sees that others are stored now."""
+        """A value that changes with every write, by which HERReplayBuffer notices it."""
         with self.lock:
             return self._revision, self.table.end
 
@@ -233,8 +231,7 @@ class EpisodeStorage(LazyStackStorage):
         Args:
             span: steps per clip, positive.
         """
-        if span < 1:
-            raise ValueError(f"span must be a positive number of steps, got {span}")
+        check_positive_integer("span", span)
         with self.lock:
             return self.table.total(Choice(span))
 
@@ -242,40 +239,24 @@ class EpisodeStorage(LazyStackStorage):
         """What the entry ``key`` looks like in every stored step; None if it is not stored."""
         return None if self.schema is None else self.schema.entries.get(path_of(key))
 
-    def keys_of_kind(self, kind: str) -> list[NestedKey]:
-        """The stored keys of one kind.
-
-        Args:
-            kind: ``"dense"``, ``"ragged"`` (variable shape), ``"object"`` (non-tensor),
-                ``"shared"`` (next entries that share the rows of their root entry) or ``"growing"``
-                (prompts kept as what each turn adds).
-        """
-        kinds = ("dense", "ragged", "object", "shared", "growing")
-        if kind not in kinds:
-            raise ValueError(f"kind must be one of {kinds}, got {kind!r}")
-        entries = self.schema.entries if self.schema is not None else {}
-        if kind == "growing":
-            return [PROMPT] if self.schema is not None and self.schema.growing else []
-        return [
-            unravel_key(path)
-            for path, entry in entries.items()
-            if (entry.shared if kind == "shared" else entry.kind == kind)
-        ]
-
     @property
     def shared_keys(self) -> list[NestedKey]:
         """The next entries that share the rows of their root entry."""
-        return self.keys_of_kind("shared")
+        return [unravel_key(path) for path, entry in self._entries() if entry.shared]
 
     @property
     def ragged_keys(self) -> list[NestedKey]:
         """The entries whose shape varies from step to step."""
-        return self.keys_of_kind("ragged")
+        return [unravel_key(path) for path, entry in self._entries() if entry.kind == "ragged"]
 
     @property
     def growing_keys(self) -> list[NestedKey]:
         """The entries of which each step keeps what it adds to the step before."""
-        return self.keys_of_kind("growing")
+        return [PROMPT] if self.schema is not None and self.schema.growing else []
+
+    def _entries(self) -> Iterable[tuple[Path, Entry]]:
+        """The entries of the schema."""
+        return () if self.schema is None else self.schema.entries.items()
 
     @property
     def nbytes(self) -> int:
@@ -289,7 +270,7 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             episodes = self.num_episodes
             if not -episodes <= i < episodes:
-                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored")
+                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored.")
             i %= episodes
             length = int(self.table.lengths[i])
             return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
@@ -308,9 +289,13 @@ class EpisodeStorage(LazyStackStorage):
 
     def rows_of(self, index: Any) -> Tensor:
         """The ring rows of stored steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
-        steps, _ = resolve_index(index, self.table.first, self.table.num_steps)
+        return self._rows(index)[0]
+
+    def _rows(self, index: Any) -> tuple[Tensor, torch.Size | None]:
+        """The ring rows of stored steps, and the shape that was asked for."""
+        steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
         _, rows = self.table.places(*self.table.find(steps.numpy()))
-        return torch.from_numpy(rows)
+        return torch.from_numpy(rows), shape
 
     def get(self, index: Any) -> Any:
         """The steps at ``index``: an int, a slice, a mask or integers.
@@ -332,17 +317,16 @@ class EpisodeStorage(LazyStackStorage):
                 if selection.mark is not None:
                     selection.mark(read)
                 return pack(read, self.device, batch_size=index.shape)
-            steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
-            _, rows = self.table.places(*self.table.find(steps.numpy()))
-            data = self._pack(RowPlan(torch.from_numpy(rows)), batch_size=shape)
+            rows, shape = self._rows(index)
+            data = self._pack(RowPlan(rows), batch_size=shape)
         return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
-        """What a sampler selected with this very index, once."""
+        """The selection that a sampler made with this very index, once."""
         known = self._selections.pop(id(index), None)
         if known is None or known[0]() is not index:
             return None
-        return known[1] if known[1].given == state_of(index) else None
+        return known[1] if known[1].given == times_changed(index) else None
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self)):
@@ -400,7 +384,7 @@ class EpisodeStorage(LazyStackStorage):
             )
             if index.device != self.device:
                 index = to_device(index, self.device)
-            selection = Selection(plan, state_of(index), mark)
+            selection = Selection(plan, times_changed(index), mark)
             key, selections = id(index), self._selections
             # Whoever looks for the key has the index, so that it cannot be another's.
             selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
@@ -427,7 +411,7 @@ class EpisodeStorage(LazyStackStorage):
             column = self._store.columns.get(path_of(key))
             if column is None:
                 known = [unravel_key(path) for path in self._store.columns]
-                raise KeyError(f"{key!r} is not stored; the entries are {known}")
+                raise KeyError(f"{key!r} is not stored; the entries are {known}.")
             return column.read(RowPlan(self.table.starts.clone()))
 
     # ---- writing --------------------------------------------------------------------------------
@@ -436,7 +420,7 @@ class EpisodeStorage(LazyStackStorage):
         """Not supported: steps are stored by whole episodes, and never changed afterwards."""
         raise TypeError(
             "EpisodeStorage takes whole episodes and never changes stored steps: use it with "
-            "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write"
+            "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write."
         )
 
     def append(self, episode: Any) -> Tensor:
@@ -455,7 +439,7 @@ class EpisodeStorage(LazyStackStorage):
         if is_tensor_collection(episode) and episode.ndim != 1:
             raise ValueError(
                 f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
-                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)"
+                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
             )
         steps = unpack(episode)
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
@@ -502,10 +486,10 @@ class EpisodeStorage(LazyStackStorage):
             self._store.admit(episode.on(self.device), length)
 
     def _tell_of_rows(self, before: Schema | None, written: Admission) -> None:
-        """Say which entries disagree with the rows that they shared, once for each."""
+        """Warn of entries that disagree with the rows that they shared, once for each."""
         for path in written.odd:
-            if path not in self._exceptional:
-                self._exceptional |= {path}
+            if path not in self._warned_of:
+                self._warned_of |= {path}
                 _logger.warning(
                     "%s of an episode is not %s of the step after: such episodes have rows of their "
                     "own for it. This is said once for each storage and key.",
@@ -523,7 +507,7 @@ class EpisodeStorage(LazyStackStorage):
             )
 
     def _warn_of_too_much(self, written: Admission) -> None:
-        """Say of which budgets a write took more than there is."""
+        """Warn of a write that exceeds a budget by itself."""
         count = written.lengths.shape[0]
         took = {
             "max_steps": written.steps.length,
@@ -538,20 +522,20 @@ class EpisodeStorage(LazyStackStorage):
             count,
             " and ".join(
                 f"{budget} from {getattr(self._store, budget)} to {took[budget]}"
-                for budget, lost in self._store.not_kept(written).items()
+                for budget, lost in self._store.not_kept(written.lengths, written.tokens).items()
                 if lost
             ),
         )
 
     def _changed(self, new: int) -> Tensor:
-        """Note that the stored steps are others now; give the handles of the ``new`` last ones."""
+        """Tell everybody that the stored steps changed: the handles of the ``new`` last ones."""
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
         return self._told(end - new, end)
 
     def _replaced(self) -> None:
-        """Note that all stored steps are others now."""
+        """Tell everybody that all stored steps were replaced."""
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
@@ -560,13 +544,13 @@ class EpisodeStorage(LazyStackStorage):
             self._told(first, min(first + _TOLD_AT_ONCE, end))
 
     def _told(self, first: int, end: int) -> Tensor:
-        """Tell every buffer on this storage of steps: what its sampler remembers may be of the past.
+        """Tell every buffer on this storage that steps were written, for its sampler's caches.
 
         Returns:
             their handles, from ``first`` to before ``end``.
         """
         index = torch.from_numpy(np.arange(first, end))  # sooner begun than torch's
-        for buffer in self._attached_entities_iter():
+        for buffer in buffers_on(self):
             buffer.mark_update(index)
         return index
 
@@ -606,7 +590,7 @@ class EpisodeStorage(LazyStackStorage):
         return pack(self._store.read(plan), self.device, batch_size=batch_size)
 
     def _settle(self) -> None:
-        """Read what is selected but not read yet, before the rows change."""
+        """Read pending selections before the rows change."""
         for _, selection in list(self._selections.values()):
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
@@ -642,8 +626,8 @@ class EpisodeStorage(LazyStackStorage):
 
         Raises:
             FileNotFoundError: if there is no such folder, or a file is missing.
-            ValueError: if it is no such checkpoint or an earlier version's, a file is damaged, or not
-                even the newest episode fits.
+            ValueError: if it is no such checkpoint, a file is damaged, or not even the newest episode
+                fits.
 
         Examples:
             >>> import tempfile, torch
@@ -657,16 +641,18 @@ class EpisodeStorage(LazyStackStorage):
             tensor([1, 2])
         """
         given = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
-        with storage_folder(path, verify=verify) as folder:
+
+        def load(folder: FilePath) -> EpisodeStorage:
             files = StoreFiles(folder)
             budgets = {
                 name: files.state["budgets"][name] if budget is None else budget
                 for name, budget in given.items()
             }
-            share_next = files.state["share_next"]
-            storage = cls(**budgets, scratch_dir=scratch_dir, share_next=share_next)
+            storage = cls(**budgets, scratch_dir=scratch_dir, share_next=files.state["share_next"])
             storage._restore(lambda store: files.load(store, mapped=True, verify=verify))
-        return storage
+            return storage
+
+        return read_storage(path, load, verify=verify)
 
     def attach(self, buffer: Any) -> None:
         """Tell ``buffer`` of changes, and have it saved and loaded as one, whole or not at all."""
@@ -718,7 +704,7 @@ class EpisodeStorage(LazyStackStorage):
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """Hold what is stored now again if the body loads other steps and then fails."""
+        """Put back what is stored now if the body loads other steps and then fails."""
         with self.lock:
             store = self._store
             try:
@@ -737,7 +723,7 @@ class EpisodeStorage(LazyStackStorage):
                 "samples from it, or let one process serve it to all: "
                 "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Workers that "
                 "only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or the "
-                "folder of a checkpoint that was written by buffer.dumps(folder)"
+                "folder of a checkpoint that was written by buffer.dumps(folder)."
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
@@ -761,5 +747,5 @@ class EpisodeStorage(LazyStackStorage):
 
 
 def _lasting() -> AbstractContextManager[Any]:
-    """Where tensors are made that can be changed later on, in inference mode, too."""
+    """A context, also in inference mode, in which tensors are made that can be changed later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -7,13 +7,9 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from numbers import Integral
-from pathlib import Path as FilePath
 from typing import Any, Literal
 
 import numpy as np
@@ -22,29 +18,32 @@ from tensordict import is_tensor_collection, lazy_stack
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data import (
-    HERReplayBuffer,
-    PrioritizedSampler,
-    PromptGroupSampler,
     TensorDictReplayBuffer,
 )
-from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
+from torchrl_mt._hosts.torchrl import buffers_on, writer_of
+from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.handles import HANDLES
-from torchrl_mt.data._store.interrupts import undisturbed
 from torchrl_mt.data._store.schema import Schema
-from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of, unpack
-from torchrl_mt.data._writing.assembly import Assembler, Assembly
-from torchrl_mt.data._writing.continuity import Continuity, bits_at, compared
+from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of
+from torchrl_mt.data._writing.closed_episodes import (
+    Closed,
+    Reason,
+    handles_of_batch,
+    steps_of,
+    transformed,
+    worth_storing,
+)
+from torchrl_mt.data._writing.continuity import Continuity, compared
+from torchrl_mt.data._writing.matching import Matcher, Matches
 from torchrl_mt.data._writing.open_steps import Label, OpenSteps
 from torchrl_mt.data._writing.segments import Batch, Form, flatten, read_ids, segment
 from torchrl_mt.data._writing.ted import FLAGS, EndFlags, names_of
-from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.open_episode import OpenEpisode
-from torchrl_mt.data.samplers.clip import ClipSampler
-from torchrl_mt.data.samplers.episode import EpisodeSampler
+from torchrl_mt.data.checkpoint import SavesState
+from torchrl_mt.data.samplers.compatible import check_samplers
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["EpisodeWriter"]
@@ -83,23 +82,8 @@ _WHAT_BECOMES = {
     "apart": ", and that one stays open for its own steps",
 }
 
-Reason = Literal["ended", "break", "budget", "flush"]
-"""Why an episode is no longer open."""
 
-
-@dataclass(frozen=True, eq=False)
-class _Gone:
-    """An episode that is no longer open."""
-
-    slot: int
-    rows: np.ndarray
-    """int64 ``[T]``: its rows."""
-    name: Label
-    """What it was called; its id, if it began in this batch."""
-    why: Reason = "ended"
-
-
-class EpisodeWriter(Writer):
+class EpisodeWriter(SavesState, Writer):
     """Gathers steps into episodes and stores each episode once it has ended.
 
     It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes, of
@@ -184,16 +168,9 @@ class EpisodeWriter(Writer):
     ) -> None:
         super().__init__()
         self._track_generations = track_generations
-        if on_break not in ("truncate", "raise", "discard"):
-            raise ValueError(f"on_break must be 'truncate', 'raise' or 'discard', got {on_break!r}")
-        if max_open_steps is not None and (
-            isinstance(max_open_steps, bool)
-            or not isinstance(max_open_steps, Integral)
-            or max_open_steps < 1
-        ):
-            raise ValueError(
-                f"max_open_steps must be a positive number of steps or None, got {max_open_steps!r}"
-            )
+        check_choice("on_break", on_break, ("truncate", "raise", "discard"))
+        if max_open_steps is not None:
+            check_positive_integer("max_open_steps", max_open_steps)
         self.traj_key = None if traj_key is None else unravel_key(traj_key)
         self.transform = transform
         self.on_break = on_break
@@ -207,7 +184,7 @@ class EpisodeWriter(Writer):
         return self._track_generations
 
     def generations_of(self, index: int | Tensor) -> Tensor:
-        """0 for the handle of a stored step, which no other step ever has; -1 for anything else.
+        """0 for the handle of a stored step, -1 for anything else.
 
         Args:
             index: integers of any shape.
@@ -219,7 +196,7 @@ class EpisodeWriter(Writer):
         return torch.where((index >= HANDLES) & self._storage.contains(index), 0, -1)
 
     def _forget(self) -> None:
-        """Begin without an open episode, knowing nothing."""
+        """Drop the open episodes and what was learned and counted."""
         self._open = OpenSteps()
         self._told_by: _ToldBy | None = None
         self._write_count = 0
@@ -264,11 +241,11 @@ class EpisodeWriter(Writer):
             }
 
     def register_storage(self, storage: Storage) -> None:
-        """Called by the replay buffer."""
+        """Take the storage to write to; called by the replay buffer."""
         if not isinstance(storage, EpisodeStorage):
             raise TypeError(
                 f"EpisodeWriter writes to an EpisodeStorage, got {type(storage).__name__}: use "
-                f"ReplayBuffer(storage=EpisodeStorage(max_steps), writer=EpisodeWriter(), ...)"
+                f"ReplayBuffer(storage=EpisodeStorage(max_steps), writer=EpisodeWriter(), ...)."
             )
         super().register_storage(storage)
 
@@ -297,10 +274,10 @@ class EpisodeWriter(Writer):
         """
         _check_data(data)
         if not data.ndim:
-            raise ValueError("data must have a batch size of [N] or [B, T], got []: use add()")
+            raise ValueError("data must have a batch size of [N] or [B, T], got []: use add().")
         storage: EpisodeStorage = self._storage
         with storage.lock:
-            _check_samplers(storage)
+            check_samplers(storage)
             return self._write(data)
 
     def add(self, data: Any) -> int | Tensor | None:
@@ -335,13 +312,15 @@ class EpisodeWriter(Writer):
             opened = self._open
             if not opened.slots:
                 return _nothing()
-            gone = [
-                _Gone(slot, opened.rows(slot), opened.labels[slot], "flush")
+            closed = [
+                Closed(slot, opened.rows(slot), opened.labels[slot], "flush")
                 for slot in opened.by_age()
             ]
-            episodes, lengths = self._transformed(self._taken(gone), gone)
-            with undisturbed():
-                stored, _, _ = self._stored(episodes, lengths, gone)
+            episodes, lengths = transformed(
+                self.transform, steps_of(closed, opened, self._end_flags), closed, self._end_flags
+            )
+            with interrupts_deferred():
+                stored, _, _ = self._stored(episodes, lengths, closed)
                 self._open = OpenSteps()
                 self._write_count += int(lengths.sum())
             return stored
@@ -358,11 +337,11 @@ class EpisodeWriter(Writer):
         with self._held():
             if episode not in self._open.slots:
                 known = [*self.open_lengths]
-                raise KeyError(f"no episode {episode!r} is open; the open ones are {known}")
+                raise KeyError(f"no episode {episode!r} is open; the open ones are {known}.")
             self._open.discard(self._open.slots[episode])
 
     def state_dict(self) -> dict[str, Any]:
-        """The open episodes, what was learned and what was counted, as copies."""
+        """Copies of the open episodes, of what was learned and of the counts."""
         with self._held():
             opened = self._open
             return {
@@ -382,27 +361,14 @@ class EpisodeWriter(Writer):
             self._restore(state_dict)
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`load_state_dict` does, under the lock."""
-        saved = state_dict["open"]
-        if isinstance(saved, dict):  # of an earlier version
-            saved = [(key, key, steps) for key, (_, steps) in saved.items()]
-        opened, continuity = OpenSteps(), Continuity(state_dict.get("continuity"))
-        for key, label, steps in saved:
+        """Do what :meth:`load_state_dict` says; the caller holds the lock."""
+        opened = OpenSteps()
+        for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps)
-            if "continuity" not in state_dict:
-                _learn(continuity, steps, self._end_flags)
-        self._open, self._continuity = opened, continuity
+        self._open, self._continuity = opened, Continuity(state_dict["continuity"])
         self._told_by = state_dict["told_by"]
         self._write_count = state_dict["write_count"]
-        self._counts = {**_NOTHING_COUNTED, **state_dict.get("counts", {})}
-
-    def dumps(self, path: str | FilePath) -> None:
-        """Save the state in the folder ``path``."""
-        save_state(self.state_dict(), path)
-
-    def loads(self, path: str | FilePath) -> None:
-        """Load the state from the folder ``path``."""
-        self.load_state_dict(load_state(path))
+        self._counts = dict(state_dict["counts"])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Drop the open episodes."""
@@ -419,17 +385,9 @@ class EpisodeWriter(Writer):
             return {**state, "_saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("_saved", None)
-        if saved is None:  # of an earlier version
-            opened: dict[int, OpenEpisode] = state.pop("_open")
-            saved = {
-                "open": [(key, key, episode.steps) for key, episode in opened.items()],
-                "told_by": state["_told_by"],
-                "write_count": state["_write_count"],
-            }
-            EpisodeWriter.__init__(self)
-        self._last_form, self._fits = _NO_FORM, _NO_FORM
+        saved = state.pop("_saved")
         self.__dict__.update(state)
+        self._last_form = self._fits = _NO_FORM
         self._restore(saved)  # without the lock: the storage may have none as yet
 
     def _held(self) -> AbstractContextManager[Any]:
@@ -437,7 +395,7 @@ class EpisodeWriter(Writer):
         return nullcontext() if self._storage is None else self._storage.lock
 
     def _write(self, data: Any) -> Tensor:
-        """What :meth:`extend` does, under the lock."""
+        """Do what :meth:`extend` says; the caller holds the lock."""
         shape = data.batch_size
         steps, form = flatten(data)
         if form is None and self.transform is None:
@@ -446,7 +404,7 @@ class EpisodeWriter(Writer):
         told_by = self._told(steps, shape)
         ids = None if told_by.key is None else read_ids(steps, told_by.key)
         learn = not self._continuity.knows(paths)
-        batch, continuity = self._segmented(steps, ids, shape, learn)
+        batch, continuity = self._segmented(steps, ids, shape, learn, added, paths)
         if added:
             form = None
         keys, opened = batch.segments.keys, self._open
@@ -454,35 +412,40 @@ class EpisodeWriter(Writer):
         apart = bool(opened.slots) and told_by != self._told_by
         if batch.ended.all() and (apart or opened.newest.keys().isdisjoint(keys)):
             # None of it concerns the open episodes.
-            whole = [_Gone(-1, batch.positions(i), key) for i, key in enumerate(keys)]
+            whole = [Closed(-1, batch.positions(i), key) for i, key in enumerate(keys)]
             whole.sort(key=lambda episode: int(episode.rows[-1]))
             return self._settle(batch, shape, whole, continuity)
         if apart:
             raise ValueError(
                 f"episodes are open that were told apart by {self._told_by}, this batch "
-                f"would be by {told_by}: send one kind of batch, or flush() first"
+                f"would be by {told_by}: send one kind of batch, or flush() first."
             )
         first = opened.put(batch.steps, self._schema_with(batch, form))
         by_rows = told_by.key is None
-        found = self._assembled(batch, first, by_rows, continuity)
+        found = self._matched(batch, first, by_rows, paths, continuity)
         if found.breaks and not learn:
             # Perhaps the environment no longer holds to what was learned.
-            batch, continuity = self._segmented(steps, ids, shape, True)
-            found = self._assembled(batch, first, by_rows, continuity)
+            batch, continuity = self._segmented(steps, ids, shape, True, added, paths)
+            found = self._matched(batch, first, by_rows, paths, continuity)
         if found.breaks and self.on_break == "raise":
             i, reason = found.breaks[0]
             raise ValueError(
                 f"the steps of episode {keys[i]} do not go on from the open one: {reason}. "
-                f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'"
+                f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
-        gone = self._gone(batch, found, first)
-        return self._settle(batch, shape, gone, continuity, found, told_by)
+        closed = self._closed(batch, found, first)
+        return self._settle(batch, shape, closed, continuity, found, told_by)
 
     def _segmented(
-        self, steps: Steps, ids: np.ndarray | None, shape: torch.Size, learn: bool
+        self,
+        steps: Steps,
+        ids: np.ndarray | None,
+        shape: torch.Size,
+        learn: bool,
+        added: tuple[Path, ...],
+        paths: tuple[Path, ...],
     ) -> tuple[Batch, Continuity]:
         """The segments of a batch, without what a buffer added to a sample; what is known then."""
-        added, paths = self._known_entries
         continuity = Continuity(self._continuity.records())
         batch = segment(steps, ids, shape, self._end_flags, paths, continuity, learn=learn)
         if added:
@@ -490,25 +453,24 @@ class EpisodeWriter(Writer):
             batch = replace(batch, steps=replace(batch.steps, columns=rest))
         return batch, continuity
 
-    def _assembled(
-        self, batch: Batch, first: int, by_rows: bool, continuity: Continuity
-    ) -> Assembly:
+    def _matched(
+        self,
+        batch: Batch,
+        first: int,
+        by_rows: bool,
+        paths: tuple[Path, ...],
+        continuity: Continuity,
+    ) -> Matches:
         """The episodes to which the segments of a batch belong."""
-        return Assembler(
+        return Matcher(
             self._open,
             batch,
             first,
             by_rows=by_rows,
-            paths=self._known_entries[1],
+            paths=paths,
             continuity=continuity,
             max_length=self._max_length,
-        ).assemble(self.max_open_steps or self._storage.max_size)
-
-    @property
-    def _known_entries(self) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """Of the last batch, what a buffer added to a sample, and the entries to compare."""
-        entries: tuple[tuple[Path, ...], tuple[Path, ...]] = self._last_form[2]
-        return entries
+        ).match(self.max_open_steps or self._storage.max_size)
 
     def _known(self, steps: Steps, form: Form | None) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         """The entries that a buffer added to a sample, and those to compare."""
@@ -531,7 +493,7 @@ class EpisodeWriter(Writer):
             return _ToldBy(None, shape[:-1].numel())
         key = path_of(self.traj_key)
         if key not in steps.columns:
-            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}")
+            raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}.")
         return _ToldBy(key)
 
     @property
@@ -540,7 +502,7 @@ class EpisodeWriter(Writer):
         return self._storage.max_size if self.transform is None else None
 
     def _check_lengths(self, batch: Batch) -> None:
-        """Refuse what can never be stored."""
+        """Refuse an episode that is longer than the storage."""
         budget = self._max_length
         if budget is None or batch.steps.length <= budget or batch.segments.sizes.max() <= budget:
             return
@@ -548,7 +510,7 @@ class EpisodeWriter(Writer):
         i = int(sizes.argmax())
         raise ValueError(
             f"episode {batch.segments.keys[i]} is refused: an episode of {sizes[i]} steps does not fit "
-            f"in max_steps={budget}: give EpisodeStorage a larger budget"
+            f"in max_steps={budget}: give EpisodeStorage a larger budget."
         )
 
     def _schema_with(self, batch: Batch, form: Form | None) -> Schema:
@@ -577,7 +539,7 @@ class EpisodeWriter(Writer):
         self._fits = (form, stored, schema)
         return schema
 
-    def _gone(self, batch: Batch, found: Assembly, first: int) -> list[_Gone]:
+    def _closed(self, batch: Batch, found: Matches, first: int) -> list[Closed]:
         """The episodes that are no longer open after a batch, by their last steps."""
         opened, slots, keys = self._open, found.slots, batch.segments.keys
         opened.assign(batch.segments, batch.order, slots)
@@ -585,34 +547,34 @@ class EpisodeWriter(Writer):
         whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
         for slot in found.broken:
             whys[slot] = "break"
-        for slot in found.beyond:
+        for slot in found.over_budget:
             whys[slot] = "budget"
         if not whys:
             return []
-        gone = []
+        closed = []
         rows_of = opened.rows_of([*whys], first + batch.steps.length)
         for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
             known = slot in opened.labels
             name = opened.labels[slot] if known else keys[found.fresh[slot]]
-            gone.append(_Gone(slot, rows, name, why))
-        gone.sort(key=lambda episode: int(episode.rows[-1]))
-        return gone
+            closed.append(Closed(slot, rows, name, why))
+        closed.sort(key=lambda episode: int(episode.rows[-1]))
+        return closed
 
     def _settle(
         self,
         batch: Batch,
         shape: torch.Size,
-        gone: list[_Gone],
+        closed: list[Closed],
         continuity: Continuity,
-        found: Assembly | None = None,
+        found: Matches | None = None,
         told_by: _ToldBy | None = None,
     ) -> Tensor:
-        """Store the episodes that are to be stored, and have the batch count.
+        """Store the episodes that ended, and accept the batch.
 
         Args:
             batch: the batch.
             shape: its batch size.
-            gone: the episodes that are no longer open.
+            closed: the episodes that are no longer open.
             continuity: what was learned.
             found: where its segments go; None if they are whole and not among the open steps.
             told_by: how its episodes are told apart, if they are.
@@ -620,57 +582,37 @@ class EpisodeWriter(Writer):
         Returns:
             the index to give out.
         """
-        first, kept, episodes = 0 if found is None else self._open.tail, gone, batch.steps
+        first, kept, episodes = 0 if found is None else self._open.tail, closed, batch.steps
         if found is None:
             if batch.order is not None:
-                order = np.concatenate([episode.rows for episode in gone])
+                order = np.concatenate([episode.rows for episode in closed])
                 episodes = episodes.take(torch.from_numpy(order))
-        elif gone:
-            kept = self._worthwhile(gone)
-            episodes = self._taken(kept) if kept else batch.steps
+        elif closed:
+            kept = worth_storing(
+                closed, self._open, self._end_flags, discard_broken=self.on_break == "discard"
+            )
+            episodes = steps_of(kept, self._open, self._end_flags) if kept else batch.steps
         if kept:
-            episodes, lengths = self._transformed(episodes, kept)
-        with undisturbed():
+            episodes, lengths = transformed(self.transform, episodes, kept, self._end_flags)
+        with interrupts_deferred():
             if kept:
                 stored, kept, lengths = self._stored(episodes, lengths, kept)
                 self._write_count += sum(lengths.tolist())
             else:
                 stored = lengths = _nothing()
             if found is not None:
-                left = {episode.slot: episode.rows for episode in gone}
-                self._open.commit(batch.segments, batch.order, found.slots, found.fresh, left)
-                self._count(batch, found, gone, len(kept))
+                left = {episode.slot: episode.rows for episode in closed}
+                self._open.accept(batch.segments, batch.order, found.slots, found.fresh, left)
+                self._count(batch, found, closed, len(kept))
                 self._told_by = told_by
             self._continuity = continuity
-        return (
-            _aligned(batch, shape, kept, lengths, stored, first) if self._sets_indices() else stored
-        )
-
-    def _worthwhile(self, gone: list[_Gone]) -> list[_Gone]:
-        """The episodes that are to be stored."""
-        given_up = [episode for episode in gone if episode.why != "ended"]
-        if not given_up:
-            return gone
-        lost = []
-        if self.on_break == "discard":
-            lost = [episode for episode in given_up if episode.why == "break"]
-        if not self._end_flags.marks(self._open.take(given_up[0].rows[:1])):
-            lost = given_up
-        return [episode for episode in gone if episode not in lost]
-
-    def _taken(self, gone: list[_Gone]) -> Steps:
-        """The steps of episodes, one after the other; those that have not ended are marked."""
-        rows = [episode.rows for episode in gone]
-        steps = self._open.take(np.concatenate(rows) if len(rows) > 1 else rows[0])
-        if all(episode.why == "ended" for episode in gone):
-            return steps
-        lasts = accumulate(map(len, rows))
-        cut = [at - 1 for at, e in zip(lasts, gone, strict=True) if e.why != "ended"]
-        return self._end_flags.truncate(steps, cut)
+        if self._sets_indices():
+            return handles_of_batch(batch, shape, kept, lengths, stored, first)
+        return stored
 
     def _stored(
-        self, episodes: Steps, lengths: Tensor, gone: list[_Gone]
-    ) -> tuple[Tensor, list[_Gone], Tensor]:
+        self, episodes: Steps, lengths: Tensor, closed: list[Closed]
+    ) -> tuple[Tensor, list[Closed], Tensor]:
         """Store whole episodes, all or none; but those that are given up may be dropped.
 
         Returns:
@@ -678,37 +620,37 @@ class EpisodeWriter(Writer):
         """
         storage: EpisodeStorage = self._storage
         try:
-            return storage.append_all(episodes, lengths), gone, lengths
+            return storage.append_all(episodes, lengths), closed, lengths
         except ValueError as error:
             stops = lengths.cumsum(0).tolist()
             parts = [episodes[a:b] for a, b in zip([0, *stops], stops, strict=False)]
             refused = []
-            for i, (part, episode) in enumerate(zip(parts, gone, strict=True)):
+            for i, (part, episode) in enumerate(zip(parts, closed, strict=True)):
                 try:
                     storage.check(part)
                 except ValueError as reason:
                     if episode.why in ("break", "budget"):
                         refused.append(i)
                         continue
-                    drop = f", or drop it: writer.discard({episode.name!r})"
+                    drop = f" To drop it: writer.discard({episode.name!r})."
                     drop = drop if episode.name in self._open.slots else ""
                     raise ValueError(
                         f"episode {episode.name} is refused: {reason}{drop}"
                     ) from error
             if not refused:
                 raise
-        left = [i for i in range(len(gone)) if i not in refused]
+        left = [i for i in range(len(closed)) if i not in refused]
         if not left:
             return _nothing(), [], _nothing()
         rest = Steps.concat([parts[i] for i in left])
-        return self._stored(rest, lengths[left], [gone[i] for i in left])
+        return self._stored(rest, lengths[left], [closed[i] for i in left])
 
-    def _count(self, batch: Batch, found: Assembly, gone: list[_Gone], stored: int) -> None:
-        """Count what was given up, and say so once."""
-        given_up = [episode for episode in gone if episode.why != "ended"]
+    def _count(self, batch: Batch, found: Matches, closed: list[Closed], stored: int) -> None:
+        """Count the episodes that were given up, and warn of them once."""
+        given_up = [episode for episode in closed if episode.why != "ended"]
         if not given_up and not found.breaks:
             return
-        dropped = len(gone) - stored
+        dropped = len(closed) - stored
         self._counts["breaks"] += len(found.breaks)
         self._counts["dropped"] += dropped
         self._counts["truncated"] += len(given_up) - dropped
@@ -722,7 +664,7 @@ class EpisodeWriter(Writer):
                 reason,
                 _WHAT_BECOMES[self.on_break if found.broken else "apart"],
             )
-        if found.beyond and "budget" not in self._said:
+        if found.over_budget and "budget" not in self._said:
             self._said.add("budget")
             _logger.warning(
                 "the open episodes were to have more than max_open_steps=%s steps, or one of them more "
@@ -732,136 +674,29 @@ class EpisodeWriter(Writer):
                 "This is said once for each writer; writer.stats() counts.",
                 self.max_open_steps or self._storage.max_size,
                 self._storage.max_size,
-                next(episode.name for episode in gone if episode.why == "budget"),
+                next(episode.name for episode in closed if episode.why == "budget"),
             )
 
     def _sets_indices(self) -> bool:
         """Whether the buffer that this writer belongs to sets indices in the data."""
         return any(
-            isinstance(buffer, TensorDictReplayBuffer) and getattr(buffer, "_writer", None) is self
-            for buffer in self._storage._attached_entities_iter()
+            isinstance(buffer, TensorDictReplayBuffer) and writer_of(buffer) is self
+            for buffer in buffers_on(self._storage)
         )
-
-    def _transformed(self, episodes: Steps, gone: list[_Gone]) -> tuple[Steps, Tensor]:
-        """The episodes as they are to be stored, and their lengths."""
-        lengths = torch.from_numpy(np.array([len(e.rows) for e in gone], dtype=np.int64))
-        if self.transform is None or not gone:
-            return episodes, lengths
-        episodes = copy_of_episodes(episodes, lengths)
-        if getattr(self.transform, "takes_many_episodes", False):
-            results = unpack(_one_batch(self.transform(pack(episodes, unread=True))))
-            last = self._end_flags.ended(results) if results.length else np.zeros(1, dtype=bool)
-            ends = torch.from_numpy(np.flatnonzero(last) + 1)
-            if len(ends) != len(lengths) or not last[-1]:
-                raise ValueError(
-                    f"transform was given {len(lengths)} whole episodes and must return as many, got "
-                    f"{len(ends)} ends of episodes in {results.length} steps"
-                )
-            return results, ends.diff(prepend=ends.new_zeros(1))
-        stops = lengths.cumsum(0).tolist()
-        parts: list[Steps] = []
-        for each, start, stop in zip(gone, [0, *stops], stops, strict=False):
-            try:
-                parts.append(
-                    unpack(_one_batch(self.transform(pack(episodes[start:stop], unread=True))))
-                )
-            except Exception as error:
-                if sys.version_info >= (3, 11):
-                    error.add_note(f"The transform of EpisodeWriter was given episode {each.name}.")
-                raise
-        return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
 
 
 def _check_data(data: Any) -> None:
-    """Refuse what is no TensorDict."""
+    """Refuse data that is no TensorDict."""
     if not is_tensor_collection(data):
         hint = ""
         if isinstance(data, (list, tuple)):
             hint = ": join steps with torch.stack, or tensordict.lazy_stack if their shapes vary"
-        raise TypeError(f"data must be a TensorDict, got {type(data).__name__}{hint}")
-
-
-def _one_batch(result: Any) -> Any:
-    """What a transform returned, if it can be stored."""
-    if is_tensor_collection(result) and result.ndim == 1:
-        return result
-    raise TypeError(
-        f"transform must return an episode, a TensorDict of batch size [T], got "
-        f"{getattr(result, 'batch_size', type(result).__name__)}"
-    )
-
-
-def _check_samplers(storage: EpisodeStorage) -> None:
-    """Refuse samplers that tie something to a step's place in the storage: it shifts."""
-    for buffer in storage._attached_entities:
-        sampler = getattr(buffer, "_sampler", None)
-        if isinstance(buffer, HERReplayBuffer) and isinstance(
-            sampler, (ClipSampler, EpisodeSampler)
-        ):
-            raise TypeError(
-                f"HERReplayBuffer gives new goals to single steps: use TorchRL's RandomSampler or "
-                f"SamplerWithoutReplacement, got {type(sampler).__name__}"
-            )
-        if isinstance(sampler, ClipSampler):
-            continue
-        if isinstance(sampler, (PrioritizedSampler, StreamingSliceSampler)):
-            raise TypeError(
-                f"{type(sampler).__name__} remembers steps by their place in the storage, and places "
-                "in an EpisodeStorage change when older episodes leave: use ClipSampler, "
-                "PrioritizedClipSampler or EpisodeSampler"
-            )
-        by_recency = isinstance(sampler, PromptGroupSampler) and sampler.strategy == "recency"
-        if by_recency:
-            raise TypeError(
-                'PromptGroupSampler(strategy="recency") keeps an entry for every storage index up to '
-                "the last one written, and those of an EpisodeStorage are handles, from 2**52 on: use "
-                "another strategy, or EpisodeSampler(group_key=...)"
-            )
-
-
-def _aligned(
-    batch: Batch, shape: torch.Size, gone: list[_Gone], lengths: Tensor, stored: Tensor, first: int
-) -> Tensor:
-    """The handle of each step of the batch, -1 if it is not known or not stored.
-
-    Args:
-        batch: the batch.
-        shape: its batch size.
-        gone: the episodes that were stored.
-        lengths: int64 ``[E]``, steps of each as it was stored.
-        stored: int64 ``[K]``, indices of the last of these steps, those that are stored still.
-        first: row of the first step of the batch.
-    """
-    is_one = batch.places is None and len(gone) == 1 and gone[0].rows[0] == first
-    if is_one and len(gone[0].rows) == shape.numel() == len(stored):
-        return stored.view(shape)  # The batch is one whole episode.
-    if not gone:
-        return torch.full(shape, -1, device="cpu")
-    index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
-    # Of all that was stored, the first may have left again.
-    for episode, length in zip(reversed(gone), reversed(lengths.tolist()), strict=True):
-        begin, stop, end = end - length, end, end - length
-        if begin < 0 or length != len(episode.rows):
-            continue
-        before = int(np.searchsorted(episode.rows, first))
-        at = episode.rows[before:] - first
-        index[at if batch.places is None else batch.places[at]] = known[begin + before : stop]
-    return torch.from_numpy(index).view(shape)
+        raise TypeError(f"data must be a TensorDict, got {type(data).__name__}{hint}.")
 
 
 def _nothing() -> Tensor:
     """The indices of no steps, or the lengths of no episodes."""
     return torch.zeros(0, dtype=torch.int64, device="cpu")
-
-
-def _learn(continuity: Continuity, steps: Steps, flags: EndFlags) -> None:
-    """Learn from the steps of an open episode."""
-    columns = steps.columns
-    continuity.learn(
-        compared(steps, flags.keys),
-        lambda path: bits_at(columns[path], slice(1, None)),
-        lambda path: bits_at(columns[path], slice(None, -1)),
-    )
 
 
 def _paths(keys: NestedKey | Sequence[NestedKey] | None) -> tuple[Path, ...]:

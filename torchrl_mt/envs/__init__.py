@@ -1,8 +1,9 @@
 """Text environments: what answers a language-model agent, turn by turn."""
 
-from torchrl_mt.envs.arithmetic import Arithmetic, play_arithmetic
-from torchrl_mt.envs.calculator import CalculatorError, calculate
-from torchrl_mt.envs.guess_number import Game, GuessNumber, optimal_return, play_guess_number
+from torchrl_mt.envs.games.arithmetic import Arithmetic, play_arithmetic
+from torchrl_mt.envs.games.calculator import CalculatorError, calculate
+from torchrl_mt.envs.games.game import Game
+from torchrl_mt.envs.games.guess_number import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 from torchrl_mt.envs.torchrl_env import ChatEnvAdapter
 

@@ -1,13 +1,13 @@
 """TorchRL's chat environments as text environments, transforms and all.
 
-What the model is shown only ever grows: each step hands on the messages that came after the response,
-and a transform that rewrites what was shown before is an error, never a silent change of the record.
+What the model is shown only ever grows: each step hands on the messages that came after the response.
+A transform that rewrites what was shown before is an error, never a silent change of the record.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,31 +16,27 @@ from tensordict import (
     NestedKey,
     NonTensorData,
     NonTensorStack,
-    TensorDict,
     TensorDictBase,
-    is_tensor_collection,
     lazy_stack,
     unravel_key,
 )
 from torchrl.data.llm import History
-from torchrl.envs import Compose, EnvBase, TensorDictPrimer, Transform, TransformedEnv
+from torchrl.envs import EnvBase
 from torchrl.envs.llm.transforms import (
-    DataLoadingPrimer,
     KLComputation,
     KLRewardTransform,
     RetrieveKL,
     RetrieveLogProb,
 )
-from torchrl.envs.utils import make_composite_from_td
 
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.torchrl_data import LoaderItems, initial_entries, transforms_of, with_entries
 
 __all__ = ["ChatEnvAdapter"]
 
 _KL_TRANSFORMS = (KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb)
 _POLICY_NODES = {"tokens", "log_probs", "masks", "logits"}
 _DONE_KEYS = ("done", "terminated", "truncated")
-_SEEDS_KEPT = 10_000
 
 
 class ChatEnvAdapter(TextEnv):
@@ -95,7 +91,7 @@ class ChatEnvAdapter(TextEnv):
             )
         self.factory = factory
         self.reward_key = reward_key
-        self._draws = _Draws()
+        self._loader_items = LoaderItems()
         self._lock = threading.Lock()
         self._is_to_close = False
         self._env: EnvBase | None = None
@@ -106,17 +102,11 @@ class ChatEnvAdapter(TextEnv):
     def __deepcopy__(self, memo: dict[int, Any]) -> ChatEnvAdapter:
         """An adapter of the same factory, without an episode: environments are not to be copied."""
         other = type(self)(self.factory, reward_key=self.reward_key)
-        other._draws = self._draws
+        other._loader_items = self._loader_items
         return other
 
     def reset(self, data: Any = None) -> list[Message]:
         """Make an environment and begin an episode in it.
-
-        Args:
-            data: see :class:`ChatEnvAdapter`.
-
-        Returns:
-            The conversation that the environment opens with.
 
         Raises:
             TypeError: if ``factory`` makes no TorchRL environment, or ``data`` is none of the above.
@@ -132,27 +122,23 @@ class ChatEnvAdapter(TextEnv):
                 )
             try:
                 _require_chat_env(env)
-                item = _item(data, env, self._draws)
-                env = _with_data(env, item)
+                entries = initial_entries(data, env, self._loader_items)
+                env = with_entries(env, entries)
                 root = env.reset()
             except BaseException:
                 env.close(raise_if_closed=False)
                 raise
             self._close()
-            self._env, self._root, self._given = env, root, set(item)
+            self._env, self._root, self._given = env, root, set(entries)
             self._shown = _messages(root)
             return list(self._shown)
 
     def step(self, response: str) -> TextStep:
         """Step the environment with a response.
 
-        Args:
-            response: the model's text.
-
         Returns:
-            The messages that the environment added; the reward; whether the episode is done, which is
-            truncated if the environment says so and not also terminated; in ``info`` every other single
-            number or word of the step.
+            The messages that the environment added, the reward, whether the episode is done, and in
+            ``info`` every other single number or word of the step.
 
         Raises:
             RuntimeError: if no episode is under way, or the environment changed messages that the
@@ -164,7 +150,8 @@ class ChatEnvAdapter(TextEnv):
                     "ChatEnvAdapter.step was called with no episode under way: call reset first."
                 )
             env, root, self._root = self._env, self._root, None
-            said = {"role": _setting(env, "policy_role", None) or "assistant", "content": response}
+            role = getattr(env, "policy_role", None) or "assistant"
+            said = {"role": role, "content": response}
             _say(root, said)
             stepped = env.step(root)
             after = stepped["next"]
@@ -176,15 +163,16 @@ class ChatEnvAdapter(TextEnv):
                     "transforms changed what the model had already seen or said: have it add a message "
                     "instead (AddThinkingPrompt: edit_last_turn=False)."
                 )
-            done, terminated, truncated = (_flag(after, key) for key in _DONE_KEYS)
-            if not (done or terminated or truncated):
+            flags = {key for key in _DONE_KEYS if key in after and after[key].any()}
+            if not flags:
                 self._root = env.step_mdp(stepped)
             self._shown = messages
+            reward = after.get(self.reward_key, None)
             return TextStep(
                 tuple(messages[len(known) :]),
-                reward=_total(after.get(self.reward_key, None)),
-                done=done or terminated or truncated,
-                truncated=truncated and not terminated,
+                reward=0.0 if reward is None else float(reward.sum()),
+                done=bool(flags),
+                truncated="truncated" in flags and "terminated" not in flags,
                 info=self._info(after) or None,
             )
 
@@ -242,7 +230,7 @@ class ChatEnvAdapter(TextEnv):
 
 def _require_chat_env(env: EnvBase) -> None:
     """Refuse an environment that text alone cannot play in."""
-    mode = _setting(env, "input_mode", None)
+    mode = getattr(env, "input_mode", None)
     if mode != "history":
         raise ValueError(
             f"factory must make a chat environment with input_mode='history', got {mode!r}: only "
@@ -253,7 +241,7 @@ def _require_chat_env(env: EnvBase) -> None:
             "factory must make an environment of batch size [1], one conversation, got "
             f"{list(env.batch_size)}: leave batch_size or num_envs at 1."
         )
-    for transform in _transforms(env):
+    for transform in transforms_of(env):
         roots = {key if isinstance(key, str) else key[0] for key in transform.in_keys}
         if isinstance(transform, _KL_TRANSFORMS) or roots & _POLICY_NODES:
             raise ValueError(
@@ -261,113 +249,6 @@ def _require_chat_env(env: EnvBase) -> None:
                 f"{type(transform).__name__} needs tokens or log-probabilities: leave it out and take "
                 "penalties on log-probabilities where the policy is trained (ExperienceMaker)."
             )
-
-
-def _with_data(env: EnvBase, item: Mapping[str, Any]) -> TransformedEnv:
-    """The environment, started from ``item``, whose entries are in the tensordict at every step."""
-    data = TensorDict({key: _entry(value) for key, value in item.items()}, batch_size=[1])
-    primer = TensorDictPrimer(
-        primers=make_composite_from_td(data, unsqueeze_null_shapes=False),
-        default_value=lambda reset=None: data,
-        single_default_value=True,
-        call_before_env_reset=True,
-        expand_specs=True,
-        reset_key="_reset",
-    )
-    if not isinstance(env, TransformedEnv):
-        return TransformedEnv(env, primer)
-    inner = env
-    while isinstance(inner.base_env, TransformedEnv):
-        inner = inner.base_env
-    # First, so that all other transforms find the data at a step; and since what precedes a reset
-    # runs from last to first, it also has the last word there, over a data loader of the environment.
-    inner.insert_transform(0, primer)
-    env.empty_cache()
-    return env
-
-
-class _Draws:
-    """Items of a data loader that can only be iterated; a seed is drawn for once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._source: DataLoadingPrimer | None = None
-        self._items: dict[int, dict[str, Any]] = {}
-
-    def item(self, loader: DataLoadingPrimer, seed: int | None) -> dict[str, Any]:
-        """The seed's item, or the next one."""
-        with self._lock:
-            if seed is not None and seed in self._items:
-                return self._items[seed]
-            self._source = self._source or loader
-            item = _fields(self._source.default_value())
-            if seed is not None:
-                self._items[seed] = item
-                if len(self._items) > _SEEDS_KEPT:
-                    del self._items[next(iter(self._items))]
-            return item
-
-
-def _item(data: Any, env: EnvBase, draws: _Draws) -> dict[str, Any]:
-    """The entries that the episode starts from, the prompt under the environment's name for it."""
-    name = _setting(env, "data_key", "query")
-    if isinstance(data, Mapping):
-        item = {key: value for key, value in data.items() if value is not None}
-        if name not in item and "messages" in item:
-            item[name] = item.pop("messages")
-    elif isinstance(data, (str, History)) or _is_conversation(data):
-        item = {name: data}
-    elif data is None:
-        item = {}
-    else:
-        raise TypeError(
-            "data must be a mapping, a prompt or a list of messages, got "
-            f"{type(data).__name__} ({str(data)[:80]})."
-        )
-    loader = next((t for t in _transforms(env) if isinstance(t, DataLoadingPrimer)), None)
-    if loader is None and name not in item:
-        raise ValueError(
-            f'data must hold the prompt, as data["{name}"] or data["messages"], since the environment '
-            f"has no data loader of its own, got {sorted(map(str, item))}."
-        )
-    if loader is None:
-        return item
-    if name not in item:
-        return _loaded(loader, item.get("seed"), draws)
-    missing = sorted(set(map(str, loader.data_keys)) - set(map(str, item)))
-    if missing:
-        raise ValueError(
-            f"data must hold all that the environment's data loader would, got no {missing}: add them, "
-            "or leave the data loader out."
-        )
-    return item
-
-
-def _loaded(loader: DataLoadingPrimer, seed: Any, draws: _Draws) -> dict[str, Any]:
-    """The item of the environment's own data that a seed stands for."""
-    seed = None if seed is None else int(seed)
-    dataset: Any = getattr(loader.dataloader, "dataset", None)
-    if seed is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        return draws.item(loader, seed)
-    batch = loader.dataloader.collate_fn([dataset[seed % len(dataset)]])
-    if not is_tensor_collection(batch):
-        batch = TensorDict.from_dict(batch, batch_size=[1])
-    return _fields(batch[0])
-
-
-def _fields(item: TensorDictBase) -> dict[str, Any]:
-    """The entries of one item, as they were before TensorDict took them."""
-    return {key: item[key] for key in item.keys()}  # noqa: SIM118 - iterates over rows otherwise
-
-
-def _entry(value: Any) -> Any:
-    """A value as the tensordict of a single conversation holds it."""
-    if isinstance(value, (bool, int, float)):
-        value = torch.tensor(value)
-    if isinstance(value, torch.Tensor):
-        # A copy, since others may hold the same data and a transform may write into it.
-        return value.unsqueeze(0).clone()
-    return NonTensorStack(NonTensorData(value))
 
 
 def _say(root: TensorDictBase, said: Message) -> None:
@@ -386,42 +267,3 @@ def _messages(root: TensorDictBase) -> list[Message]:
         for message in root["history"].prompt[0].tolist(tolist_first=True)
         if message["role"] != "<none>"
     ]
-
-
-def _transforms(env: EnvBase) -> Iterator[Transform]:
-    """Every transform on an environment, those within others too."""
-    while isinstance(env, TransformedEnv):
-        waiting = [env.transform]
-        while waiting:
-            transform = waiting.pop()
-            yield transform
-            if isinstance(transform, Compose):
-                waiting.extend(transform.transforms)
-        env = env.base_env
-
-
-def _setting(env: EnvBase, name: str, default: Any) -> Any:
-    """An attribute of the environment under all transforms."""
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return getattr(env, name, default)
-
-
-def _is_conversation(data: Any) -> bool:
-    """Whether data is a list of messages."""
-    return (
-        isinstance(data, Sequence)
-        and len(data) > 0
-        and all(isinstance(message, Mapping) and "role" in message for message in data)
-    )
-
-
-def _flag(after: TensorDictBase, key: str) -> bool:
-    """A done flag."""
-    value = after.get(key, None)
-    return value is not None and bool(value.any())
-
-
-def _total(reward: torch.Tensor | None) -> float:
-    """The sum of a reward's elements."""
-    return 0.0 if reward is None else float(reward.sum())

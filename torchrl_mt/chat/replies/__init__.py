@@ -1,8 +1,4 @@
-"""Replies as messages: what a model sampled, taken apart by its family's rule.
-
-The text of a reply is everything that was sampled but the stop token. A reply of which a part cannot
-be read is wholly plain content.
-"""
+"""Replies of models, parsed into content, reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How families of models write tool calls and replies: one small reader each.
+"""How families of models write tool calls: one small reader each.
 
 A reader takes the text behind the thoughts and gives the content and the calls, or raises
 ``MalformedError`` where a call is begun that cannot be read.
@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torchrl_mt.chat.replies.reply import (
-    MalformedError,
+from torchrl_mt.chat.replies.reply import MalformedError
+from torchrl_mt.chat.replies.tool_calls import (
+    CONSTANTS,
+    Calls,
     ToolTypes,
     as_calls,
     decode_json,
@@ -24,21 +26,17 @@ __all__ = [
     "Read",
     "cohere",
     "deepseek",
-    "dsml",
-    "function_xml",
+    "elements",
     "gemma",
-    "glm",
     "json_calls",
     "kimi",
     "llama_json",
     "llama_python",
-    "minimax",
     "mistral",
     "no_calls",
     "python_block",
 ]
 
-Calls: TypeAlias = list[dict[str, Any]]
 Read: TypeAlias = Callable[[str, ToolTypes], tuple[str, Calls]]
 """Content and calls of a text."""
 
@@ -71,75 +69,45 @@ def json_calls(opening: str, closing: str | None) -> Read:
     return read
 
 
-def function_xml(opening: str, closing: str) -> Read:
-    """``<function=name><parameter=key>`` between two marks (Qwen3-Coder, Qwen3.5, Nemotron 3, Seed)."""
+def elements(opening: str, closing: str, call: str, argument: str) -> Read:
+    """Elements between two marks: one for each call, and in it one for each argument.
 
-    def read_call(body: str, types: ToolTypes) -> Calls:
-        (name, inside), *others = _elements(_FUNCTION, body)
-        if others:
-            raise MalformedError("more than one function in a call")
-        pairs = _elements(_PARAMETER, inside)
-        return [make_call(name, _values(name.strip(), pairs, types))]
+    Args:
+        opening: stands before the calls.
+        closing: stands behind them.
+        call: pattern of a call, with groups for its name and what holds the arguments.
+        argument: pattern of an argument, with groups for its name and value, and before the value for
+            ``"true"`` or ``"false"`` where the notation says whether that is text.
+    """
+    call_pattern, argument_pattern = (re.compile(each, re.DOTALL) for each in (call, argument))
 
-    return _blocks(opening, closing, read_call)
-
-
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
-
-
-def glm() -> Read:
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``."""
-
-    def read_call(body: str, types: ToolTypes) -> Calls:
-        name, key, rest = body.partition("<arg_key>")
-        pairs = _elements(_ARGUMENT, key + rest)
-        return [make_call(name, _values(name.strip(), pairs, types, trim=False))]
-
-    return _blocks("<tool_call>", "</tool_call>", read_call)
-
-
-_ARGUMENT = re.compile(
-    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-    re.DOTALL,
-)
-
-
-def minimax() -> Read:
-    """``<minimax:tool_call>`` with ``<invoke name="..."><parameter name="...">``."""
-
-    def read_call(body: str, types: ToolTypes) -> Calls:
-        return [
-            make_call(name, _values(name, _elements(_NAMED_PARAMETER, inside), types, trim=False))
-            for name, inside in _elements(_INVOKE, body)
-        ]
-
-    return _blocks("<minimax:tool_call>", "</minimax:tool_call>", read_call)
-
-
-_INVOKE = re.compile(r'<invoke name="([^"\n]+)">(.*?)</invoke>', re.DOTALL)
-_NAMED_PARAMETER = re.compile(r'<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
-
-
-def dsml() -> Read:
-    """DeepSeek V3.2's: MiniMax' shape, and each parameter says whether it is text."""
-
-    def read_call(body: str, types: ToolTypes) -> Calls:
+    def read_calls(body: str, types: ToolTypes) -> Calls:
         calls = []
-        for name, inside in _elements(_DSML_INVOKE, body):
-            parts = _elements(_DSML_PARAMETER, inside)
-            arguments = {k: v if text == "true" else decode_json(v) for k, text, v in parts}
+        for name, inside in _matches(call_pattern, body):
+            arguments = {}
+            for key, *is_text, value in _matches(argument_pattern, inside):
+                key = key.strip()
+                if is_text:
+                    arguments[key] = value if is_text == ["true"] else decode_json(value)
+                else:
+                    arguments[key] = types.value(name.strip(), key, value)
             calls.append(make_call(name, arguments))
         return calls
 
-    return _blocks("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", read_call)
+    return _blocks(opening, closing, read_calls)
 
 
-_DSML_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
-_DSML_PARAMETER = re.compile(
-    r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>',
-    re.DOTALL,
-)
+def _matches(pattern: re.Pattern[str], text: str) -> list[Any]:
+    """The groups of all matches, between which there may be nothing but white space."""
+    found, at = [], 0
+    for match in pattern.finditer(text):
+        if text[at : match.start()].strip():
+            break
+        found.append(match.groups())
+        at = match.end()
+    if text[at:].strip():
+        raise MalformedError(f"not understood: {text[at:][:80]!r}")
+    return found
 
 
 def deepseek(text: str, types: ToolTypes) -> tuple[str, Calls]:
@@ -184,14 +152,11 @@ def mistral(text: str, types: ToolTypes) -> tuple[str, Calls]:
             calls += as_calls(decode_json(piece))
             continue
         head, brace, arguments = piece.partition("{")
-        named = _MISTRAL_HEAD.fullmatch(head.strip())
+        named = re.fullmatch(r"([\w.\-]+?)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?", head.strip())
         if named is None:
             raise MalformedError(f"no name of a tool: {head[:80]!r}")
         calls.append(make_call(named[1], brace + arguments, named[2]))
     return (content.strip() if calls else content), calls
-
-
-_MISTRAL_HEAD = re.compile(r"([\w.\-]+?)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?")
 
 
 def cohere(text: str, types: ToolTypes) -> tuple[str, Calls]:
@@ -211,29 +176,22 @@ def gemma(opening: str, closing: str, quote: str) -> Read:
         quote: stands on both sides of a text.
     """
 
+    def bare_to_json(part: str) -> str:
+        """JSON of what stands outside texts: names in quotes, constants by JSON's names."""
+        part = re.sub(r"(?<=[{,])\s*([\w.\-]+)\s*:", r'"\1":', part)
+        constant = rf"\b({'|'.join(CONSTANTS)})\b"
+        return re.sub(constant, lambda name: json.dumps(CONSTANTS[name.group()]), part)
+
     def read_call(body: str, types: ToolTypes) -> Calls:
         name, brace, arguments = body.strip().removeprefix("call:").partition("{")
         parts = (brace + arguments).split(quote)
         if len(parts) % 2 == 0:
             raise MalformedError("a text without its end")
         for k, part in enumerate(parts):
-            parts[k] = json.dumps(part) if k % 2 else _bare_to_json(part)
+            parts[k] = json.dumps(part) if k % 2 else bare_to_json(part)
         return [make_call(name, "".join(parts))]
 
     return _blocks(opening, closing, read_call)
-
-
-def _bare_to_json(part: str) -> str:
-    """JSON of what stands outside texts: names in quotes, constants by JSON's names."""
-    part = re.sub(r"(?<=[{,])\s*([\w.\-]+)\s*:", r'"\1":', part)
-    return re.sub(
-        r"\b(True|False|None)\b",
-        lambda word: json.dumps(_PYTHONS[word.group()]),
-        part,
-    )
-
-
-_PYTHONS = {"True": True, "False": False, "None": None}
 
 
 def llama_json(text: str, types: ToolTypes) -> tuple[str, Calls]:
@@ -294,10 +252,10 @@ def _section(
     """Calls between marks of their own, all of them in one section."""
 
     def read_section(body: str, types: ToolTypes) -> Calls:
-        found = _blocks(opening, closing, lambda call, types: [read(call)])(body, types)
-        if found[0].strip():
-            raise MalformedError(f"text between calls: {found[0][:80]!r}")
-        return found[1]
+        content, calls = _blocks(opening, closing, lambda call, types: [read(call)])(body, types)
+        if content.strip():
+            raise MalformedError(f"text between calls: {content[:80]!r}")
+        return calls
 
     return _blocks(begin, end, read_section)(text, ToolTypes())
 
@@ -328,30 +286,3 @@ def _behind(text: str, at: int, mark: str, *, or_end: bool = False) -> int:
     if not rest.startswith(mark):
         raise MalformedError(f"{mark} is missing: {rest[:80]!r}")
     return len(text) - len(rest) + len(mark)
-
-
-def _elements(pattern: re.Pattern[str], text: str) -> list[Any]:
-    """All matches, between which there may be nothing but white space; at least what the text needs.
-
-    A pattern's last group is lazy: it ends at the first closing tag.
-    """
-    found, at = [], 0
-    for match in pattern.finditer(text):
-        if text[at : match.start()].strip():
-            break
-        found.append(match.groups())
-        at = match.end()
-    if text[at:].strip() or (not found and pattern in (_FUNCTION, _INVOKE, _DSML_INVOKE)):
-        raise MalformedError(f"not understood: {text[at:][:80]!r}")
-    return found
-
-
-def _values(
-    tool: str, pairs: list[tuple[str, str]], types: ToolTypes, *, trim: bool = True
-) -> dict[str, Any]:
-    """Arguments by name; a line's end on either side of a value belongs to the notation."""
-    arguments = {}
-    for key, text in pairs:
-        value = text.removeprefix("\n").removesuffix("\n") if trim else text
-        arguments[key.strip()] = types.value(tool, key.strip(), value)
-    return arguments

@@ -1,6 +1,6 @@
 """Parse a model's reply by the tokenizer's own response template, or by its family's notation.
 
-Whatever is sampled, parsing returns: what cannot be read is content.
+Parsing never raises: a reply of which a part cannot be read is plain content.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_mt.chat.replies.formats import TURN_ENDS, format_of
-from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply, ToolTypes, as_calls
+from torchrl_mt.chat.encoding import decode
+from torchrl_mt.chat.replies.families import TURN_ENDS, family_of
+from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply
+from torchrl_mt.chat.replies.tool_calls import ToolTypes, as_calls
+from torchrl_mt.chat.special_tokens import special_tokens
 
-__all__ = ["ReplyParser", "decode", "parse_tool_calls"]
+__all__ = ["ReplyParser", "parse_tool_calls"]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that response templates have for thoughts."""
@@ -76,12 +79,14 @@ class ReplyParser:
         self._tokenizer = tokenizer
         self._tools = None if tools is None else list(tools)
         self._types = ToolTypes(self._tools)
-        self._format = format_of("\n".join([_source(tokenizer), *_special_names(tokenizer)]))
+        template = tokenizer.chat_template or ""
+        sources = [template] if isinstance(template, str) else [*template.values()]
+        self._family = family_of("\n".join([*sources, *sorted(special_tokens(tokenizer))]))
 
     @property
     def family(self) -> str:
         """The name of the notation that the chat template has marks of."""
-        return self._format.name
+        return self._family.name
 
     def parse(self, text: str, prefix: str | None) -> ParsedReply:
         """Parse a reply.
@@ -94,20 +99,20 @@ class ReplyParser:
             if self._host() is not None:
                 known = _generation_prompt(self._tokenizer) if prefix is None else prefix
                 return self._parse_by_host(text, known)
-            return self._format.parse(text, prefix or "", self._types)
+            return self._family.parse(text, prefix or "", self._types)
         except (ValueError, RecursionError, MemoryError):
             return ParsedReply(text)
 
     def opened_by(self, prefix: str) -> str:
         """What a prompt ends with that opens the thoughts; empty if it does not."""
-        opening = self._format.tags[0].strip() if self._format.tags else None
+        opening = self._family.tags[0].strip() if self._family.tags else None
         if opening is None or not prefix.rstrip().endswith(opening):
             return ""
         return prefix[prefix.rindex(opening) :]
 
     def is_closed_by(self, prefix: str) -> bool:
         """Whether a prompt ends with thoughts that it has ended itself."""
-        tags = self._format.tags
+        tags = self._family.tags
         return tags is not None and prefix.rstrip().endswith(tags[1].strip())
 
     def _host(self) -> Any:
@@ -137,27 +142,6 @@ class ReplyParser:
         if not content and thoughts is None and not calls:
             return ParsedReply(text)  # It drops what no rule is for.
         return ParsedReply(content, thoughts, calls)
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Text of tokens, special ones included."""
-    return str(
-        tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-    )
-
-
-def _source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's source, or all of them if there are several."""
-    template = tokenizer.chat_template or ""
-    return template if isinstance(template, str) else "\n".join(template.values())
-
-
-def _special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Names of the special tokens."""
-    added = tokenizer.added_tokens_decoder.values()
-    return [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
 
 
 def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:

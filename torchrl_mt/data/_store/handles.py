@@ -31,10 +31,6 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
         int64 ``[n]`` on the CPU, places in ``[0, stored)``; and the shape that was asked for, None
         for a single step.
 
-    Raises:
-        IndexError: if a step is not stored (any more), or a mask has another shape.
-        TypeError: if it is no index.
-
     Examples:
         >>> resolve_index([-1, 0, HANDLES + 12], 10, 5)
         (tensor([4, 0, 2]), torch.Size([3]))
@@ -46,13 +42,13 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
         stop = part.start + len(part) * part.step
         return torch.arange(part.start, stop, part.step, device="cpu"), torch.Size([len(part)])
     if index is None or index is Ellipsis or isinstance(index, (str, tuple)):
-        raise TypeError(f"index must be an int, a slice, a mask or integers, got {index!r}")
+        raise TypeError(f"index must be an int, a slice, a mask or integers, got {index!r}.")
     if isinstance(index, range):
         index = list(index)
     wanted = index.cpu() if isinstance(index, Tensor) else torch.from_numpy(np.asarray(index))
     if wanted.dtype == torch.bool:
         if wanted.shape != (stored,):
-            raise IndexError(f"a mask must have shape {(stored,)}, got {tuple(wanted.shape)}")
+            raise IndexError(f"a mask must have shape {(stored,)}, got {tuple(wanted.shape)}.")
         wanted = wanted.nonzero().squeeze(1)
     given = integers(wanted, "index").reshape(-1)
     places = given
@@ -64,25 +60,21 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
             raise IndexError(
                 f"index has handles of {int(gone.sum())} steps that are not stored (any more), such "
                 f"as {int(given[gone][0])}: the {stored} stored steps have the handles "
-                f"from {HANDLES + first}"
+                f"from {HANDLES + first}."
             )
     if given.numel() and (int(places.min()) < -stored or int(places.max()) >= stored):
         raise IndexError(
             f"index must lie in [{-stored}, {stored}): {stored} steps are stored, got values "
-            f"from {int(places.min())} to {int(places.max())}"
+            f"from {int(places.min())} to {int(places.max())}."
         )
     places = torch.where(places < 0, places + stored, places)
     return places, wanted.shape if wanted.ndim else None
 
 
 def integers(values: Tensor, name: str) -> Tensor:
-    """The values as int64.
-
-    Raises:
-        TypeError: if they are no integers; names the argument.
-    """
+    """The values as int64."""
     if not values.numel():
         return values.long()
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise TypeError(f"{name} must be of an integer dtype, got {values.dtype}")
+        raise TypeError(f"{name} must be of an integer dtype, got {values.dtype}.")
     return values.long()

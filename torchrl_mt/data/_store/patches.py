@@ -24,15 +24,11 @@ __all__ = ["PatchedEntry", "check_patch", "write_patch"]
 
 
 class PatchedEntry:
-    """A stored entry that may be patched, with what TorchRL asks of it.
+    """A stored entry that may be patched; what TorchRL's ``update_if_present`` asks of it.
 
     Args:
         storage: where it is stored.
         key: the entry.
-
-    Raises:
-        KeyError: if it is not stored.
-        ValueError: if its shape varies, it holds Python objects, or shares rows with another.
     """
 
     def __init__(self, storage: EpisodeStorage, key: NestedKey) -> None:
@@ -40,17 +36,17 @@ class PatchedEntry:
         entry = None if schema is None else schema.entries.get(path)
         if schema is None or entry is None:
             known = [] if schema is None else [*map(name_of, schema.entries)]
-            raise KeyError(f"{name_of(path)} is not stored; the entries are {', '.join(known)}")
+            raise KeyError(f"{name_of(path)} is not stored; the entries are {', '.join(known)}.")
         following = schema.entries.get(("next", *path))
         if entry.shared or (following is not None and following.shared):
             raise ValueError(
                 f"{name_of(path)} shares its rows with another entry, which a patch would change, "
-                f"too: make the storage with EpisodeStorage(share_next=False)"
+                f"too: make the storage with EpisodeStorage(share_next=False)."
             )
         column = storage._store.columns[path]
         if not isinstance(column, (DenseColumn, RecordColumn)):
             raise ValueError(
-                f"only entries of one shape can be patched: {name_of(path)} is {entry}"
+                f"only entries of one shape can be patched: {name_of(path)} is {entry}."
             )
         self._storage = storage
         self.name = name_of(path)
@@ -64,17 +60,13 @@ class PatchedEntry:
         return self.data[self._storage.rows_of(handles).to(self.device)]
 
     def values(self, given: Any, steps: int) -> Tensor:
-        """New values for so many steps.
-
-        Raises:
-            ValueError: if they are of another dtype or shape than the entry.
-        """
+        """New values for so many steps."""
         values = torch.as_tensor(given)
         shape = (steps, *self.shape[1:])
         if values.dtype != self.data.dtype or values.numel() != torch.Size(shape).numel():
             raise ValueError(
                 f"patch of {self.name} must be {shape} {self.data.dtype}, got "
-                f"{tuple(values.shape)} {values.dtype}"
+                f"{tuple(values.shape)} {values.dtype}."
             )
         return values.detach().to(self.device).reshape(shape)
 

@@ -157,13 +157,9 @@ class Ring:
         return new
 
     def push(self, size: int) -> int | None:
-        """Place a block of ``size`` rows; its first row, or None if no gap is long enough.
-
-        Raises:
-            ValueError: if ``size`` is not positive.
-        """
+        """Place a block of ``size`` rows; its first row, or None if no gap is long enough."""
         if size < 1:
-            raise ValueError(f"size must be a positive number of rows, got {size}")
+            raise ValueError(f"size must be a positive number of rows, got {size}.")
         limit = self.head if self.wrapped else self.capacity
         if self.tail + size <= limit:
             start = self.tail
@@ -222,14 +218,11 @@ class Ring:
 
         Returns:
             the moves to apply to whatever the rows hold.
-
-        Raises:
-            ValueError: if the live rows do not fit.
         """
         moves = self.layout()
         live = moves.upper + moves.lower
         if capacity < live:
-            raise ValueError(f"capacity must be at least the {live} live rows, got {capacity}")
+            raise ValueError(f"capacity must be at least the {live} live rows, got {capacity}.")
         self.capacity, self.head, self.wrapped = capacity, 0, False
         self.tail = self.upper_end = live
         return moves

@@ -90,15 +90,12 @@ class Schema:
 
     @staticmethod
     def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:
-        """The schema that the first episodes fix.
+        """The schema of the first episodes.
 
         Args:
             steps: whole episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
             share_next: whether a ``("next", k)`` that agrees with ``k`` is to be shared.
-
-        Raises:
-            ValueError: if the tensors of one entry differ in dtype or in number of dimensions.
         """
         entries = {path: _entry(path, column) for path, column in steps.columns.items()}
         if share_next:
@@ -143,26 +140,23 @@ class Schema:
 
         Args:
             other: what has to fit; whether it shares entries does not matter.
-
-        Raises:
-            ValueError: if it does not fit; names the key, what was expected and what came.
         """
         missing = self.entries.keys() - other.entries.keys()
         if missing:
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(min(missing))} is "
-                f"missing"
+                f"missing."
             )
         extra = other.entries.keys() - self.entries.keys()
         if extra:
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(min(extra))} is not "
-                f"among them"
+                f"among them."
             )
         if other.root_class is not self.root_class:
             raise ValueError(
                 f"an episode must come in the class of the first one: expected "
-                f"{_class_name(self.root_class)}, got {_class_name(other.root_class)}"
+                f"{_class_name(self.root_class)}, got {_class_name(other.root_class)}."
             )
         return self._with(
             {path: _merge(path, entry, other.entries[path]) for path, entry in self.entries.items()}
@@ -197,9 +191,6 @@ class Schema:
         Args:
             steps: whole episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
-
-        Raises:
-            ValueError: if they do not fit; names the key, what was expected and what came.
         """
         entries = self.merge(Schema.of(steps, lengths, share_next=False)).entries
         return self._with(
@@ -291,10 +282,8 @@ def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
         differs = here.numpy()[1:] != following.numpy()[:-1]
         differs[[stop - 1 for stop in accumulate(lengths.tolist()[:-1])]] = False
         return not differs.any()
-    goes_on = torch.ones(steps.length, dtype=torch.bool, device="cpu")
-    goes_on[lengths.cumsum(0) - 1] = False
-    step = goes_on.nonzero().squeeze(1).to(here.device)
-    return torch.equal(here.index_select(0, step + 1), following.index_select(0, step))
+    odd = _disagreeing(steps, lengths, path)
+    return odd is not None and not bool(odd.any())
 
 
 def _entry(path: Path, column: Column) -> Entry:
@@ -311,7 +300,7 @@ def _entry(path: Path, column: Column) -> Entry:
         if item.dtype != first.dtype or item.ndim != first.ndim:
             raise ValueError(
                 f"{name_of(path)} must keep its dtype and number of dimensions: expected "
-                f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}"
+                f"{first.dtype} and {first.ndim}, got {item.dtype} and {item.ndim}."
             )
     return Entry("ragged", (-1,) * first.ndim, first.dtype, lazy=True)
 
@@ -329,7 +318,7 @@ def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
     if expected.kind == got.kind == "object":
         return expected
     raise ValueError(
-        f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}"
+        f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}."
     )
 
 

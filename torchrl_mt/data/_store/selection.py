@@ -20,7 +20,7 @@ from torchrl_mt.data._store.ring import within
 from torchrl_mt.data._store.steps import Column, Path, Steps
 from torchrl_mt.data.samplers.strides import StridePlan
 
-__all__ = ["Selection", "plan_runs", "state_of"]
+__all__ = ["Selection", "plan_runs"]
 
 
 @dataclass
@@ -79,8 +79,3 @@ def plan_runs(
 def _offsets(runs: int, span: int, stride: int) -> np.ndarray:
     """Stored steps from the beginning of its run to each step of as many runs: ``[runs * span]``."""
     return np.tile(np.arange(0, span * stride, stride), runs)
-
-
-def state_of(index: Tensor) -> int:
-    """What tells whether an index tensor is changed in place later on, as far as torch can."""
-    return 0 if index.is_inference() else index._version

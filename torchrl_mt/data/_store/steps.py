@@ -7,7 +7,7 @@ one without entries does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
-    TensorDict,
     TensorDictBase,
     is_tensor_collection,
     is_tensorclass,
@@ -24,6 +23,15 @@ from tensordict import (
 )
 from tensordict.utils import NestedKey, is_non_tensor, unravel_key
 from torch import Tensor
+
+from torchrl_mt._hosts.tensordict import (
+    Unread,
+    UnreadObjects,
+    UnreadStack,
+    new_stack,
+    new_tensordict,
+    tensordict_of,
+)
 
 __all__ = [
     "Column",
@@ -98,22 +106,14 @@ class Steps:
         return replace(self, length=len(places), columns=columns)
 
     def on(self, device: torch.device) -> Steps:
-        """The steps with every tensor on ``device``; objects as :func:`own` gives them.
-
-        Raises:
-            ValueError: if a tensor has no values in memory, or is sparse; names the key.
-        """
+        """The steps with every tensor on ``device``; objects as :func:`own` gives them."""
         if all(_is_on(column, device) for column in self.columns.values()):
             return self
         columns = {path: _moved(path, column, device) for path, column in self.columns.items()}
         return replace(self, columns=columns)
 
     def check_values(self) -> None:
-        """Refuse what cannot be stored.
-
-        Raises:
-            ValueError: if a tensor has no values in memory, or is sparse; names the key.
-        """
+        """Refuse what cannot be stored."""
         for path, column in self.columns.items():
             if not isinstance(column, Objects):
                 _check_values(path, column)
@@ -133,11 +133,7 @@ class Steps:
 
     @staticmethod
     def concat(parts: Sequence[Steps]) -> Steps:
-        """One after the other, in the given order.
-
-        Raises:
-            ValueError: if the parts differ in their entries, or an entry in dtype or shape.
-        """
+        """One after the other, in the given order."""
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
@@ -146,7 +142,7 @@ class Steps:
                 odd = sorted(part.columns.keys() ^ first.columns.keys())
                 raise ValueError(
                     f"every step must have the same keys; {', '.join(map(name_of, odd))} are in "
-                    f"some steps only"
+                    f"some steps only."
                 )
         columns = {
             path: _concat(path, [part.columns[path] for part in parts]) for path in first.columns
@@ -165,23 +161,20 @@ def unpack(data: Any) -> Steps:
     Returns:
         the columns, detached.
 
-    Raises:
-        TypeError: if ``data`` is no tensor collection.
-        ValueError: if some steps have keys that others lack.
-
     Examples:
+        >>> from tensordict import TensorDict
         >>> steps = unpack(TensorDict({"a": torch.zeros(2, 3), "next": {"b": torch.ones(2)}}, [2]))
         >>> sorted(steps.columns)
         [('a',), ('next', 'b')]
     """
     if not is_tensor_collection(data) or is_non_tensor(data):
-        raise TypeError(f"data must be a TensorDict or a tensorclass, got {type(data).__name__}")
+        raise TypeError(f"data must be a TensorDict or a tensorclass, got {type(data).__name__}.")
     columns: dict[Path, Column] = {}
     root_class = None
     if is_tensorclass(data):
         root_class = type(data)
-        data = data._tensordict
-    if isinstance(data, _Unread) and data.is_unread:
+        data = tensordict_of(data)
+    if isinstance(data, Unread) and data.is_unread:
         _unpack_tree((), data.tree, columns)
     elif isinstance(data, LazyStackedTensorDict):
         _unpack_rows((), list(data.unbind(0)), columns)
@@ -269,7 +262,7 @@ def step_tensors(column: Any) -> Sequence[Tensor]:
 def has_lazy_stack(data: Any) -> bool:
     """Whether some node of ``data`` is a lazy stack."""
     if is_tensorclass(data) and not is_non_tensor(data):
-        data = data._tensordict
+        data = tensordict_of(data)
     if isinstance(data, LazyStackedTensorDict):
         return True
     if is_non_tensor(data):
@@ -284,7 +277,7 @@ def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column])
         if isinstance(value, Tensor):
             value = _plain(value)
             columns[where] = Rows(list(value.unbind(0))) if value.is_nested else value
-        elif isinstance(value, _Unread) and value.is_unread:
+        elif isinstance(value, Unread) and value.is_unread:
             _unpack_tree(where, value.tree, columns)
         elif isinstance(value, NonTensorStack):
             columns[where] = Objects(value.tolist())
@@ -311,7 +304,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
             odd = sorted(".".join((*path, str(name))) for name in set(node.keys()) ^ keys)
             raise ValueError(
                 f"every step must have the same keys; {odd} are in some steps only: "
-                f"give the others a value too (None for Python objects)"
+                f"give the others a value too (None for Python objects)."
             )
     for name in list(nodes[0].keys()):
         where = (*path, name)
@@ -328,7 +321,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
             _unpack_rows(where, values, columns)
         else:
             kinds = sorted({type(value).__name__ for value in values})
-            raise ValueError(f"{name_of(where)} must be of one kind in every step, got {kinds}")
+            raise ValueError(f"{name_of(where)} must be of one kind in every step, got {kinds}.")
 
 
 def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
@@ -340,61 +333,6 @@ def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
         columns[path] = tree
 
 
-class _Unread:
-    """A stack whose elements are made when somebody first asks for them.
-
-    From then on it is what its other base class says and nothing else.
-    """
-
-    __slots__ = ()  # or it could not become the other class
-
-    tree: Any
-    """A column, or a tree of columns by name."""
-    make: Callable[[], list[Any]]
-
-    @classmethod
-    def of(cls, tree: Any, size: torch.Size, make: Callable[[], list[Any]]) -> Any:
-        """A stack of ``size`` elements that ``make`` gives."""
-        new: Any = cls._new_lazy_unsafe(batch_size=[])  # type: ignore[attr-defined]
-        new.__dict__.update(tree=tree, make=make, _batch_size=size)
-        del new.__dict__["tensordicts"]
-        return new
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "tensordicts":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.read()
-        return self.tensordicts
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether nobody has asked yet; not so of what its methods make of it."""
-        return "tensordicts" not in self.__dict__
-
-    def read(self) -> None:
-        """Become the other class."""
-        if self.is_unread:
-            self.__dict__["tensordicts"] = self.make()
-            del self.tree, self.make
-        self.__class__ = type(self).__bases__[0]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.read()  # What is copied or sent elsewhere is not of this class.
-        return self.__reduce_ex__(protocol)
-
-
-class _UnreadNode(LazyStackedTensorDict, _Unread):
-    """The steps of a node that has :class:`Rows`."""
-
-    __slots__ = ()
-
-
-class _UnreadObjects(NonTensorStack, _Unread):
-    """A column of :class:`Objects`."""
-
-    __slots__ = ()
-
-
 def _pack_node(
     tree: dict[str, Any], size: torch.Size, device: torch.device | None, unread: bool = False
 ) -> TensorDictBase:
@@ -404,16 +342,15 @@ def _pack_node(
     """
     if Rows in map(type, tree.values()):
         if unread and size[0]:
-            return _UnreadNode.of(tree, size, lambda: _pack_node(tree, size, device).tensordicts)
+            return UnreadStack.of(tree, size, lambda: _pack_node(tree, size, device).tensordicts)
         names = tuple(tree)
         items = [_items(value, size, device) for value in tree.values()]
         scalar = torch.Size([])
-        new = TensorDict._new_unsafe
         nodes = [
-            new(dict(zip(names, step, strict=True)), batch_size=scalar, device=device, nested=False)
+            new_tensordict(dict(zip(names, step, strict=True)), scalar, device)
             for step in zip(*items, strict=True)
         ]
-        return LazyStackedTensorDict._new_lazy_unsafe(*nodes, batch_size=scalar, device=device)
+        return new_stack(nodes, device)
     flat, values = len(size) == 1, dict[str, Any]()
     for name, value in tree.items():
         if isinstance(value, Tensor):
@@ -422,7 +359,7 @@ def _pack_node(
             values[name] = _pack_node(value, size, device, unread)
         else:
             values[name] = _whole(value, size, device, unread)
-    return TensorDict._new_unsafe(values, batch_size=size, device=device, nested=False)
+    return new_tensordict(values, size, device)
 
 
 def _whole(
@@ -435,7 +372,7 @@ def _whole(
     if all(is_tensorclass(item) for item in items) and not is_non_tensor(items[0]):
         return lazy_stack(items)
     if unread:
-        return _UnreadObjects.of(
+        return UnreadObjects.of(
             column, size, lambda: [NonTensorData(item, device=device) for item in items]
         )
     return NonTensorStack(*[NonTensorData(item, device=device) for item in items])
@@ -485,7 +422,7 @@ def _check_values(path: Path, column: Tensor | Rows) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(
                 f"{name_of(path)} must be a dense tensor with values, got layout {tensor.layout} "
-                f"on device {tensor.device}: convert it before it is stored"
+                f"on device {tensor.device}: convert it before it is stored."
             )
 
 
@@ -513,7 +450,7 @@ def _concat(path: Path, parts: list[Column]) -> Column:
         return Objects([item for part in parts for item in part.items])  # type: ignore[union-attr]
     if any(isinstance(part, Objects) for part in parts):
         raise ValueError(
-            f"{name_of(path)} must be of one kind in every step, got tensors and objects"
+            f"{name_of(path)} must be of one kind in every step, got tensors and objects."
         )
     if all(isinstance(part, Tensor) for part in parts):
         first = parts[0]
@@ -522,7 +459,7 @@ def _concat(path: Path, parts: list[Column]) -> Column:
                 raise ValueError(
                     f"{name_of(path)} must keep its shape and dtype: expected "
                     f"{_signature(first)}, got {_signature(part)}; variable lengths go in a "
-                    f"lazy stack of steps"
+                    f"lazy stack of steps."
                 )
         return torch.cat(parts)  # type: ignore[arg-type]
     return Rows([item for part in parts for item in step_tensors(part)])

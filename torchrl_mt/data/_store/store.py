@@ -32,13 +32,13 @@ from torchrl_mt.data._store.columns.columns import (
     RecordColumn,
     StoredColumn,
 )
+from torchrl_mt.data._store.columns.disagreeing_next import are_too_many
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.prompt_column import PromptColumn, additions
 from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.columns.rows import RowPlan
-from torchrl_mt.data._store.columns.unshared_next import are_the_rule
-from torchrl_mt.data._store.files.column_files import Part, SavedParts, TensorParts
-from torchrl_mt.data._store.interrupts import undisturbed
+from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
+from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Blocks, Moves, Ring, runs
 from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Entry, Schema
 from torchrl_mt.data._store.steps import Column, Objects, Path, Steps, own, step_tensors
@@ -98,16 +98,19 @@ class EpisodeStore:
         self.memory = Memory(device, scratch_dir)
         self.schema: Schema | None = None
         self.columns: dict[Path, StoredColumn] = {}
-        self.records: dict[Path, Record] = {}
-        """Where the small entries are; several have one record."""
         self.table = EpisodeTable()
         self._rows = _RingRows(Ring(0))
 
     @property
     def nbytes(self) -> int:
         """Bytes that the columns hold, Python objects not counted."""
-        records = sum(record.nbytes for record in set(self.records.values()))
-        return records + sum(column.nbytes for column in self.columns.values())
+        columns = sum(column.nbytes for column in self.columns.values())
+        return columns + sum(record.nbytes for record in self.records)
+
+    @property
+    def records(self) -> set[Record]:
+        """Where the small entries are, several in one record."""
+        return {c.record for c in self.columns.values() if isinstance(c, RecordColumn)}
 
     def admit(self, steps: Steps, lengths: Tensor) -> Admission:
         """Check episodes before they are stored.
@@ -115,18 +118,15 @@ class EpisodeStore:
         Args:
             steps: the episodes, one after the other, on the store's device.
             lengths: int64 ``[E]``, steps of each, at least one episode.
-
-        Raises:
-            ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
         sizes = lengths.tolist()
         if min(sizes) < 1:
-            raise ValueError("an episode must have at least one step, got an empty one")
+            raise ValueError("an episode must have at least one step, got an empty one.")
         longest = max(sizes)
         if longest > self.max_steps:
             raise ValueError(
                 f"an episode of {longest} steps does not fit in max_steps={self.max_steps}: give "
-                f"EpisodeStorage a larger budget"
+                f"EpisodeStorage a larger budget."
             )
         if self.schema is None:
             schema = Schema.of(steps, lengths, share_next=self.share_next)
@@ -141,12 +141,12 @@ class EpisodeStore:
         return replace(self._admitted(schema, steps, lengths), odd=odd)
 
     def _is_rule(self, path: Path, odd: Tensor) -> bool:
-        """Whether episodes that disagree, with these, are too many to be exceptions."""
+        """Whether too many episodes disagree, with these, to keep their rows aside."""
         column = self.columns.get(path)
         if not isinstance(column, NextColumn):
             return False
-        exceptions = len(column.exceptions) + int(odd.sum())
-        return are_the_rule(exceptions, self.table.num_episodes + len(odd))
+        disagreeing = len(column.disagreeing) + int(odd.sum())
+        return are_too_many(disagreeing, self.table.num_episodes + len(odd))
 
     def append(self, admitted: Admission) -> None:
         """Store what :meth:`admit` gave, after the oldest have made room.
@@ -154,7 +154,7 @@ class EpisodeStore:
         Nothing is changed if that fails, or if it is interrupted.
         """
         commit = self._plan(admitted)
-        with undisturbed():
+        with interrupts_deferred():
             commit()
 
     def evict(self, episodes: int) -> None:
@@ -162,20 +162,16 @@ class EpisodeStore:
         if not episodes:
             return
         first, blocks = self._first_after(episodes), self._oldest(episodes)
-        with undisturbed():
+        with interrupts_deferred():
             self.table.evict(episodes)
             self._rows.ring.pop(next_start=first)
             for column in self.columns.values():
                 column.release(blocks, first)
 
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
-        """The steps of ``plan``; columns that are ``known`` are not read again.
-
-        Raises:
-            IndexError: if nothing was ever stored.
-        """
+        """The steps of ``plan``; columns that are ``known`` are not read again."""
         if self.schema is None:
-            raise IndexError("nothing is stored yet")
+            raise IndexError("nothing is stored yet.")
         known = known or {}
         columns = {
             path: known[path] if path in known else plan.read(path, column)
@@ -221,20 +217,15 @@ class EpisodeStore:
 
         Returns:
             how many of the oldest episodes are left out, since the budgets are smaller.
-
-        Raises:
-            ValueError: if not even the newest episode fits.
         """
-        if "pad" not in state_dict:
-            return self._load_whole_columns(state_dict)
         columns = {
-            path: TensorParts(parts, self.memory.device)
+            path: SavedColumn(parts, self.memory.device)
             for path, parts in state_dict["columns"].items()
         }
         return self.load(state_dict, columns)
 
     def load(
-        self, state: Mapping[str, Any], columns: Mapping[Path, SavedParts], *, mapped: bool = False
+        self, state: Mapping[str, Any], columns: Mapping[Path, SavedColumn], *, mapped: bool = False
     ) -> int:
         """Store what :meth:`parts` gave, in a store that holds nothing yet.
 
@@ -245,9 +236,6 @@ class EpisodeStore:
 
         Returns:
             how many of the oldest episodes are left out, since the budgets are smaller.
-
-        Raises:
-            ValueError: if not even the newest episode fits.
         """
         schema: Schema | None = state["schema"]
         left_out = self._beyond_budgets(state["lengths"], state["tokens"])
@@ -258,89 +246,59 @@ class EpisodeStore:
             self._rows = self._new_rows(schema, lengths, state["pad"])
             capacity = live if mapped else max(live, self._rows.ring.capacity)
             self._rows.ring = Ring(capacity, tail=live, upper_end=live)
-            stored, records = self._columns_for(
-                schema, 0 if mapped else capacity, packed=not mapped
-            )
+            stored = self._columns_for(schema, 0 if mapped else capacity, packed=not mapped)
             for path, column in stored.items():
                 column.load(columns[path], range(total - live, total))
-            self.schema, self.columns, self.records = schema, stored, records
+            self.schema, self.columns = schema, stored
             self.table.extend(lengths, sizes.cumsum(0) - sizes, tokens)
             if not self.share_next and schema.shared:
                 self.schema = schema.unshared()
-                self.columns, self.records = self._columns_for(self.schema, capacity)
-        self._number(state, left_out)
-        return left_out
-
-    def _load_whole_columns(self, state: dict[str, Any]) -> int:
-        """Store what earlier versions saved: each entry with rows of its own, prompts as a whole."""
-        schema, lengths, left_out = state["schema"], state["lengths"], 0
-        if schema is not None:
-            schema = schema if self.share_next else schema.unshared()
-            if length := int(lengths.sum()):
-                steps = Steps(length, state["columns"], schema.root_class).on(self.memory.device)
-                tokens = count_tokens(schema, _taken_apart(schema, steps, lengths), lengths)
-                left_out = self._beyond_budgets(lengths, tokens)
-                lengths, left = lengths[left_out:], int(lengths[:left_out].sum())
-                steps = steps[left:]
-                admitted = self._admitted(schema, steps, lengths)
-                self.append(replace(admitted, odd=schema.odd(steps, lengths)))
-            else:
-                # An empty storage knows what its steps look like, too.
-                self.schema, self._rows = schema, self._new_rows(schema, lengths)
-                self.columns, self.records = self._columns_for(schema, self._rows.ring.capacity)
+                self.columns = self._columns_for(self.schema, capacity)
         self._number(state, left_out)
         return left_out
 
     def _number(self, state: Mapping[str, Any], left_out: int) -> None:
         """Give the loaded episodes the ordinals, and their steps the numbers, that they had."""
         oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
-        self.table.renumber(oldest, first, state.get("renumbered", 0))
+        self.table.renumber(oldest, first, state["renumbered"])
 
     def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
-        """How many of the oldest episodes must be left out, so that the others fit.
-
-        Raises:
-            ValueError: if not even the newest fits.
-        """
-        left_out = max(self._not_kept(lengths, tokens).values())
+        """How many of the oldest saved episodes exceed the budgets; an error if all do."""
+        left_out = max(self.not_kept(lengths, tokens).values())
         if left_out and left_out == len(lengths):
             budget = "max_steps" if int(lengths[-1]) > self.max_steps else "max_tokens"
             size = int(lengths[-1] if budget == "max_steps" else tokens[-1])
             raise ValueError(
                 f"the newest episode that was saved has {size} {budget[4:]}, more than "
-                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget"
+                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget."
             )
         return left_out
 
     def _admitted(self, schema: Schema, steps: Steps, lengths: Tensor) -> Admission:
-        """Episodes that fit the schema, in the form in which they are stored.
-
-        Raises:
-            ValueError: if one is longer than ``max_tokens``.
-        """
-        taken_apart = _taken_apart(schema, steps, lengths)
+        """Episodes that fit the schema, in the form in which they are stored."""
+        taken_apart = _with_additions(schema, steps, lengths)
         tokens = count_tokens(schema, taken_apart, lengths)
         if schema.growing:
             steps = taken_apart
         if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
             raise ValueError(
                 f"an episode of {int(tokens.max())} tokens does not fit in "
-                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget"
+                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget."
             )
         return Admission(schema, steps, lengths, tokens)
 
     def _plan(self, admitted: Admission) -> Callable[[], None]:
-        """What stores the episodes; whatever can fail has failed before it is returned."""
+        """A function that stores the episodes and cannot fail: what can fail is done here."""
         schema, table = admitted.schema, self.table
         steps, lengths, tokens = admitted.steps, admitted.lengths, admitted.tokens
-        skipped = max(self.not_kept(admitted).values()) if len(lengths) > 1 else 0
+        skipped = max(self.not_kept(lengths, tokens).values()) if len(lengths) > 1 else 0
         if skipped:
             lengths, tokens = lengths[skipped:], tokens[skipped:]
             steps = steps[steps.length - int(lengths.sum()) :]
         rows = self._rows if self.schema is not None else self._new_rows(schema, lengths)
-        columns, records, recount = self.columns, self.records, None
+        columns, recount = self.columns, None
         if schema is not self.schema:
-            columns, records = self._columns_for(schema, rows.ring.capacity)
+            columns = self._columns_for(schema, rows.ring.capacity)
             recount = self._recount(schema, columns)
         leaving = table.num_episodes
         if not skipped:
@@ -350,26 +308,19 @@ class EpisodeStore:
         first, moves, left = self._first_after(leaving) if leaving else None, None, None
         if leaving:
             ring.pop(next_start=first)
-            if schema.has_objects or any(map(_has_exceptions, columns.values())):
+            if schema.has_objects or any(map(_has_disagreeing, columns.values())):
                 left = self._oldest(leaving)
         sizes = [length + rows.pad for length in lengths.tolist()]
         starts = ring.push_all(sizes)
         if starts is None:
             moves = self._grow(rows, sizes)
-            columns = {
-                path: column.laid_out(moves, ring.capacity) for path, column in columns.items()
-            }
-            moved = {
-                record: record.laid_out(moves, ring.capacity) for record in set(records.values())
-            }
-            records = {path: moved[record] for path, record in records.items()}
-            _link(columns, records)
+            columns = _laid_out(columns, moves, ring.capacity)
             left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
             starts = ring.push_all(sizes)
             assert starts is not None
         odd = {path: which[skipped:] for path, which in admitted.odd.items()}
         change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left, odd)
-        commits = _plan_columns(change, steps, columns, records)
+        commits = _plan_columns(change, steps, columns)
 
         def commit() -> None:
             if recount is not None:
@@ -378,7 +329,7 @@ class EpisodeStore:
             table.pass_over(skipped, admitted.steps.length - steps.length)
             if moves is not None:
                 table.move(moves)
-            self.schema, self.columns, self.records, self._rows = schema, columns, records, rows
+            self.schema, self.columns, self._rows = schema, columns, rows
             for store in commits:
                 store()
             table.extend(lengths, starts, tokens)
@@ -400,12 +351,8 @@ class EpisodeStore:
         surplus = int(held[-1]) + coming
         return max(leaving, int(torch.searchsorted(held, surplus)) + 1 if surplus > 0 else 0)
 
-    def not_kept(self, admitted: Admission) -> dict[str, int]:
-        """How many of the episodes leave again as the later ones of them come, for each budget."""
-        return self._not_kept(admitted.lengths, admitted.tokens)
-
-    def _not_kept(self, lengths: Tensor, tokens: Tensor) -> dict[str, int]:
-        """How many of the oldest of such episodes do not fit beside the later ones."""
+    def not_kept(self, lengths: Tensor, tokens: Tensor) -> dict[str, int]:
+        """How many of the oldest of such episodes do not fit beside the later ones, for each budget."""
 
         def beyond(sizes: Tensor, budget: int) -> int:
             if sum(sizes.tolist()) <= budget:
@@ -443,9 +390,9 @@ class EpisodeStore:
 
     def _columns_for(
         self, schema: Schema, capacity: int, *, packed: bool = True
-    ) -> tuple[dict[Path, StoredColumn], dict[Path, Record]]:
+    ) -> dict[Path, StoredColumn]:
         """Columns that fit ``schema``, with what is stored; those that fit already as they are."""
-        records = self.records
+        records: dict[Path, Record] = {}
         if packed and not self.columns:
             records = records_for(schema.entries, capacity, self.memory)
         columns: dict[Path, StoredColumn] = {}
@@ -464,8 +411,8 @@ class EpisodeStore:
             columns[PROMPT] = self._as_growing(
                 columns[PROMPT], columns[RESPONSE], schema.entries[PROMPT], capacity
             )
-        _link(columns, records)
-        return columns, records
+        _link(columns)
+        return columns
 
     def _new_column(self, path: Path, entry: Entry, capacity: int) -> StoredColumn:
         """An empty column for ``entry``."""
@@ -510,7 +457,7 @@ class EpisodeStore:
         plan = RowPlan(runs(self.table.starts, lengths))
         counted = {path: plan.read(path, columns[path]) for path in schema.counted}
         stored = Steps(len(plan), counted, schema.root_class)
-        return count_tokens(schema, _taken_apart(schema, stored, lengths), lengths)
+        return count_tokens(schema, _with_additions(schema, stored, lengths), lengths)
 
     def _grow(self, rows: _RingRows, sizes: list[int]) -> Moves:
         """Make the ring larger, so that blocks of these sizes find a place.
@@ -543,33 +490,47 @@ class _RingRows:
     """Rows of the longest episode that the ring has room for beside the budget."""
 
 
-def _has_exceptions(column: StoredColumn) -> bool:
-    """Whether there are episodes that it has rows of their own for."""
-    return isinstance(column, NextColumn) and len(column.exceptions) > 0
+def _has_disagreeing(column: StoredColumn) -> bool:
+    """Whether a column keeps rows of disagreeing episodes aside."""
+    return isinstance(column, NextColumn) and len(column.disagreeing) > 0
 
 
 def _plan_columns(
-    change: Change,
-    steps: Steps,
-    columns: Mapping[Path, StoredColumn],
-    records: Mapping[Path, Record],
+    change: Change, steps: Steps, columns: Mapping[Path, StoredColumn]
 ) -> list[Callable[[], None]]:
     """What stores each column of whole episodes; the entries of a record in one go."""
-    commits = []
-    apart = set(columns)
-    for record in set(records.values()):
-        if all(isinstance(columns[path], RecordColumn) for path in record.shapes):
+    commits: list[Callable[[], None]] = []
+    packed: dict[Record, list[Path]] = {}
+    for path, column in columns.items():
+        if isinstance(column, RecordColumn):
+            packed.setdefault(column.record, []).append(path)
+        else:
+            commits.append(column.plan(change, steps.columns[path]))
+    for record, paths in packed.items():
+        if len(paths) == len(record.shapes):
             commits.append(record.plan(change.written, steps.columns))
-            apart -= record.shapes.keys()
-    commits += [columns[path].plan(change, steps.columns[path]) for path in apart]
+        else:  # An entry has become ragged since.
+            commits += [columns[path].plan(change, steps.columns[path]) for path in paths]
     return commits
 
 
-def _link(columns: dict[Path, StoredColumn], records: dict[Path, Record]) -> None:
-    """Tell the columns that are read from others which those are."""
-    for path, column in columns.items():
+def _laid_out(
+    columns: Mapping[Path, StoredColumn], moves: Moves, capacity: int
+) -> dict[Path, StoredColumn]:
+    """The columns for a ring of ``capacity`` rows to which the rows have moved."""
+    new = {path: column.laid_out(moves, capacity) for path, column in columns.items()}
+    moved: dict[Record, Record] = {}
+    for column in new.values():
         if isinstance(column, RecordColumn):
-            column.follow(records[path])
+            if column.record not in moved:
+                moved[column.record] = column.record.laid_out(moves, capacity)
+            column.follow(moved[column.record])
+    _link(new)
+    return new
+
+
+def _link(columns: dict[Path, StoredColumn]) -> None:
+    """Tell the columns that are read from others which those are."""
     for path, column in columns.items():
         if isinstance(column, NextColumn):
             source = columns[path[1:]]
@@ -579,7 +540,7 @@ def _link(columns: dict[Path, StoredColumn], records: dict[Path, Record]) -> Non
             column.responses = columns[RESPONSE]
 
 
-def _taken_apart(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
+def _with_additions(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
     """The steps with each prompt given by what it adds."""
     if not schema.has_turns:
         return steps

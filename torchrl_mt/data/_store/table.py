@@ -21,7 +21,7 @@ __all__ = ["Choice", "EpisodeTable", "Unit", "search"]
 Unit = Literal["clips", "clips_or_whole", "episodes"]
 """What is counted; see :class:`Choice`."""
 
-_MAX_TALLIES = 8
+_MAX_CHOICES = 8
 
 
 class Choice(NamedTuple):
@@ -100,7 +100,7 @@ class EpisodeTable:
         """Number of the first step of each episode; after the last, of the step that comes next."""
         self._tokens = np.zeros(65, dtype=np.int64)
         """Tokens before each episode and after the last, counted from anywhere."""
-        self._tallies: OrderedDict[Choice, np.ndarray] = OrderedDict()
+        self._counts: OrderedDict[Choice, np.ndarray] = OrderedDict()
         """Units of choice likewise, for the choices last asked for."""
 
     @property
@@ -181,8 +181,8 @@ class EpisodeTable:
         self._start[new] = starts
         self._accumulate(self._steps, new, steps)
         self._accumulate(self._tokens, new, tokens.numpy())
-        for choice, tally in self._tallies.items():
-            self._accumulate(tally, new, choice.units(steps))
+        for choice, counts in self._counts.items():
+            self._accumulate(counts, new, choice.units(steps))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -233,16 +233,16 @@ class EpisodeTable:
         """int64 ``[E + 1]``: units of choice before each episode and after the last, counted from
         anywhere (a view).
         """
-        tally = self._tallies.get(choice)
-        if tally is None:
-            tally = np.zeros_like(self._steps)
+        counts = self._counts.get(choice)
+        if counts is None:
+            counts = np.zeros_like(self._steps)
             stored = slice(self._head, self._tail)
-            self._accumulate(tally, stored, choice.units(self._length[stored]))
-            self._tallies[choice] = tally
-            if len(self._tallies) > _MAX_TALLIES:
-                self._tallies.popitem(last=False)
-        self._tallies.move_to_end(choice)
-        return tally[self._head : self._tail + 1]
+            self._accumulate(counts, stored, choice.units(self._length[stored]))
+            self._counts[choice] = counts
+            if len(self._counts) > _MAX_CHOICES:
+                self._counts.popitem(last=False)
+        self._counts.move_to_end(choice)
+        return counts[self._head : self._tail + 1]
 
     def total(self, choice: Choice) -> int:
         """Units of choice that the stored episodes offer together."""
@@ -279,6 +279,6 @@ class EpisodeTable:
 
         self._length, self._start = moved(self._length, 0), moved(self._start, 0)
         self._steps, self._tokens = moved(self._steps, 1), moved(self._tokens, 1)
-        for choice, tally in self._tallies.items():
-            self._tallies[choice] = moved(tally, 1)
+        for choice, counts in self._counts.items():
+            self._counts[choice] = moved(counts, 1)
         self._head, self._tail = 0, live

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record, records_for
-from torchrl_mt.data._store.interrupts import undisturbed
+from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.schema import Schema, as_array, bits
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, step_tensors
 from torchrl_mt.data._writing.continuity import bits_at
-from torchrl_mt.data._writing.grouping import Segments
+from torchrl_mt.data._writing.segments import Segments
 
 __all__ = ["Label", "OpenSteps"]
 
@@ -41,7 +41,7 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 class OpenSteps:
     """Open episodes, each in a *slot*: a number that another episode has later.
 
-    :meth:`put` writes a batch in rows that nothing counts yet; :meth:`commit` has them count.
+    :meth:`put` writes a batch to rows that are not in use yet; :meth:`accept` takes them into use.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class OpenSteps:
     # ---- writing --------------------------------------------------------------------------------
 
     def put(self, steps: Steps, schema: Schema) -> int:
-        """Write a batch in rows that do not count yet; the first of them.
+        """Write a batch to rows that are not in use yet: the first of them.
 
         Args:
             steps: the batch.
@@ -160,13 +160,13 @@ class OpenSteps:
         return first
 
     def assign(self, parts: Segments, order: np.ndarray | None, slots: np.ndarray) -> None:
-        """Say of the rows that :meth:`put` wrote which slots they are of; see :meth:`commit`."""
+        """Assign the rows that :meth:`put` wrote to slots; see :meth:`accept`."""
         owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
         place = self.owner[self.tail : self.tail + len(owners)]
         place[slice(None) if order is None else order] = owners
 
     def new_slots(self, number: int) -> list[int]:
-        """Slots for so many episodes; they are free until :meth:`commit`."""
+        """Slots for so many episodes; they are free until :meth:`accept`."""
         lacking = number - len(self._free)
         if lacking > 0:
             known = len(self.ids)
@@ -177,12 +177,12 @@ class OpenSteps:
                 longer[name] = np.zeros(size, dtype=held.dtype)
                 longer[name][:known] = held
             free = [*range(size - 1, known - 1, -1), *self._free]
-            with undisturbed():
+            with interrupts_deferred():
                 self.__dict__.update(longer)
                 self._free = free
         return self._free[len(self._free) - number :][::-1]
 
-    def commit(
+    def accept(
         self,
         parts: Segments,
         order: np.ndarray | None,
@@ -190,7 +190,7 @@ class OpenSteps:
         fresh: Mapping[int, int],
         gone: Mapping[int, np.ndarray],
     ) -> None:
-        """Have the batch that :meth:`put` wrote and :meth:`assign` shared out count.
+        """Take the batch that :meth:`put` wrote and :meth:`assign` assigned into use.
 
         Args:
             parts: its segments.
@@ -224,7 +224,7 @@ class OpenSteps:
         self._shrink()
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
-        """Have one more open episode."""
+        """Add an open episode that was saved."""
         lengths = torch.tensor([steps.length], device="cpu")
         schema = Schema.of(steps, lengths, share_next=False)
         if self.slots and self.schema is not None:
@@ -233,14 +233,14 @@ class OpenSteps:
         (slot,) = self.new_slots(1)
         whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
         self.assign(whole, None, np.array([slot]))
-        self.commit(whole, None, np.array([slot]), {slot: 0}, {})
+        self.accept(whole, None, np.array([slot]), {slot: 0}, {})
         del self.slots[self.labels[slot]]
         self.labels[slot], self.slots[label] = label, slot
 
     def discard(self, slot: int) -> None:
         """Let go of an open episode."""
         rows = self.rows(slot)
-        with undisturbed():
+        with interrupts_deferred():
             self._release(rows)
             self._end(slot)
             self._recent = (_NO_ROWS, _NO_ROWS, [])
@@ -249,7 +249,7 @@ class OpenSteps:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _begin(self, episodes: list[tuple[int, int]]) -> None:
-        """Have slots be those of episodes with these ids."""
+        """Give slots to new episodes with these ids."""
         taken = {slot for slot, _ in episodes}
         if taken:
             self._free = [slot for slot in self._free if slot not in taken]
@@ -270,7 +270,7 @@ class OpenSteps:
                 column.release(rows)
 
     def _end(self, slot: int) -> None:
-        """Have a slot be of no episode."""
+        """Free a slot."""
         del self.slots[self.labels.pop(slot)]
         self._free.append(slot)
         self.is_open[slot] = False
@@ -296,7 +296,7 @@ class OpenSteps:
         return np.fromiter(self.slots.values(), dtype=np.int64, count=len(self.slots))
 
     def _take_form(self, steps: Steps, schema: Schema) -> None:
-        """Have columns for steps of a schema."""
+        """Make columns for steps of a schema."""
         size = len(self.owner)
         records, columns = self._records, dict(self.columns)
         if not self.slots:
@@ -311,11 +311,11 @@ class OpenSteps:
             if path not in columns:
                 fresh = _Tensors.like(column, size) if isinstance(column, Tensor) else None
                 columns[path] = fresh or _Items(type(column), size)
-        with undisturbed():
+        with interrupts_deferred():
             self._records, self.columns, self.schema = records, columns, schema
 
     def _with(self, packed: Mapping[Path, Any], other: Callable[[Any], Any]) -> dict[Path, Any]:
-        """What there is of the columns in records, and what ``other`` makes of those that are not."""
+        """The columns, those in records from ``packed`` and the rest made by ``other``."""
         return {
             path: packed[path] if path in packed and isinstance(column, _Tensors) else other(column)
             for path, column in self.columns.items()
@@ -337,7 +337,7 @@ class OpenSteps:
         place[live] = np.arange(len(live))
         slots, first, last = self._all(), self.first.copy(), self.last.copy()
         first[slots], last[slots] = place[first[slots]], place[last[slots]]
-        with undisturbed():
+        with interrupts_deferred():
             self._records, self.columns = records, columns
             self.first, self.last, self.owner, self.tail = first, last, owner, len(live)
 
@@ -454,7 +454,7 @@ def _is_twin(path: Path, schema: Schema) -> bool:
 
 
 def _unused(key: int, known: Mapping[Label, int]) -> Label:
-    """What to call an episode whose id may be that of others."""
+    """A label for an episode whose id others may have."""
     label: Label = key
     number = 2
     while label in known:

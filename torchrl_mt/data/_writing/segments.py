@@ -7,6 +7,7 @@ begins one, and each goes on from the one before or follows it in its row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,104 @@ from torch import Tensor
 
 from torchrl_mt.data._store.steps import Path, Steps, has_lazy_stack, name_of, unpack
 from torchrl_mt.data._writing.continuity import Continuity, Values, bits_at
-from torchrl_mt.data._writing.grouping import Segments, group_steps, segments
 from torchrl_mt.data._writing.ted import EndFlags, begins, not_padding, stacked
 
-__all__ = ["IS_INIT", "Batch", "flatten", "read_ids", "segment"]
+__all__ = [
+    "IS_INIT",
+    "Batch",
+    "Segments",
+    "flatten",
+    "group_steps",
+    "read_ids",
+    "segment",
+    "segments",
+]
 
 IS_INIT = 'its first step has a true "is_init"'
 """Why a step does not go on."""
 
 Form = tuple[tuple[Path, torch.Size, torch.dtype], ...]
 """Entries, shapes and dtypes of steps that are plain tensors."""
+
+
+@dataclass
+class Segments:
+    """Runs of steps of one id each, which fill the grouped batch one after the other."""
+
+    ids: np.ndarray
+    """int64 ``[S]``: the id of each."""
+    starts: np.ndarray
+    """int64 ``[S]``"""
+    stops: np.ndarray
+    """int64 ``[S]``"""
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """The id of each."""
+        return self.ids.tolist()
+
+    @cached_property
+    def differ(self) -> bool:
+        """Whether no two have one id."""
+        return len(set(self.keys)) == len(self.keys)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 ``[S]``: steps of each."""
+        return self.stops - self.starts
+
+
+def group_steps(ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray | None:
+    """The order in which steps of one id follow each other, in time.
+
+    Args:
+        ids: int64 ``[N]``, the id of each step, row after row.
+        rows: int64 ``[N]``, the row of each step; None if there is one row, or each has an id of its
+            own.
+
+    Returns:
+        int64 ``[N]``; None if they do already.
+
+    Examples:
+        >>> group_steps(np.array([7, 4, 7, 4]), None)
+        array([1, 3, 0, 2])
+    """
+    other = ids[1:] != ids[:-1]
+    if other.all():
+        first = ids.tolist()
+    else:
+        first = ids[np.concatenate(([0], np.flatnonzero(other) + 1))].tolist()
+    alone = len(set(first)) == len(first)
+    if rows is not None and not (alone and _runs(rows, other) == len(first)):
+        by_id = np.lexsort((rows, ids))
+        ids, rows = ids[by_id], rows[by_id]
+        twice = ids[1:][(ids[1:] == ids[:-1]) & (rows[1:] != rows[:-1])]
+        if len(twice):
+            raise ValueError(
+                f"each row of a [B, T] batch is one environment and needs ids of its own: id "
+                f"{int(twice[0])} is in more than one row."
+            )
+        return by_id
+    return None if alone else np.argsort(ids, kind="stable")
+
+
+def segments(ids: np.ndarray, linked: np.ndarray) -> Segments:
+    """Cut grouped steps where they do not go on.
+
+    Args:
+        ids: int64 ``[N]``, the id of each grouped step.
+        linked: bool ``[N - 1]``: whether each step goes on with the following one.
+    """
+    if linked.all():
+        return Segments(ids[:1], np.zeros(1, dtype=np.int64), np.array([len(ids)]))
+    bounds = np.flatnonzero(~linked) + 1
+    starts = np.concatenate(([0], bounds))
+    return Segments(ids[starts], starts, np.concatenate((bounds, [len(ids)])))
+
+
+def _runs(rows: np.ndarray, other: np.ndarray) -> int:
+    """How many runs of steps of one row and one id there are; ``other`` is where the id changes."""
+    return min(len(rows), 1) + int(np.count_nonzero(other | (rows[1:] != rows[:-1])))
 
 
 @dataclass(frozen=True)
@@ -65,14 +154,11 @@ def flatten(data: Any) -> tuple[Steps, Form | None]:
     """The steps of a batch, row after row; and their form, if it is simple.
 
     Tensors are not copied if their rows lie one after the other.
-
-    Raises:
-        ValueError: if there are none.
     """
     shape = data.batch_size
     number = shape.numel()
     if not number:
-        raise ValueError(f"data must hold at least one step, got batch size {list(shape)}")
+        raise ValueError(f"data must hold at least one step, got batch size {list(shape)}.")
     if type(data) is TensorDict:
         columns: dict[Path, Tensor] = {}
         form: list[tuple[Path, torch.Size, torch.dtype]] = []
@@ -86,23 +172,19 @@ def flatten(data: Any) -> tuple[Steps, Form | None]:
         if isinstance(value, Tensor) and value.is_nested:
             raise ValueError(
                 f"{key!r} is a nested tensor, which does not go in a [B, T] batch: give a lazy stack "
-                f"of steps (tensordict.lazy_stack), or [N] steps"
+                f"of steps (tensordict.lazy_stack), or [N] steps."
             )
     return unpack(data.reshape(-1)), None
 
 
 def read_ids(steps: Steps, key: Path) -> np.ndarray:
-    """int64 ``[N]``: the id of each step.
-
-    Raises:
-        ValueError: if there is not one integer per step.
-    """
+    """int64 ``[N]``: the id of each step."""
     ids = stacked(steps.columns[key])
     if ids is not None and ids.dtype == torch.int64 and ids.is_cpu and ids.numel() == steps.length:
         return ids.numpy().reshape(-1)
     if ids is None or ids.is_floating_point() or ids.is_complex() or ids.numel() != steps.length:
         got = "objects" if ids is None else f"{tuple(ids.shape)} {ids.dtype}"
-        raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}")
+        raise ValueError(f"{name_of(key)} must hold one integer id per step, got {got}.")
     array: np.ndarray = ids.reshape(-1).long().cpu().numpy()
     return array
 
@@ -130,9 +212,6 @@ def segment(
         paths: the entries to compare.
         continuity: what is known of them.
         learn: whether to learn from steps that follow each other in a row.
-
-    Raises:
-        ValueError: if there is no done flag, or one id is in two rows.
     """
     if shape[-1] == 1 and not_padding(steps) is None:
         each = np.arange(steps.length)

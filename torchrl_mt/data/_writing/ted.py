@@ -32,11 +32,7 @@ class EndFlags:
     when all are."""
 
     def ended(self, steps: Steps) -> np.ndarray:
-        """Bool ``[N]``: the steps that end their episode.
-
-        Raises:
-            ValueError: if there is no flag, or one is no tensor.
-        """
+        """Bool ``[N]``: the steps that end their episode."""
         found = [steps.columns[key] for key in self.keys or _END_KEYS if key in steps.columns]
         missing = [key for key in self.keys if key not in steps.columns]
         if missing or not found:
@@ -44,14 +40,14 @@ class EndFlags:
             name = name_of(missing[0]) if missing else '("next", "done")'
             raise ValueError(
                 f"data must tell where episodes end: {name} {'' if missing else wanted}is "
-                f"missing; the keys are {names_of(steps)}"
+                f"missing; the keys are {names_of(steps)}."
             )
         # Flags of one shape are those of the same agents.
         by_agents: dict[int, np.ndarray] = {}
         for column in found:
             flag = stacked(column)
             if flag is None:
-                raise ValueError("done flags must be tensors, got Python objects")
+                raise ValueError("done flags must be tensors, got Python objects.")
             values = _array(flag, steps.length)
             width = values.shape[1]
             by_agents[width] = values | by_agents[width] if width in by_agents else values
@@ -66,17 +62,13 @@ class EndFlags:
         return last
 
     def truncate(self, steps: Steps, at: Sequence[int]) -> Steps:
-        """The steps, of which those at the positions ``at`` are marked truncated.
-
-        Raises:
-            ValueError: if there is no flag to mark.
-        """
+        """The steps, of which those at the positions ``at`` are marked truncated."""
         columns = dict(steps.columns)
         marked = self.marks(steps)
         if not marked:
             raise ValueError(
                 'flush() marks the last step of an open episode: its steps need ("next", "truncated") '
-                'or ("next", "done")'
+                'or ("next", "done").'
             )
         for key in marked:
             flag = stacked(columns[key])

@@ -14,17 +14,18 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.signatures import ConstructorSignature
+from torchrl_mt._hosts.torchrl import ConstructorSignature
+from torchrl_mt.checks import check_choice, check_positive_integer
 from torchrl_mt.data._store.steps import path_of
 from torchrl_mt.data._store.table import Choice, EpisodeTable, Unit, search
-from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.samplers.base import (
+from torchrl_mt.data.checkpoint import SavesState
+from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
+from torchrl_mt.data.samplers.draws import (
     draw_integers,
     draw_uniform,
     episode_storage,
     require_episodes,
 )
-from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
 from torchrl_mt.data.samplers.strides import check_strides
 from torchrl_mt.data.storage import EpisodeStorage
 
@@ -34,7 +35,7 @@ Selector = Callable[[int, EpisodeStorage, int, int], Tensor]
 """``selector(step, storage, num_slices, span)``: the clips to sample, int64 ``[num_slices]``."""
 
 
-class ClipSampler(Sampler):
+class ClipSampler(SavesState, Sampler):
     """Samples clips of consecutive steps, with the conventions of TorchRL's ``SliceSampler``.
 
     ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
@@ -120,44 +121,43 @@ class ClipSampler(Sampler):
         if (slice_len is None) == (num_slices is None):
             raise TypeError(
                 f"give exactly one of slice_len and num_slices, got slice_len={slice_len} and "
-                f"num_slices={num_slices}"
+                f"num_slices={num_slices}."
             )
-        counts = {"slice_len": slice_len, "num_slices": num_slices, "stride": stride}
-        for name, value in counts.items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if weighting not in ("clip", "episode"):
-            raise ValueError(f'weighting must be "clip" or "episode", got {weighting!r}')
-        if layout not in ("flat", "clips"):
-            raise ValueError(f'layout must be "flat" or "clips", got {layout!r}')
+        if slice_len is not None:
+            slice_len = check_positive_integer("slice_len", slice_len)
+        if num_slices is not None:
+            num_slices = check_positive_integer("num_slices", num_slices)
+        stride = check_positive_integer("stride", stride)
+        check_choice("weighting", weighting, ("clip", "episode"))
+        check_choice("layout", layout, ("flat", "clips"))
         self.span = _both_sides(span, slice_len)
         varying = not strict_length or any(self.span)
         if pad_output and not varying:
             raise ValueError(
                 "pad_output=True pads clips that are shorter than others: use it with "
-                "strict_length=False or with span"
+                "strict_length=False or with span."
             )
         if layout == "clips" and varying and not pad_output:
             raise ValueError(
                 'layout="clips" needs clips of one length: use strict_length=True without span, '
-                'pad_output=True, or layout="flat"'
+                'pad_output=True, or layout="flat".'
             )
         if any(self.span) and stride > 1:
-            raise ValueError(f"span needs stride=1, got span={span} and stride={stride}")
+            raise ValueError(f"span needs stride=1, got span={span} and stride={stride}.")
         if type(burn_in) is not int or burn_in < 0:
-            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}.")
         if slice_len is not None:
             _check_burn_in(burn_in, slice_len)
         if selector is not None and not callable(selector):
             raise TypeError(
                 f"selector must be a function (step, storage, num_slices, span) -> clip indices, "
-                f"got {type(selector).__name__}"
+                f"got {type(selector).__name__}."
             )
         if selector is not None and (varying or weighting != "clip"):
             raise ValueError(
                 f"selector chooses among the clips of full length: use strict_length=True, no span "
                 f'and weighting="clip", got strict_length={strict_length}, span={span} and '
-                f"weighting={weighting!r}"
+                f"weighting={weighting!r}."
             )
         self.slice_len = slice_len
         self.num_slices = num_slices
@@ -236,7 +236,7 @@ class ClipSampler(Sampler):
         if batch_size < 1 or batch_size % divisor:
             raise RuntimeError(
                 f"batch_size counts steps and must be a positive multiple of {name}, got "
-                f"batch_size={batch_size} and {name}={divisor}"
+                f"batch_size={batch_size} and {name}={divisor}."
             )
         other = batch_size // divisor
         num, steps = (other, divisor) if self.slice_len is not None else (divisor, other)
@@ -302,7 +302,7 @@ class ClipSampler(Sampler):
             raise RuntimeError(
                 f"no stored episode holds a clip of {needed} steps: the longest has "
                 f"{int(storage.table.lengths.max())}; use shorter clips, a smaller stride or "
-                f"strict_length=False"
+                f"strict_length=False."
             )
         return before, total
 
@@ -313,14 +313,6 @@ class ClipSampler(Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the count of samples where :meth:`state_dict` left it."""
         self._step = state_dict["step"]
-
-    def dumps(self, path: Any) -> None:
-        """Save the state in the folder ``path``."""
-        save_state(self.state_dict(), path)
-
-    def loads(self, path: Any) -> None:
-        """Load the state from the folder ``path``."""
-        self.load_state_dict(load_state(path))
 
     def _empty(self) -> None:
         """Nothing to forget: the count of samples goes on."""
@@ -340,7 +332,7 @@ def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | in
     if len(sides) != 2 or any(type(s) not in (bool, int) or not 0 <= s <= most for s in sides):
         raise ValueError(
             f"span must be a bool, a number of steps below slice_len, or a tuple of two of them, "
-            f"got {span!r}"
+            f"got {span!r}."
         )
     return sides
 
@@ -350,7 +342,7 @@ def _check_burn_in(burn_in: int, slice_len: int) -> None:
     if burn_in >= slice_len:
         raise ValueError(
             f"burn_in must be less than the steps of a clip, {slice_len}, of which it is a part; got "
-            f"{burn_in}"
+            f"{burn_in}."
         )
 
 
@@ -363,18 +355,18 @@ def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:
     if not isinstance(given, Tensor):
         raise TypeError(
             f"selector must give clip indices as a tensor or array of integers, got "
-            f"{type(clips).__name__}"
+            f"{type(clips).__name__}."
         )
     integral = given.dtype in _INTEGERS
     if not integral or given.shape != (num_slices,):
         raise ValueError(
             f"selector must give integers of shape ({num_slices},), got {given.dtype} and "
-            f"{tuple(given.shape)}"
+            f"{tuple(given.shape)}."
         )
     clips = given.detach().cpu().long()
     if bool(((clips < 0) | (clips >= stored)).any()):
         raise ValueError(
             f"selector must give clip indices in [0, {stored}): so many clips of {span} steps are "
-            f"stored; got values from {int(clips.min())} to {int(clips.max())}"
+            f"stored; got values from {int(clips.min())} to {int(clips.max())}."
         )
     return clips

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl._utils import _replace_last
 
 from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.ring import within
@@ -81,8 +80,8 @@ class ClipMarks:
         self._flags: list[Path] = []
         """Truncated, terminated and done, beside each other."""
         if truncated_key is not None:
-            others = (_replace_last(truncated_key, name) for name in ("terminated", "done"))
-            self._flags = [path_of(key) for key in (truncated_key, *others)]
+            truncated = path_of(truncated_key)
+            self._flags = [truncated, *((*truncated[:-1], name) for name in ("terminated", "done"))]
         self._inits = [path_of(key) for key in init_keys]
         self._burn_in = burn_in
         self._known_ends: tuple[Any, Any] = (None, None)

@@ -6,19 +6,18 @@ during the epoch included; of groups with a size, every one that is stored with 
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.data.replay_buffers.samplers.base import _SamplerMeta
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.signatures import ConstructorSignature
-from torchrl_mt.data.checkpoint import load_state, save_state
-from torchrl_mt.data.samplers.base import (
+from torchrl_mt._hosts.torchrl import ConstructorSignature
+from torchrl_mt.checks import check_positive_integer
+from torchrl_mt.data.checkpoint import SavesState
+from torchrl_mt.data.samplers.draws import (
     draw_integers,
     draw_order,
     episode_storage,
@@ -31,14 +30,14 @@ from torchrl_mt.data.storage import EpisodeStorage
 __all__ = ["EpisodeSampler"]
 
 
-class _KeepReplacement(_SamplerMeta):
+class _KeepReplacement(type(Sampler)):  # type: ignore[misc]
     """Passes ``replacement`` on: TorchRL's metaclass would take it for a choice of class."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super(_SamplerMeta, cls).__call__(*args, **kwargs)
+        return type.__call__(cls, *args, **kwargs)
 
 
-class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
+class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
     """Samples whole episodes, or whole groups of episodes.
 
     ``batch_size`` counts episodes (groups, with ``group_key``). The sample is flat, ``[sum of T]``:
@@ -93,32 +92,22 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         max_sample_count: int | None = None,
     ) -> None:
         if max_sample_count is not None:
-            if type(max_sample_count) is not int or max_sample_count < 1:
-                raise ValueError(
-                    f"max_sample_count must be a positive integer or None, got {max_sample_count!r}"
-                )
+            max_sample_count = check_positive_integer("max_sample_count", max_sample_count)
             if replacement:
                 raise ValueError(
                     f"max_sample_count={max_sample_count} counts epochs: use it with "
-                    f"replacement=False"
+                    f"replacement=False."
                 )
         if group_size is not None:
-            if (
-                isinstance(group_size, bool)
-                or not isinstance(group_size, Integral)
-                or group_size < 1
-            ):
-                raise ValueError(
-                    f"group_size must be a positive integer or None, got {group_size!r}"
-                )
+            group_size = check_positive_integer("group_size", group_size)
             if group_key is None:
                 raise ValueError(
                     f"group_size={group_size} needs group_key, the entry that tells the group of an "
-                    f"episode: 'group' with a MultiTurnCollector"
+                    f"episode: 'group' with a MultiTurnCollector."
                 )
         self.replacement = replacement
         self.group_key = group_key
-        self.group_size = None if group_size is None else int(group_size)
+        self.group_size = group_size
         self.max_sample_count = max_sample_count
         self._epoch = Epoch(max_sample_count)
         self._ran_out = False
@@ -148,7 +137,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         """
         storage = episode_storage(storage, self)
         if batch_size < 1:
-            raise ValueError(f"batch_size counts episodes and must be positive, got {batch_size}")
+            raise ValueError(f"batch_size counts episodes and must be positive, got {batch_size}.")
         with storage.lock:
             require_episodes(storage, "episodes")
             if self.group_size is not None:
@@ -212,7 +201,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         if not len(positions):
             raise RuntimeError(
                 f"cannot sample episodes: all that are stored were given out "
-                f"max_sample_count={self.max_sample_count} times; write others first"
+                f"max_sample_count={self.max_sample_count} times; write others first."
             )
         units = left or self._sampleable_count(storage, batch_size)
         self._remaining_batches = -(-units // batch_size)
@@ -245,7 +234,7 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
             raise RuntimeError(
                 f"no group of group_size={self.group_size} episodes is stored: the {len(groups)} "
                 f"groups by {self.group_key!r} have {least} to {most} episodes; give EpisodeStorage "
-                f"room for all episodes of a group, or the group_size that they were collected with"
+                f"room for all episodes of a group, or the group_size that they were collected with."
             )
 
     def _groups(self, storage: EpisodeStorage) -> Groups:
@@ -289,14 +278,6 @@ class EpisodeSampler(Sampler, metaclass=_KeepReplacement):
         if self._order is None or (known is not None and known[0].revision != known[1]):
             return None
         return self._order.clone()
-
-    def dumps(self, path: Any) -> None:
-        """Save the state in the folder ``path``."""
-        save_state(self.state_dict(), path)
-
-    def loads(self, path: Any) -> None:
-        """Load the state from the folder ``path``."""
-        self.load_state_dict(load_state(path))
 
     def _empty(self) -> None:
         """Forget the epoch."""

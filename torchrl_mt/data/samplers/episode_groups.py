@@ -61,11 +61,11 @@ class Groups:
             except TypeError as error:
                 raise ValueError(
                     f"group_key {key!r} must hold values that can be told apart by hash, such as "
-                    f"integers or strings: {error}"
+                    f"integers or strings: {error}."
                 ) from error
             return Groups(torch.tensor(of, device="cpu"), size)
         got = "varying shapes" if isinstance(column, Rows) else f"shape {tuple(column.shape[1:])}"
-        raise ValueError(f"group_key {key!r} must hold one value per step, got {got}")
+        raise ValueError(f"group_key {key!r} must hold one value per step, got {got}.")
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.samplers.base import draw_uniform
+from torchrl_mt.data.samplers.draws import draw_uniform
 
 __all__ = ["Epoch"]
 
@@ -49,7 +49,7 @@ class Epoch:
         return self._following - self._oldest - len(self.given)
 
     def follow(self, oldest: int, following: int) -> None:
-        """Take note of what is stored: the ordinals from ``oldest`` to before ``following``."""
+        """Follow what is stored: the ordinals from ``oldest`` to before ``following``."""
         if oldest < self._oldest or following < self._following:
             # The storage went back to an older state: later ordinals will be used again.
             self.given = {episode for episode in self.given if oldest <= episode < following}
@@ -99,7 +99,7 @@ class Epoch:
         return torch.tensor(drawn, dtype=torch.int64, device="cpu")
 
     def give(self, episodes: Iterable[int]) -> None:
-        """Note that these episodes are given out."""
+        """Mark episodes as given out."""
         self.given.update(episodes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Epoch:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` left it."""
         self._pool, self.given = list(state_dict["pool"]), set(state_dict["given"])
-        self._counts = dict(state_dict.get("counts", {}))
+        self._counts = dict(state_dict["counts"])
         self._oldest, self._following = state_dict["stored"]
 
     def _is_left(self, episode: int) -> bool:

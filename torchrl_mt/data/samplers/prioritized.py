@@ -20,13 +20,14 @@ from torch import Tensor
 from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt.checks import check_choice, check_positive_integer
 from torchrl_mt.data._store.handles import HANDLES
 from torchrl_mt.data._store.table import Choice
-from torchrl_mt.data.samplers.base import episode_storage
 from torchrl_mt.data.samplers.clip import ClipSampler
 from torchrl_mt.data.samplers.clip_marks import Cut
+from torchrl_mt.data.samplers.draws import episode_storage
 from torchrl_mt.data.samplers.priorities.clip_priorities import ClipPriorities
-from torchrl_mt.data.samplers.priorities.given import (
+from torchrl_mt.data.samplers.priorities.updates import (
     check_index,
     check_priority,
     clips_of,
@@ -138,14 +139,11 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        if max_capacity is not None and (type(max_capacity) is not int or max_capacity < 1):
-            raise ValueError(f"max_capacity must be a positive integer, got {max_capacity!r}")
-        if reduction not in ("max", "min", "mean", "median"):
-            raise ValueError(
-                f'reduction must be "max", "min", "mean" or "median", got {reduction!r}'
-            )
+        if max_capacity is not None:
+            max_capacity = check_positive_integer("max_capacity", max_capacity)
+        check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
         self._beta = _not_negative("beta", beta)
         self._max_capacity = max_capacity
         self.dtype = dtype
@@ -293,7 +291,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if bool(unknown.any()):
             raise IndexError(
                 f"index must be below {stored}, the number of stored steps, or the handle of one, "
-                f"below {end}; got {int(index[unknown].flatten()[0])}"
+                f"below {end}; got {int(index[unknown].flatten()[0])}."
             )
 
     @staticmethod
@@ -445,5 +443,5 @@ def _is_column(index: Tensor) -> bool:
 def _not_negative(name: str, value: Any) -> float:
     """The value of an argument, if it may have it."""
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
     return float(value)

@@ -29,7 +29,7 @@ def check_strides(schema: Schema) -> None:
         if _is_joined(path) and entry.kind != "dense":
             raise ValueError(
                 f"stride joins {name_of(path)} over several steps and needs a tensor of one shape "
-                f"per step, got a {entry.kind} entry: use stride=1, or store it otherwise"
+                f"per step, got a {entry.kind} entry: use stride=1, or store it otherwise."
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST", "Leases"]
+__all__ = ["LEAST", "BufferPool"]
 
 LEAST = 1 << 20
 """Bytes from which on memory is worth keeping."""
@@ -23,26 +23,26 @@ _SPARE = 4
 """Blocks kept for the next samples, at most."""
 
 
-class _Lease(np.ndarray):
+class _Buffer(np.ndarray):
     """A block that tensors share: it dies with the last of them."""
 
 
-class Leases:
+class BufferPool:
     """Gives out tensors on the CPU whose memory comes back by itself.
 
     A block is given out again only when every tensor on it, views included, is gone: whoever
     keeps a sample keeps its memory.
 
     Examples:
-        >>> leases = Leases()
-        >>> tensor = leases.empty(1 << 18, torch.float32)
+        >>> pool = BufferPool()
+        >>> tensor = pool.empty(1 << 18, torch.float32)
         >>> place = tensor.data_ptr()
         >>> view = tensor[5:].view(-1)
         >>> del tensor
-        >>> leases.empty(1 << 18, torch.float32).data_ptr() == place
+        >>> pool.empty(1 << 18, torch.float32).data_ptr() == place
         False
         >>> del view
-        >>> leases.empty(1 << 18, torch.float32).data_ptr() == place
+        >>> pool.empty(1 << 18, torch.float32).data_ptr() == place
         True
     """
 
@@ -54,9 +54,9 @@ class Leases:
         """A vector of ``size`` values that are yet to be written."""
         nbytes = size * dtype.itemsize
         block = self._block(nbytes)
-        lease = block.view(_Lease)
-        weakref.finalize(lease, self._give_back, block).atexit = False
-        return torch.from_numpy(lease)[:nbytes].view(dtype)
+        buffer = block.view(_Buffer)
+        weakref.finalize(buffer, self._give_back, block).atexit = False
+        return torch.from_numpy(buffer)[:nbytes].view(dtype)
 
     def _block(self, nbytes: int) -> np.ndarray:
         """A spare block of about this size, or a new one."""

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_mt.data._store.columns.disagreeing_next import DisagreeingEpisodes
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record
 from torchrl_mt.data._store.columns.rows import RowPlan, Windows, plan_rows, plan_values, run
-from torchrl_mt.data._store.columns.unshared_next import Exceptions
-from torchrl_mt.data._store.files.column_files import Part, SavedParts
+from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Blocks, Moves, Ring
 from torchrl_mt.data._store.schema import Entry, as_array
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, own, step_tensors
@@ -58,7 +58,7 @@ class Change:
     first: int | None = None
     """If so, the oldest row that stays, None if none does."""
     left: Blocks | None = None
-    """The rows of those that leave, for objects and exceptions to be dropped, unless all rows were
+    """The rows of those that leave, for what is kept beside the rows to be dropped, unless all rows were
     laid out anew without them.
     """
     odd: Mapping[Path, Tensor] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class StoredColumn(Protocol):
             live: where its live rows are.
         """
 
-    def load(self, saved: SavedParts, rows: range) -> None:
+    def load(self, saved: SavedColumn, rows: range) -> None:
         """Hold, from row 0 on, these rows of what :meth:`parts` gave: those of the newest episodes.
 
         Called once, before anything is written.
@@ -109,8 +109,23 @@ class StoredColumn(Protocol):
         """Bytes of memory held."""
 
 
-class DenseColumn:
-    """Tensors of one shape: row ``r`` of ``data`` is the value at ring row ``r``."""
+class _FixedShape:
+    """What columns of tensors of one shape share: row ``r`` of ``data`` is that of ring row ``r``."""
+
+    data: Tensor
+
+    def plan(self, change: Change, column: Any) -> Callable[[], None]:
+        return plan_values(self.data, change.written, column)
+
+    def release(self, blocks: Blocks, first: int | None) -> None:
+        """Nothing to let go of: rows are overwritten."""
+
+    def parts(self, live: Moves) -> dict[str, Part | Objects]:
+        return {"values": Part(live.pieces(self.data))}
+
+
+class DenseColumn(_FixedShape):
+    """Tensors of one shape in memory of their own."""
 
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
         self._memory = memory
@@ -122,37 +137,22 @@ class DenseColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self.data.numel() * self.data.element_size()
 
-    def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes."""
-        return plan_values(self.data, change.written, column)
-
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
-        """The rows of ``plan``, each ``shift`` rows further on."""
         return self._windows.read(plan, shift)
 
-    def release(self, blocks: Blocks, first: int | None) -> None:
-        """Nothing to let go of: rows are overwritten."""
-
     def laid_out(self, moves: Moves, capacity: int) -> DenseColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = copy(self)
         new._hold(self._memory.empty((capacity, *self.data.shape[1:]), self.data.dtype))
         moves.rows(self.data, new.data)
         return new
 
-    def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The values."""
-        return {"values": Part(live.pieces(self.data))}
-
-    def load(self, saved: SavedParts, rows: range) -> None:
-        """Hold these rows."""
+    def load(self, saved: SavedColumn, rows: range) -> None:
         self._hold(saved.into("values", rows, self.data))
 
 
-class RecordColumn:
+class RecordColumn(_FixedShape):
     """An entry that is part of each row's record."""
 
     nbytes = 0
@@ -167,27 +167,14 @@ class RecordColumn:
         self.record = record
         self.data = record.entries(record.data)[self.path]
 
-    def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes; all of a record at once: :meth:`Record.plan`."""
-        return plan_values(self.data, change.written, column)
-
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
-        """The rows of ``plan``, each ``shift`` rows further on."""
         return plan.entries(self.record, shift)[self.path]
-
-    def release(self, blocks: Blocks, first: int | None) -> None:
-        """Nothing to let go of: rows are overwritten."""
 
     def laid_out(self, moves: Moves, capacity: int) -> RecordColumn:
         """A column that is yet to follow the records to where they have moved."""
         return copy(self)
 
-    def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The values."""
-        return {"values": Part(live.pieces(self.data))}
-
-    def load(self, saved: SavedParts, rows: range) -> None:
-        """Hold these rows."""
+    def load(self, saved: SavedColumn, rows: range) -> None:
         saved.into("values", rows, self.data)
 
 
@@ -202,23 +189,23 @@ class NextColumn:
 
     def __init__(self, path: Path, memory: Memory) -> None:
         self.path = path
-        self.exceptions = Exceptions(memory)
+        self.disagreeing = DisagreeingEpisodes(memory)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held: those of the exceptions."""
-        return self.exceptions.nbytes
+        """Bytes of memory held: those of disagreeing episodes."""
+        return self.disagreeing.nbytes
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """What stores each episode's last value in the row after its last."""
         store_last, odd = self._plan_last(change, column), change.odd.get(self.path)
-        if odd is None and not len(self.exceptions):
+        if odd is None and not len(self.disagreeing):
             return store_last
-        store_exceptions = self.exceptions.plan(change, odd, column)
+        store_disagreeing = self.disagreeing.plan(change, odd, column)
 
         def commit() -> None:
             store_last()
-            store_exceptions()
+            store_disagreeing()
 
         return commit
 
@@ -243,37 +230,36 @@ class NextColumn:
         return plan_rows(self.source.data, torch.tensor(places, device="cpu"), values)
 
     def read(self, plan: RowPlan) -> Tensor:
-        """The rows of ``plan``, as new memory."""
         values = self.source.read(plan, shift=1)
-        if len(self.exceptions):
-            self.exceptions.put(plan.rows(), values)
+        if len(self.disagreeing):
+            self.disagreeing.put(plan.rows(), values)
         return values
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Let go of the exceptions among the oldest episodes."""
-        if len(self.exceptions):
-            self.exceptions.release(set(blocks.starts))
+        """Let go of the disagreeing ones among the oldest episodes."""
+        if len(self.disagreeing):
+            self.disagreeing.release(set(blocks.starts))
 
     def laid_out(self, moves: Moves, capacity: int) -> NextColumn:
         """A column that is yet to be told its source."""
         new = copy(self)
-        new.exceptions = self.exceptions.moved(moves)
+        new.disagreeing = self.disagreeing.moved(moves)
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The exceptions: the other rows are the source's."""
-        return self.exceptions.parts(live)
+        """The disagreeing episodes: the other rows are the source's."""
+        return self.disagreeing.parts(live)
 
-    def load(self, saved: SavedParts, rows: range) -> None:
-        """Hold the exceptions among these rows."""
-        self.exceptions.load(saved, rows)
+    def load(self, saved: SavedColumn, rows: range) -> None:
+        """Hold the disagreeing episodes among these rows."""
+        self.disagreeing.load(saved, rows)
 
     def unshared(self, memory: Memory) -> DenseColumn:
         """The same values in rows of their own."""
         here = self.source.data
         column = DenseColumn(Entry("dense", tuple(here.shape[1:]), here.dtype), len(here), memory)
         column.data[:-1].copy_(here[1:])
-        self.exceptions.put(torch.arange(len(here), device="cpu"), column.data)
+        self.disagreeing.put(torch.arange(len(here), device="cpu"), column.data)
         return column
 
 
@@ -301,7 +287,6 @@ class ObjectColumn:
         return commit
 
     def read(self, plan: RowPlan) -> Objects:
-        """The rows of ``plan``."""
         return Objects([own(self.data[row]) for row in plan.rows().tolist()])
 
     def release(self, blocks: Blocks, first: int | None) -> None:
@@ -310,19 +295,16 @@ class ObjectColumn:
             self.data[row : row + stop - begin] = None
 
     def laid_out(self, moves: Moves, capacity: int) -> ObjectColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = ObjectColumn(capacity)
         new.data[: moves.upper] = self.data[moves.start : moves.start + moves.upper]
         new.data[moves.upper : moves.upper + moves.lower] = self.data[: moves.lower]
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The objects."""
         upper = self.data[live.start : live.start + live.upper]
         return {"objects": Objects([*upper, *self.data[: live.lower]])}
 
-    def load(self, saved: SavedParts, rows: range) -> None:
-        """Hold these rows."""
+    def load(self, saved: SavedColumn, rows: range) -> None:
         items = saved.objects("objects", rows)
         if len(items) > len(self.data):
             self.data = np.empty(len(items), dtype=object)
@@ -345,7 +327,6 @@ class RaggedColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         tensors = (self.values, self.offset, self.shape)
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -415,7 +396,6 @@ class RaggedColumn:
         self.ring.pop(next_start=next_start)
 
     def laid_out(self, moves: Moves, capacity: int) -> RaggedColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
         new = copy(self)
         new.offset = moves.laid_out(self.offset, capacity)
         new.shape = moves.laid_out(self.shape, capacity)
@@ -430,8 +410,7 @@ class RaggedColumn:
             "shape": Part(live.pieces(self.shape)),
         }
 
-    def load(self, saved: SavedParts, rows: range) -> None:
-        """Hold these rows."""
+    def load(self, saved: SavedColumn, rows: range) -> None:
         self.offset = saved.into("offset", rows, self.offset)
         self.shape = saved.into("shape", rows, self.shape)
         elements = saved.rows("values")

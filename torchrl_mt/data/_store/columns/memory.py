@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data._store.columns.buffer_pool import LEAST, Leases
+from torchrl_mt.data._store.columns.buffer_pool import LEAST, BufferPool
 
 __all__ = ["Memory", "to_device"]
 
@@ -25,9 +25,6 @@ class Memory:
         scratch_dir: the folder for files that hold them; None for the device's memory. The files
             have no name: the disk space comes back with the tensors, or with the process, however
             it ends.
-
-    Raises:
-        ValueError: if files are asked for on another device than the CPU.
     """
 
     def __init__(self, device: torch.device, scratch_dir: str | Path | None = None) -> None:
@@ -35,25 +32,21 @@ class Memory:
         self.is_cpu = device.type == "cpu"
         self.large = LEAST if self.is_cpu else math.inf
         """Bytes of a sample from which on fresh memory takes longer than :meth:`for_sample`."""
-        self._leases = Leases()
+        self._pool = BufferPool()
         self.scratch_dir = scratch_dir
         if scratch_dir is None:
             return
         if not self.is_cpu:
             raise ValueError(
                 f"scratch_dir holds files that are mapped into the CPU's memory: use device='cpu', "
-                f"got {str(device)!r}"
+                f"got {str(device)!r}."
             )
         self.scratch_dir = Path(scratch_dir).absolute()
         self.scratch_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=self.scratch_dir).close()  # A folder without access fails now.
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-        """A tensor whose values are yet to be written.
-
-        Raises:
-            OSError: if the disk has no room for it.
-        """
+        """A tensor whose values are yet to be written."""
         size = math.prod(shape)
         dtype = dtype or torch.get_default_dtype()
         if not size or not self.is_cpu:
@@ -67,7 +60,7 @@ class Memory:
 
     def for_sample(self, size: int, dtype: torch.dtype) -> Tensor:
         """A vector to read a sample of at least ``large`` bytes into."""
-        return self._leases.empty(size, dtype)
+        return self._pool.empty(size, dtype)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

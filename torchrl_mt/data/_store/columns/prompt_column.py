@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_mt.data._store.columns.columns import Change, RaggedColumn, StoredColumn
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.rows import RowPlan
-from torchrl_mt.data._store.files.column_files import Part, SavedParts
+from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Blocks, Moves, runs
 from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Entry
 from torchrl_mt.data._store.steps import Column, Objects, Rows, Steps, kinds, step_tensors
@@ -200,7 +200,7 @@ class PromptColumn:
         kept, since = (Part(live.pieces(rows)) for rows in (self._kept, self._since))
         return {**self._added.parts(live), "kept": kept, "since": since}
 
-    def load(self, saved: SavedParts, rows: range) -> None:
+    def load(self, saved: SavedColumn, rows: range) -> None:
         """Hold these rows."""
         self._added.load(saved, rows)
         self._kept = saved.into("kept", rows, self._kept)

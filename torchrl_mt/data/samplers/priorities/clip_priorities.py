@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.ring import runs
 from torchrl_mt.data._store.table import Choice, EpisodeTable, Unit
-from torchrl_mt.data.samplers.priorities.weighted_ring import PriorityRing
+from torchrl_mt.data.samplers.priorities.priority_ring import PriorityRing
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["ClipPriorities"]
@@ -96,14 +96,11 @@ class ClipPriorities:
         return self._ring
 
     def follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
-        """Take note of what came and left.
+        """Follow what was written and evicted.
 
         Args:
             storage: the storage.
             span: stored steps of a clip from now on; None leaves it as it is.
-
-        Raises:
-            ValueError: if ``capacity`` is less than the storage's ``max_steps``.
         """
         self._tie(storage)
         ring, end = self.ring, storage.table.end
@@ -169,7 +166,7 @@ class ClipPriorities:
             stored = first + left, priority[left:].to(self.dtype), weight[left:].to(self.dtype)
         self.forget()
         self._loaded, self._table = stored, None
-        self._renumbered = state_dict.get("renumbered", 0)
+        self._renumbered = state_dict["renumbered"]
         self._alpha, self.eps = state_dict["alpha"], state_dict["eps"]
         self.span, self._largest = state_dict["span"], state_dict["largest"]
 
@@ -187,7 +184,7 @@ class ClipPriorities:
         if capacity < storage.max_size:
             raise ValueError(
                 f"max_capacity must be at least the storage's max_steps={storage.max_size}, got "
-                f"{capacity}: give none to take the storage's"
+                f"{capacity}: give none to take the storage's."
             )
         if self._table is not None and self._table is not storage.table:
             self.forget()

@@ -18,11 +18,7 @@ __all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
 
 
 def check_index(index: Any) -> Tensor:
-    """The index as an int64 tensor, of the same memory if it is one.
-
-    Raises:
-        TypeError: if it does not hold integers.
-    """
+    """The index as an int64 tensor, of the same memory if it is one."""
     return integers(torch.as_tensor(index), "index")
 
 
@@ -66,23 +62,20 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
         index: ``N`` integers.
         dtype: what they are converted to.
 
-    Raises:
-        ValueError: if there are as many as neither, or one is negative, infinite or NaN.
-
     Examples:
         >>> check_priority([1, 2], torch.tensor([[0, 1], [5, 6]]), torch.float32)
         tensor([1., 2.])
     """
     given = torch.as_tensor(priority)
     if given.is_complex() or given.dtype == torch.bool:
-        raise ValueError(f"priority must hold real numbers, got {given.dtype}")
+        raise ValueError(f"priority must hold real numbers, got {given.dtype}.")
     values = given.detach().to("cpu", dtype)
     numbers = values.numpy()
     if numbers.size and not (numbers.min() >= 0 and numbers.max() < math.inf):
         worst = values[~((values >= 0) & values.isfinite())][0]
         raise ValueError(
             f"priority must be finite and not negative, in {dtype}; got {float(worst)}: use "
-            f"td_error.abs(), say"
+            f"td_error.abs(), say."
         )
     if values.numel() == 1:
         return values.flatten().expand(index.numel())
@@ -93,7 +86,7 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
         return values.flatten()
     raise ValueError(
         f"priority must be one number, or one for each element of index: got priority of shape "
-        f"{tuple(values.shape)} for index of shape {tuple(index.shape)}"
+        f"{tuple(values.shape)} for index of shape {tuple(index.shape)}."
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.envs.calculator import (
+from torchrl_mt.envs.games.calculator import (
     MAX_LENGTH,
     CalculatorError,
     Operation,

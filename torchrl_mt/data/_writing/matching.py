@@ -18,7 +18,7 @@ from torchrl_mt.data._writing.continuity import Continuity, Verdict
 from torchrl_mt.data._writing.open_steps import OpenSteps
 from torchrl_mt.data._writing.segments import IS_INIT, Batch, differs_in
 
-__all__ = ["MOST_OF_AN_ID", "Assembler", "Assembly"]
+__all__ = ["MOST_OF_AN_ID", "Matcher", "Matches"]
 
 MOST_OF_AN_ID = 32
 """Open episodes that may share an id; the one that has waited longest for a step gives way."""
@@ -28,7 +28,7 @@ _Live = dict[int, tuple[int, int]]
 
 
 @dataclass
-class Assembly:
+class Matches:
     """Where the segments of a batch go."""
 
     slots: np.ndarray
@@ -37,13 +37,13 @@ class Assembly:
     """The slots of the episodes that begin in the batch, and the first segment of each."""
     broken: list[int] = field(default_factory=list)
     """Slots of episodes that nothing goes on from any more."""
-    beyond: list[int] = field(default_factory=list)
+    over_budget: list[int] = field(default_factory=list)
     """Slots of episodes that give way to a budget of steps."""
     breaks: list[tuple[int, str]] = field(default_factory=list)
     """Segments that do not go on from the open episode of their id, and why."""
 
 
-class Assembler:
+class Matcher:
     """Finds the episodes of a batch whose steps :meth:`OpenSteps.put` has written.
 
     Args:
@@ -77,7 +77,7 @@ class Assembler:
         self.first_rows = batch.firsts() + first
         self.sizes = batch.segments.sizes
 
-    def assemble(self, max_steps: int) -> Assembly:
+    def match(self, max_steps: int) -> Matches:
         """Find the episode of each segment.
 
         Args:
@@ -96,13 +96,13 @@ class Assembler:
         if odd:
             self._find_among_several(found, odd)
         odd |= self._not_going_on(found, odd)
-        result = Assembly(found)
+        result = Matches(found)
         single = np.array([key not in odd for key in keys]) if odd else np.True_
         steps = self.open.num_steps + int(parts.stops[-1])
         if self.max_length is not None and steps > self.max_length and self.open.slots:
             lengths = self.open.length[found] + self.sizes
             long = (found >= 0) & (lengths > self.max_length) & single
-            result.beyond += found[long].tolist()
+            result.over_budget += found[long].tolist()
             found[long] = -1
         new = np.flatnonzero((found < 0) & single)
         unused = iter(self.open.new_slots(number if odd else len(new)))
@@ -112,7 +112,7 @@ class Assembler:
         if odd:
             self._one_by_one(odd, result, unused)
         if steps > max_steps:
-            result.beyond += self._beyond(max_steps, result)
+            result.over_budget += self._over_budget(max_steps, result)
         return result
 
     def _find_among_several(self, found: np.ndarray, odd: set[int]) -> None:
@@ -166,7 +166,7 @@ class Assembler:
                 wrong += at[~verdict.goes_on].tolist()
         return {keys[i] for i in wrong}
 
-    def _one_by_one(self, odd: set[int], result: Assembly, unused: Iterator[int]) -> None:
+    def _one_by_one(self, odd: set[int], result: Matches, unused: Iterator[int]) -> None:
         """Find the episodes of segments with these ids, each after the other."""
         live: dict[int, _Live] = {
             key: {
@@ -183,7 +183,7 @@ class Assembler:
             if slot is not None:
                 before = mine.pop(slot)[1]
                 if self.max_length is not None and before + length > self.max_length:
-                    result.beyond.append(slot)
+                    result.over_budget.append(slot)
                     slot = None
                 else:
                     length += before
@@ -198,7 +198,7 @@ class Assembler:
             if not self.batch.ended[i]:
                 mine[slot] = (int(self.batch.lasts()[i]) + self.first, length)
 
-    def _give_up(self, mine: _Live, result: Assembly) -> None:
+    def _give_up(self, mine: _Live, result: Matches) -> None:
         """Let go of episodes of an id, of which a segment goes on from none."""
         while len(mine) >= (1 if self.by_rows else MOST_OF_AN_ID):
             oldest = min(mine, key=lambda slot: mine[slot][0])
@@ -227,7 +227,7 @@ class Assembler:
         self._judge(here[:1], there[best : best + 1])
         return slots[best], None
 
-    def _beyond(self, max_steps: int, result: Assembly) -> list[int]:
+    def _over_budget(self, max_steps: int, result: Matches) -> list[int]:
         """The episodes that give way: those that have waited longest for a step."""
         lengths = {slot: int(self.open.length[slot]) for slot in self.open.slots.values()}
         waited = {slot: int(self.open.batch[slot]) for slot in lengths}
@@ -236,7 +236,7 @@ class Assembler:
             lengths[slot] = lengths.get(slot, 0) + int(self.sizes[i])
             waited[slot] = self.open.batches + 1
             begun.setdefault(slot, int(self.first_rows[i]))
-        for slot in {*result.slots[self.batch.ended].tolist(), *result.broken, *result.beyond}:
+        for slot in {*result.slots[self.batch.ended].tolist(), *result.broken, *result.over_budget}:
             lengths.pop(slot, None)
         gone: list[int] = []
         total = sum(lengths.values())

@@ -1,4 +1,4 @@
-"""Changes that an interrupt does not tear apart."""
+"""Changes of several assignments that Ctrl-C does not tear apart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ try:
 except ImportError:
     from signal import getsignal, signal
 
-__all__ = ["undisturbed"]
+__all__ = ["interrupts_deferred"]
 
 
-class _Later:
-    """Takes note of Ctrl-C."""
+class _Pending:
+    """A handler that takes note of Ctrl-C."""
 
     args: tuple[Any, ...] | None = None
 
@@ -27,15 +27,16 @@ class _Later:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Have Ctrl-C wait until the body is done.
+def interrupts_deferred() -> Iterator[None]:
+    """Raise Ctrl-C after the body, not in it.
 
-    Ctrl-C is raised in the main thread only, so in other threads this does nothing.
+    Ctrl-C is raised in the main thread only, so in other threads this does nothing. A write copies into
+    rows that the oldest episodes had: half of it cannot be undone, so it must not stop halfway.
 
     Examples:
         >>> import os, signal
         >>> try:
-        ...     with undisturbed():
+        ...     with interrupts_deferred():
         ...         os.kill(os.getpid(), signal.SIGINT)
         ...         done = True
         ... except KeyboardInterrupt:
@@ -43,17 +44,17 @@ def undisturbed() -> Iterator[None]:
         True
     """
     before = getsignal(SIGINT)
-    if isinstance(before, _Later):  # The body of another waits already.
+    if isinstance(before, _Pending):  # The body of another defers them already.
         yield
         return
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    later = _Later()
-    signal(SIGINT, later)
+    pending = _Pending()
+    signal(SIGINT, pending)
     try:
         yield
     finally:
         signal(SIGINT, before)
-        if later.args is not None:
-            before(*later.args)
+        if pending.args is not None:
+            before(*pending.args)

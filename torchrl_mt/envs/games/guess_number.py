@@ -9,24 +9,25 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from torchrl_mt.envs.data_keys import check_keys
-from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.games.game import Game, GameEnv
+from torchrl_mt.envs.text_env import Message, TextStep
 
-__all__ = ["Game", "GuessNumber", "optimal_return", "play_guess_number"]
+__all__ = ["GuessNumber", "optimal_return", "play_guess_number"]
 
 _DECIMAL = re.compile(r"[1-9][0-9]{0,17}")
 
 
-class GuessNumber(TextEnv):
+class GuessNumber(GameEnv):
     """Find a hidden number in ``1..numbers`` within ``turns`` guesses.
 
     A guess is answered ``"higher"`` (the hidden number is higher), ``"lower"`` or ``"correct"``;
     anything but a bare number in range is answered ``"invalid"`` and costs the turn all the same.
     The reward is 1 for the guess that finds the number and 0 for every other. The episode
-    terminates when the number is found or the guesses are spent.
+    terminates when the number is found or the guesses are spent; ``info`` then tells whether it was
+    ``found``, and the number of ``guesses``.
 
     The hidden number comes from the episode's data: ``{"number": 7}``, or ``{"seed": 3}`` to draw
     it from that seed, so a group that shares its data shares its secret. Any other data, or none,
@@ -52,7 +53,7 @@ class GuessNumber(TextEnv):
         (1.0, True)
     """
 
-    inline = True
+    _data_keys = ("number", "seed")
 
     def __init__(
         self,
@@ -66,50 +67,28 @@ class GuessNumber(TextEnv):
         self.prompt = prompt
         self.numbers = numbers
         self.turns = turns
-        self._rng = random.Random(seed)
-        self._number: int | None = None
+        super().__init__(seed)
         self._guesses = 0
 
     def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
         """Hide a number.
 
-        Args:
-            data: ``{"number": int}`` in ``1..numbers``, ``{"seed": int}``, or anything else for a
-                new number.
-
-        Returns:
-            One short user message that states the range.
-
         Raises:
-            ValueError: if ``data["number"]`` is not in ``1..numbers``, or a key is nearly one of these.
+            ValueError: if ``data["number"]`` is not in ``1..numbers``, or a key of the data is misspelt.
         """
-        self._number = self._draw(data)
+        self._solution = self._number(data)
         self._guesses = 0
         return [_user(self.prompt.format(numbers=self.numbers))]
 
     def step(self, response: str) -> TextStep:
-        """Answer a guess.
-
-        Args:
-            response: the guess: a decimal number, white space around it allowed.
-
-        Returns:
-            The hint; at the episode's end, ``info`` tells whether the number was ``found`` and how
-            many ``guesses`` were made.
-
-        Raises:
-            RuntimeError: if no episode is under way.
-        """
-        if self._number is None:
-            raise RuntimeError(
-                "GuessNumber.step was called with no episode under way: call reset first."
-            )
+        """Answer a guess: a decimal number, white space around it allowed."""
+        self._require_episode()
         self._guesses += 1
         answer = self._answer(response)
         found = answer == "correct"
         done = found or self._guesses == self.turns
         if done:
-            self._number = None
+            self._solution = None
         info = {"found": found, "guesses": self._guesses} if done else None
         return TextStep((_user(answer),), reward=float(found), done=done, info=info)
 
@@ -133,44 +112,30 @@ class GuessNumber(TextEnv):
         """
         _require_game(numbers, 1)
         rng = random.Random(seed)
-        endless = iter(lambda: {"number": rng.randint(1, numbers)}, None)
-        return endless if size is None else (next(endless) for _ in range(size))
+        return islice(iter(lambda: {"number": rng.randint(1, numbers)}, None), size)
 
-    def _draw(self, data: Mapping[str, Any] | None) -> int:
+    def _number(self, data: Mapping[str, Any] | None) -> int:
         """The number that this episode's data asks for, or a new one."""
-        given = data if isinstance(data, Mapping) else {}
-        check_keys(given, ("number", "seed"))
-        if given.get("number") is not None:
-            number = int(given["number"])
-            if not 1 <= number <= self.numbers:
-                raise ValueError(
-                    f'data["number"] must lie in 1..{self.numbers}, got {number}: '
-                    f"draw the data with numbers={self.numbers}."
-                )
-            return number
-        rng = random.Random(int(given["seed"])) if given.get("seed") is not None else self._rng
-        return rng.randint(1, self.numbers)
+        given, rng = self._read(data)
+        if given.get("number") is None:
+            return rng.randint(1, self.numbers)
+        number = int(given["number"])
+        if not 1 <= number <= self.numbers:
+            raise ValueError(
+                f'data["number"] must lie in 1..{self.numbers}, got {number}: '
+                f"draw the data with numbers={self.numbers}."
+            )
+        return number
 
     def _answer(self, response: str) -> str:
         """The hint to one guess."""
         text = response.strip()
         if not _DECIMAL.fullmatch(text) or int(text) > self.numbers:
             return "invalid"
-        assert self._number is not None
         guess = int(text)
-        if guess == self._number:
+        if guess == self._solution:
             return "correct"
-        return "higher" if self._number > guess else "lower"
-
-
-@dataclass(frozen=True)
-class Game:
-    """A whole game of :class:`GuessNumber`, as a player and the environment wrote it."""
-
-    messages: list[Message]
-    """The opening message, then guess (``assistant``) and hint (``user``) by turns."""
-    rewards: list[float]
-    """The reward of every guess."""
+        return "higher" if self._solution > guess else "lower"
 
 
 def play_guess_number(
@@ -178,18 +143,14 @@ def play_guess_number(
 ) -> Game:
     """Play one game with a player that keeps to the hints.
 
-    ``random.Random(seed).randint`` is the player that guesses uniformly among what is still
-    possible (games for a supervised warm start); the best player is bisection,
-    ``lambda low, high: (low + high) // 2``.
+    The player ``random.Random(seed).randint`` guesses uniformly among what is still possible; the
+    best is bisection, ``lambda low, high: (low + high) // 2``.
 
     Args:
         player: called with the lowest and the highest number still possible, returns its guess.
         number: the hidden number.
         numbers: how many numbers there are.
         turns: how many guesses the game has.
-
-    Returns:
-        The game, up to the number found or the guesses spent.
 
     Raises:
         ValueError: if ``number`` is out of range or the hints rule out what the player guesses.
@@ -202,17 +163,14 @@ def play_guess_number(
         [0.0, 1.0]
     """
     env = GuessNumber(numbers, turns)
-    messages, rewards = env.reset({"number": number}), []
+    game = Game(env.reset({"number": number}), [])
     low, high = 1, numbers
     while True:
         guess = player(low, high)
         if not low <= guess <= high:
             raise ValueError(f"player must guess a number in {low}..{high}, got {guess}.")
-        step = env.step(str(guess))
-        messages += [{"role": "assistant", "content": str(guess)}, *step.messages]
-        rewards.append(step.reward)
-        if step.done:
-            return Game(messages, rewards)
+        if game.say(env, str(guess)).done:
+            return game
         low, high = (guess + 1, high) if number > guess else (low, guess - 1)
 
 
@@ -227,12 +185,6 @@ def optimal_return(numbers: int, turns: int, gamma: float) -> float:
         numbers: how many numbers there are, all equally likely.
         turns: how many guesses an episode has.
         gamma: discount a turn, in ``[0, 1]``.
-
-    Returns:
-        The expected return of the first turn.
-
-    Raises:
-        ValueError: if ``numbers`` or ``turns`` is below 1, or ``gamma`` outside ``[0, 1]``.
 
     Examples:
         >>> round(optimal_return(numbers=16, turns=5, gamma=0.9), 3)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.columns.memory import Memory
-from torchrl_mt.data._store.files.column_files import Part, SavedParts
+from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Moves, Ring, runs
 from torchrl_mt.data._store.schema import bits
 from torchrl_mt.data._store.steps import Objects, Rows
@@ -23,19 +23,19 @@ from torchrl_mt.data._store.steps import Objects, Rows
 if TYPE_CHECKING:
     from torchrl_mt.data._store.columns.columns import Change
 
-__all__ = ["Exceptions", "are_the_rule"]
+__all__ = ["DisagreeingEpisodes", "are_too_many"]
 
 _FEW = 8
-"""Exceptions that are never too many."""
+"""DisagreeingEpisodes that are never too many."""
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-def are_the_rule(exceptions: int, episodes: int) -> bool:
-    """Whether so many of the episodes are exceptions that each is better off with its own rows."""
-    return exceptions > max(_FEW, episodes // 4)
+def are_too_many(disagreeing: int, episodes: int) -> bool:
+    """Whether so many of the episodes disagree that each is better off with its own rows."""
+    return disagreeing > max(_FEW, episodes // 4)
 
 
-class Exceptions:
+class DisagreeingEpisodes:
     """The exceptional episodes of one entry, oldest first.
 
     Args:
@@ -67,7 +67,7 @@ class Exceptions:
 
         Args:
             change: what the write does.
-            odd: bool ``[E]``, which of the written episodes are exceptions; None for none.
+            odd: bool ``[E]``, which of the written episodes disagree; None for none.
             column: their values.
         """
         new, commit_values = copy(self), None
@@ -107,7 +107,7 @@ class Exceptions:
         """Let go of the oldest episodes, which begin at these rows."""
         self._drop(starts)
 
-    def moved(self, moves: Moves) -> Exceptions:
+    def moved(self, moves: Moves) -> DisagreeingEpisodes:
         """The episodes where their rows have moved; those whose rows are not live have left."""
         new = copy(self)
         upper = (self._starts >= moves.start) & (self._starts < moves.start + moves.upper)
@@ -128,8 +128,8 @@ class Exceptions:
             "lengths": Part([lengths]),
         }
 
-    def load(self, saved: SavedParts, rows: range) -> None:
-        """Hold the exceptions among these rows of what :meth:`parts` gave."""
+    def load(self, saved: SavedColumn, rows: range) -> None:
+        """Hold the disagreeing episodes among these rows of what :meth:`parts` gave."""
         if "own" not in saved:
             return
         count = range(saved.rows("starts"))

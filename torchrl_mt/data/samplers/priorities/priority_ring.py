@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data.samplers.base import draw_uniform
+from torchrl_mt.data.samplers.draws import draw_uniform
 from torchrl_mt.data.samplers.priorities.segment_trees import MinTree, SumTree
 
 __all__ = ["PriorityRing"]
@@ -140,19 +140,16 @@ class PriorityRing:
 
         Returns:
             int64 ``[num]``.
-
-        Raises:
-            RuntimeError: if the weights of the open steps add up to zero or overflow.
         """
         total = self._sum.root
         if total <= 0:
             raise RuntimeError(
-                "no clip can be drawn: all priorities are zero; use eps > 0, or update some"
+                "no clip can be drawn: all priorities are zero; use eps > 0, or update some."
             )
         if not math.isfinite(total):
             raise RuntimeError(
                 f"(priority + eps) ** alpha adds up to more than {self.dtype} holds: scale the "
-                f"priorities down, or use dtype=torch.float64"
+                f"priorities down, or use dtype=torch.float64."
             )
         slots = self._scan(num, total, generator)
         # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.

@@ -13,22 +13,26 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-__all__ = ["MAX_LENGTH", "CalculatorError", "Expression", "Operation", "calculate", "parse"]
+__all__ = [
+    "MAX_LENGTH",
+    "CalculatorError",
+    "Expression",
+    "Operation",
+    "calculate",
+    "num_operators",
+    "parse",
+]
 
 MAX_LENGTH = 256
 """How many characters an expression may have."""
 _MAX_DEPTH = 32
 _MAX_BITS = 1024
 
-_SPACE = " \t\r\n"
-_TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|\*\*|//|[-+*/%()]")
-_EXACT: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
+_TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|\*\*|//|[^ \t\r\n]")
+_SYMBOLS = {"+", "-", "*", "/", "//", "%", "**", "(", ")"}
+_COMPUTE: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul},
+    **{"/": operator.truediv, "//": operator.floordiv, "%": operator.mod},
 }
 
 
@@ -72,29 +76,19 @@ def calculate(expression: str, *, max_operators: int | None = None) -> Fraction:
         ('84', '3/2')
         >>> calculate("1 / (2 - 2)")
         Traceback (most recent call last):
-        torchrl_mt.envs.calculator.CalculatorError: division by zero
+        torchrl_mt.envs.games.calculator.CalculatorError: division by zero
     """
     tree = parse(expression)
-    if max_operators is not None and _num_operators(tree) > max_operators:
+    if max_operators is not None and num_operators(tree) > max_operators:
         raise CalculatorError(f"at most {max_operators} operator(s) in a call")
     return _value(tree)
 
 
 def parse(expression: str) -> Expression:
-    """Parse an expression without computing it.
-
-    Args:
-        expression: see :func:`calculate`.
-
-    Returns:
-        The number or operation that it stands for; parentheses are gone.
+    """Parse an expression without computing it; parentheses are gone.
 
     Raises:
         CalculatorError: if the text is no expression.
-
-    Examples:
-        >>> parse("1 - 2 * 3").symbol
-        '-'
     """
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"expression too long (at most {MAX_LENGTH} characters)")
@@ -105,15 +99,14 @@ class _Parser:
     """Recursive descent: one method a precedence, loosest first."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._at = 0
+        self._tokens = tokens[::-1]
         self._depth = 0
 
     def whole(self) -> Expression:
         """The expression that all tokens make."""
         tree = self._sum()
-        if self._next() is not None:
-            raise CalculatorError(f"unexpected {self._next()!r}")
+        if self._tokens:
+            raise CalculatorError(f"unexpected {self._tokens[-1]!r}")
         return tree
 
     def _sum(self) -> Expression:
@@ -125,8 +118,8 @@ class _Parser:
     def _chain(self, symbols: tuple[str, ...], part: Callable[[], Expression]) -> Expression:
         """Operands of one precedence, from left to right."""
         tree = part()
-        while self._next() in symbols:
-            tree = Operation(self._take(), (tree, part()))
+        while symbol := self._take(*symbols):
+            tree = Operation(symbol, (tree, part()))
         return tree
 
     def _signed(self) -> Expression:
@@ -134,58 +127,47 @@ class _Parser:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise CalculatorError(f"nested too deep (at most {_MAX_DEPTH})")
-        if self._next() in ("+", "-"):
-            tree: Expression = Operation(self._take(), (self._signed(),))
+        if sign := self._take("+", "-"):
+            tree: Expression = Operation(sign, (self._signed(),))
         else:
             tree = self._atom()
-            if self._next() == "**":
-                tree = Operation(self._take(), (tree, self._signed()))
+            if self._take("**"):
+                tree = Operation("**", (tree, self._signed()))
         self._depth -= 1
         return tree
 
     def _atom(self) -> Expression:
         """A number or a parenthesis."""
-        token = self._next()
-        if token == "(":
-            self._take()
+        if self._take("("):
             tree = self._sum()
-            if self._next() != ")":
+            if not self._take(")"):
                 raise CalculatorError("missing ')'")
-            self._take()
             return tree
-        if token is None:
+        if not self._tokens:
             raise CalculatorError("a number is missing at the end")
-        if not token[0].isdigit():
-            raise CalculatorError(f"unexpected {token!r}")
-        return Fraction(self._take())
+        if not self._tokens[-1][0].isdigit():
+            raise CalculatorError(f"unexpected {self._tokens[-1]!r}")
+        return Fraction(self._tokens.pop())
 
-    def _next(self) -> str | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
-
-    def _take(self) -> str:
-        self._at += 1
-        return self._tokens[self._at - 1]
+    def _take(self, *symbols: str) -> str | None:
+        """The next token if it is one of these."""
+        return self._tokens.pop() if self._tokens and self._tokens[-1] in symbols else None
 
 
 def _tokens(expression: str) -> list[str]:
     """Numbers, operators and parentheses."""
-    tokens, at = [], 0
-    while at < len(expression):
-        if expression[at] in _SPACE:
-            at += 1
-        elif (match := _TOKEN.match(expression, at)) is not None:
-            tokens.append(match.group())
-            at = match.end()
-        else:
-            raise CalculatorError(f"unexpected {expression[at]!r}")
+    tokens: list[str] = _TOKEN.findall(expression)
+    for token in tokens:
+        if not (token in _SYMBOLS or re.fullmatch("[0-9].*", token)):
+            raise CalculatorError(f"unexpected {token!r}")
     return tokens
 
 
-def _num_operators(tree: Expression) -> int:
-    """Operations on two operands."""
+def num_operators(tree: Expression) -> int:
+    """How many operators with two operands an expression has."""
     if isinstance(tree, Fraction):
         return 0
-    return len(tree.operands) - 1 + sum(map(_num_operators, tree.operands))
+    return len(tree.operands) - 1 + sum(map(num_operators, tree.operands))
 
 
 def _value(tree: Expression) -> Fraction:
@@ -198,7 +180,7 @@ def _value(tree: Expression) -> Fraction:
     try:
         if tree.symbol == "**":
             return _bounded(_power(*values))
-        return _bounded(Fraction(_EXACT[tree.symbol](*values)))
+        return _bounded(Fraction(_COMPUTE[tree.symbol](*values)))
     except ZeroDivisionError:
         raise CalculatorError("division by zero") from None
 

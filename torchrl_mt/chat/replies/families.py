@@ -1,6 +1,6 @@
-"""Which notation a tokenizer's model writes in, told by the marks in its chat template.
+"""The families of models: how each writes replies, told by the marks in its chat template.
 
-A new family is a line in the table, and a reader in ``notations.py`` if its notation is new.
+A new family is an entry in the table, and a reader in ``notations.py`` if its notation is new.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrl_mt.chat.replies import notations as n
-from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply, ToolTypes, make_call
+from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply
+from torchrl_mt.chat.replies.tool_calls import ToolTypes, make_call
 
-__all__ = ["TURN_ENDS", "ReplyFormat", "format_of"]
+__all__ = ["TURN_ENDS", "ReplyFamily", "family_of"]
 
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|call|>"),
@@ -37,7 +38,9 @@ _THOUGHTS = (
 )
 """Marks before and behind thoughts."""
 
-_PIPE = "<|tool_call|>"
+_FUNCTION = r"<function=([^>\n]+)>(.*)</function>"
+_PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
+
 _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
     ("gemma 4", ("<|tool_call>",), n.gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
     (
@@ -45,33 +48,56 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
         ("<start_function_call>",),
         n.gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     ),
-    ("deepseek 3.2", ("｜DSML｜",), n.dsml()),
+    (
+        "deepseek 3.2",
+        ("｜DSML｜",),
+        n.elements(
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>',
+            r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>',
+        ),
+    ),
     ("deepseek", ("<｜tool▁calls▁begin｜>",), n.deepseek),
     ("kimi", ("<|tool_calls_section_begin|>",), n.kimi),
-    ("minimax", ("<minimax:tool_call>",), n.minimax()),
-    ("glm", ("<arg_key>",), n.glm()),
+    (
+        "minimax",
+        ("<minimax:tool_call>",),
+        n.elements(
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            r'<invoke name="([^"\n]+)">(.*?)</invoke>',
+            r'<parameter name="([^"\n]+)">(.*?)</parameter>',
+        ),
+    ),
+    (
+        "glm",
+        ("<arg_key>",),
+        n.elements(
+            "<tool_call>",
+            "</tool_call>",
+            r"\s*((?:(?!<arg_key>).)+)(.*)",
+            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+        ),
+    ),
     (
         "seed",
         ("<seed:tool_call>",),
-        n.function_xml("<seed:tool_call>", "</seed:tool_call>"),
+        n.elements("<seed:tool_call>", "</seed:tool_call>", _FUNCTION, _PARAMETER),
     ),
-    ("qwen xml", ("<tool_call>", "<function="), n.function_xml("<tool_call>", "</tool_call>")),
+    (
+        "qwen xml",
+        ("<tool_call>", "<function="),
+        n.elements("<tool_call>", "</tool_call>", _FUNCTION, _PARAMETER),
+    ),
     ("cohere", ("<|START_ACTION|>",), n.cohere),
     ("cohere", ("<|START_RESPONSE|>",), n.cohere),
     ("mistral", ("[TOOL_CALLS]",), n.mistral),
-    (
-        "lfm",
-        ("<|tool_call_start|>",),
-        n.python_block("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    ("phi", ("<|/tool_call|>",), n.json_calls(_PIPE, "<|/tool_call|>")),
-    ("granite", (_PIPE,), n.json_calls(_PIPE, None)),
+    ("lfm", ("<|tool_call_start|>",), n.python_block("<|tool_call_start|>", "<|tool_call_end|>")),
+    ("phi", ("<|/tool_call|>",), n.json_calls("<|tool_call|>", "<|/tool_call|>")),
+    ("granite", ("<|tool_call|>",), n.json_calls("<|tool_call|>", None)),
     ("nemotron", ("<TOOLCALL>",), n.json_calls("<TOOLCALL>", "</TOOLCALL>")),
-    (
-        "internlm",
-        ("<|plugin|>",),
-        n.json_calls("<|action_start|><|plugin|>", "<|action_end|>"),
-    ),
+    ("internlm", ("<|plugin|>",), n.json_calls("<|action_start|><|plugin|>", "<|action_end|>")),
     ("hermes", ("<tool_call>",), n.json_calls("<tool_call>", "</tool_call>")),
     ("olmo", ("<function_calls>",), n.python_block("<function_calls>", "</function_calls>")),
     ("llama 4", ("<|python_start|>",), n.llama_python),
@@ -82,7 +108,7 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
 
 
 @dataclass(frozen=True)
-class ReplyFormat:
+class ReplyFamily:
     """How a family writes replies."""
 
     name: str
@@ -92,26 +118,26 @@ class ReplyFormat:
     """What stands before and behind thoughts."""
 
 
-def format_of(template: str) -> ReplyFormat:
-    """The format of a chat template.
+def family_of(template: str) -> ReplyFamily:
+    """The family whose marks a chat template has.
 
     Args:
         template: its source, and names of special tokens.
 
     Examples:
-        >>> format_of("... <think> ... <tool_call> ...").name
+        >>> family_of("... <think> ... <tool_call> ...").name
         'hermes'
-        >>> format_of("{{ message.content }}").name
+        >>> family_of("{{ message.content }}").name
         'plain'
     """
     if "<|channel|>" in template and "<|message|>" in template:
-        return ReplyFormat("harmony", _harmony)
+        return ReplyFamily("harmony", _harmony)
     tags = next((t for t in _THOUGHTS if t[1] in template or t[0].strip() in template), None)
     for name, marks, read in _NOTATIONS:
         if all(mark in template for mark in marks):
-            return ReplyFormat(name, _with_thoughts(tags, read), tags)
+            return ReplyFamily(name, _with_thoughts(tags, read), tags)
     name = "plain" if tags is None else "thoughts"
-    return ReplyFormat(name, _with_thoughts(tags, n.no_calls), tags)
+    return ReplyFamily(name, _with_thoughts(tags, n.no_calls), tags)
 
 
 def _with_thoughts(

@@ -1,4 +1,4 @@
-"""What the samplers share: their storage, and draws from the buffer's generator.
+"""Draws of samplers: from which storage, and with the buffer's generator.
 
 Draws are made where the generator lives and arrive on the CPU, where the episode table is.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_mt._hosts.torchrl import buffers_on, writer_of
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["draw_integers", "draw_order", "draw_uniform", "episode_storage", "require_episodes"]
@@ -25,7 +26,7 @@ def episode_storage(storage: Any, sampler: Any) -> EpisodeStorage:
         raise TypeError(
             f"{type(sampler).__name__} samples from an EpisodeStorage, got "
             f"{type(storage).__name__}: use ReplayBuffer(storage=EpisodeStorage(max_steps), "
-            f"writer=EpisodeWriter(), ...)"
+            f"writer=EpisodeWriter(), ...)."
         )
     return storage
 
@@ -42,14 +43,14 @@ def require_episodes(storage: EpisodeStorage, what: str) -> None:
     """
     if storage.num_episodes:
         return
-    writers = [getattr(buffer, "_writer", None) for buffer in storage._attached_entities]
+    writers = map(writer_of, buffers_on(storage))
     lengths = [n for writer in writers for n in getattr(writer, "open_lengths", {}).values()]
     if not lengths:
-        raise RuntimeError(f"cannot sample {what}: nothing is stored yet")
+        raise RuntimeError(f"cannot sample {what}: nothing is stored yet.")
     raise RuntimeError(
         f"cannot sample {what}: nothing is stored yet, since none of the {len(lengths)} open episodes "
         f"(with {sum(lengths)} steps so far) has ended. Episodes are stored when they end; "
-        f"buffer.writer.flush() stores the open ones as they are, as truncated"
+        f"buffer.writer.flush() stores the open ones as they are, as truncated."
     )
 
 

@@ -3,9 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.data._writing.grouping import group_steps, segments
+from tests.data.properties import examples
+from torchrl_mt.data._writing.segments import group_steps, segments
 
 
+@examples()
 @given(
     ids=st.lists(st.integers(-2, 3), min_size=1, max_size=60),
     rows=st.integers(1, 3),

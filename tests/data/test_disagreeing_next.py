@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 NEXT = ("next", "observation")
@@ -40,7 +41,7 @@ def episode(length, number, odd=False, *, lazy=False, size=3):
     return lazy_stack(list(data.unbind(0))) if lazy else data
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(data=st.data(), size=st.sampled_from([3, 300]), scratch=st.booleans())
 def test_what_is_read_is_what_was_written(make, tmp_path_factory, data, size, scratch):
     folder = tmp_path_factory.mktemp("storage")
@@ -100,7 +101,7 @@ def test_exceptions_leave_with_their_episodes_and_are_told_of_once(make, said):
             assert storage.nbytes > other.nbytes
             assert storage.shared_keys == other.shared_keys
     column = storage._store.columns[NEXT]
-    assert not len(column.exceptions)
+    assert not len(column.disagreeing)
     (message,) = said()
     assert "('next', 'observation') of an episode is not 'observation' of the step after" in message
     assert make.steps(storage[:]) == make.steps(other[:])
@@ -145,7 +146,7 @@ def test_a_refused_write_makes_no_exception(make):
     bad["number"] = bad["number"].float()
     with pytest.raises(ValueError, match="number"):
         storage.append(bad)
-    assert not len(storage._store.columns[NEXT].exceptions)
+    assert not len(storage._store.columns[NEXT].disagreeing)
     storage._empty()
     storage.append(episode(5, 2, odd=True))
     assert make.steps(storage[:]) == make.steps(episode(5, 2, odd=True))

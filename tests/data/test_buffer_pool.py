@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 
+from tests.data.properties import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.columns import buffer_pool as leases
-from torchrl_mt.data._store.columns import memory
-from torchrl_mt.data._store.columns.buffer_pool import Leases
+from torchrl_mt.data._store.columns import buffer_pool, memory
+from torchrl_mt.data._store.columns.buffer_pool import BufferPool
 
 
+@examples()
 @given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4000)), max_size=60))
 def test_no_two_live_tensors_share_memory(steps):
-    given_out, live = Leases(), {}
+    given_out, live = BufferPool(), {}
     for slot, size in steps:
         tensor = given_out.empty(size, torch.int64)
         tensor.fill_(slot)
@@ -28,23 +29,23 @@ def test_no_two_live_tensors_share_memory(steps):
 
 
 def test_memory_is_used_again_and_little_is_kept():
-    pool = Leases()
+    pool = BufferPool()
     places = {pool.empty(1000, torch.uint8).data_ptr() for _ in range(10)}
     assert len(places) == 1
     several = [pool.empty(1000, torch.uint8) for _ in range(10)]
     del several
-    assert len(pool._spare) == leases._SPARE
+    assert len(pool._spare) == buffer_pool._SPARE
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128, torch.int8])
 def test_dtypes(dtype):
-    tensor = Leases().empty(5, dtype)
+    tensor = BufferPool().empty(5, dtype)
     assert tensor.dtype == dtype
     assert tensor.shape == (5,)
 
 
 def test_threads_never_share_memory():
-    pool, wrong = Leases(), []
+    pool, wrong = BufferPool(), []
 
     def work(seed):
         rng = random.Random(seed)
@@ -103,8 +104,9 @@ def test_prefetched_samples(sampled):
     assert threading.active_count() < 20
 
 
+@examples()
 @given(sizes=st.lists(st.integers(1, 100_000), min_size=2, max_size=20))
 def test_little_more_than_what_was_asked_for_travels_with_a_tensor(sizes):
-    pool = Leases()
+    pool = BufferPool()
     for size in sizes:
         assert pool.empty(size, torch.uint8).untyped_storage().nbytes() <= 1.125 * size

@@ -10,18 +10,19 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
-from torchrl_mt.envs.calculator import (
+from torchrl_mt.envs.games.calculator import (
     CalculatorError,
     Expression,
     Operation,
     calculate,
+    num_operators,
     parse,
 )
-from torchrl_mt.envs.data_keys import check_keys
-from torchrl_mt.envs.guess_number import Game
-from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.games.game import Game, GameEnv
+from torchrl_mt.envs.text_env import Message, TextStep
 
 __all__ = ["Arithmetic", "play_arithmetic"]
 
@@ -37,7 +38,7 @@ _MAX_CALLS = 16
 _MAX_DRAWS = 1000
 
 
-class Arithmetic(TextEnv):
+class Arithmetic(GameEnv):
     """Compute the value of an expression, with a calculator at hand.
 
     A response is read for two things:
@@ -45,16 +46,18 @@ class Arithmetic(TextEnv):
     - ``<answer>84</answer>`` ends the episode. The reward is 1 for the right value (an integer, a
       decimal number, or a fraction in lowest terms such as ``3/2``), else ``wrong_reward``. Of several
       answers the last counts, and calls beside an answer are not run.
-    - ``<calc>3 + 4</calc>`` calls the calculator (:func:`~torchrl_mt.envs.calculator.calculate`). All
+    - ``<calc>3 + 4</calc>`` calls the calculator (:func:`~torchrl_mt.envs.calculate`). All
       calls of a response, 16 at most, are answered in one message, a line each: an integer or a
       fraction in lowest terms, or ``error:`` and why there is none.
 
     A response with neither is answered with a hint. An episode whose ``turns`` are used up without
-    an answer is truncated.
+    an answer is truncated. At the end, ``info`` has ``correct``, the ``answer`` as written (``None``
+    without one), the ``expected`` value and the number of ``calls``.
 
     The expression comes from the episode's data: ``{"expression": "(3 + 4) * 12"}``, or any text
-    at all if it brings its own ``"answer"``, or ``{"seed": 3}`` to draw it from that seed, so that a
-    group that shares its data shares its expression. Any other data, or none, draws a new one.
+    at all with its own ``"answer"`` (a number, or text such as ``"3/2"``), or ``{"seed": 3}`` to draw
+    it from that seed, so that a group that shares its data shares its expression. Any other data, or
+    none, draws a new one.
 
     Args:
         operands: how many numbers an expression has.
@@ -90,7 +93,7 @@ class Arithmetic(TextEnv):
         (1.0, True)
     """
 
-    inline = True
+    _data_keys = ("expression", "answer", "seed")
 
     def __init__(
         self,
@@ -108,9 +111,6 @@ class Arithmetic(TextEnv):
         prompt: str = _PROMPT,
         seed: int | None = None,
     ) -> None:
-        _require_task(operands, operators, depth, digits, turns, call_operators)
-        if "{expression}" not in prompt:
-            raise ValueError(f"prompt must contain '{{expression}}', got {prompt[:80]!r}.")
         self.operands = operands
         self.operators = tuple(operators)
         self.depth = depth
@@ -122,47 +122,50 @@ class Arithmetic(TextEnv):
         self.format_penalty = format_penalty
         self.call_cost = call_cost
         self.prompt = prompt
+        self._require_task()
         self._draw(random.Random(0))
-        self._rng = random.Random(seed)
-        self._expected: Fraction | None = None
+        super().__init__(seed)
         self._turn = self._calls = 0
+
+    def _require_task(self) -> None:
+        """Refuse arguments that make no task."""
+        for name in ("operands", "depth", "digits", "turns", "call_operators"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}.")
+        if not self.operators or any(symbol not in _OPERATORS for symbol in self.operators):
+            raise ValueError(f"operators must be some of {_OPERATORS}, got {self.operators!r}.")
+        if self.depth is not None:
+            only_powers = set(self.operators) == {"**"}
+            room = self.depth + 1 if only_powers else 2**self.depth
+            if self.operands > room:
+                also = ": with '**' alone, operations nest on one side only" if only_powers else ""
+                raise ValueError(
+                    f"depth={self.depth} must leave room for operands={self.operands}, got room for "
+                    f"{room}{also}."
+                )
+        if self.call_operators is not None and "/" in self.operators:
+            raise ValueError(
+                "call_operators must be None where operators has '/', since a fraction is written with "
+                f"an operator, got {self.call_operators}: use '//' and '%'."
+            )
+        if "{expression}" not in self.prompt:
+            raise ValueError(f"prompt must contain '{{expression}}', got {self.prompt[:80]!r}.")
 
     def reset(self, data: Mapping[str, Any] | None = None) -> list[Message]:
         """Pose an expression.
 
-        Args:
-            data: ``{"expression": str}``, ``{"expression": str, "answer": ...}`` (a number, or text such
-                as ``"3/2"``), ``{"seed": int}``, or anything else for a new expression.
-
-        Returns:
-            One user message: the task and how to write calls and answers.
-
         Raises:
             ValueError: if ``data["expression"]`` or ``data["answer"]`` has no value, there is an answer
-                without an expression, or a key is nearly one of these.
+                without an expression, or a key of the data is misspelt.
         """
-        expression, self._expected = self._task(data)
+        expression, self._solution = self._task(data)
         self._turn = self._calls = 0
         return [{"role": "user", "content": self.prompt.replace("{expression}", expression)}]
 
     def step(self, response: str) -> TextStep:
-        """Grade an answer or run the calculator.
-
-        Args:
-            response: any text.
-
-        Returns:
-            The calculator's results or a hint; nothing after an answer. At the episode's end ``info``
-            has ``correct``, the ``answer`` as written (``None`` without one), the ``expected`` value
-            and the number of ``calls``.
-
-        Raises:
-            RuntimeError: if no episode is under way.
-        """
-        if self._expected is None:
-            raise RuntimeError(
-                "Arithmetic.step was called with no episode under way: call reset first."
-            )
+        """Grade an answer or run the calculator."""
+        self._require_episode()
         self._turn += 1
         answers = _tagged(response, "answer")
         if answers:
@@ -170,8 +173,8 @@ class Arithmetic(TextEnv):
             if value is None:
                 reward = 0.0 - self.format_penalty
             else:
-                reward = 1.0 if value == self._expected else self.wrong_reward
-            return self._end((), reward, answers[-1].strip(), correct=value == self._expected)
+                reward = 1.0 if value == self._solution else self.wrong_reward
+            return self._end((), reward, answers[-1].strip(), correct=value == self._solution)
         calls = _tagged(response, "calc")[:_MAX_CALLS]
         self._calls += len(calls)
         if calls:
@@ -200,11 +203,8 @@ class Arithmetic(TextEnv):
             [{'expression': '1 - 5', 'answer': '-4'}, {'expression': '7 * 5', 'answer': '35'}]
         """
         rng = random.Random(seed)
-        endless = (
-            {"expression": expression, "answer": str(value)}
-            for expression, value in iter(lambda: self._draw(rng), None)
-        )
-        return endless if size is None else (next(endless) for _ in range(size))
+        drawn = islice(iter(lambda: self._draw(rng), None), size)
+        return ({"expression": expression, "answer": str(value)} for expression, value in drawn)
 
     def _end(
         self, messages: Sequence[Message], reward: float, answer: str | None, *, correct: bool
@@ -213,10 +213,10 @@ class Arithmetic(TextEnv):
         info = {
             "correct": correct,
             "answer": answer,
-            "expected": str(self._expected),
+            "expected": str(self._solution),
             "calls": self._calls,
         }
-        self._expected = None
+        self._solution = None
         return TextStep(messages, reward=reward, done=True, truncated=answer is None, info=info)
 
     def _result(self, call: str) -> str:
@@ -228,8 +228,7 @@ class Arithmetic(TextEnv):
 
     def _task(self, data: Mapping[str, Any] | None) -> tuple[str, Fraction]:
         """The expression that this episode's data asks for, or a new one, and its value."""
-        given = data if isinstance(data, Mapping) else {}
-        check_keys(given, ("expression", "answer", "seed"))
+        given, rng = self._read(data)
         expression, answer = given.get("expression"), given.get("answer")
         if expression is None and answer is not None:
             raise ValueError(
@@ -237,8 +236,7 @@ class Arithmetic(TextEnv):
                 f"{sorted(map(str, given))}."
             )
         if expression is None:
-            seed = given.get("seed")
-            return self._draw(self._rng if seed is None else random.Random(int(seed)))
+            return self._draw(rng)
         try:
             if answer is None:
                 return str(expression), calculate(str(expression))
@@ -267,15 +265,12 @@ class Arithmetic(TextEnv):
         """A random expression, in parentheses wherever it is part of another."""
         if operands == 1:
             return str(rng.randint(1, 10**self.digits - 1))
-        symbol = rng.choice(self.operators)
         room = 2 ** (depth - 1)
+        # A power's right side is a small number, so its left side takes the other operands.
+        symbol = rng.choice([s for s in self.operators if s != "**" or operands - 1 <= room])
         if symbol == "**":
-            # A power's right side is a small number, so its left side takes the other operands.
-            if operands - 1 > room:
-                symbol = rng.choice([s for s in self.operators if s != "**"] or ["**"])
-            else:
-                left = self._draw_tree(rng, operands - 1, depth - 1)
-                return f"{_nested(left)} ** {rng.randint(0, 3)}"
+            left = self._draw_tree(rng, operands - 1, depth - 1)
+            return f"{_nested(left)} ** {rng.randint(0, 3)}"
         size = rng.randint(max(1, operands - room), min(operands - 1, room))
         sides = (self._draw_tree(rng, part, depth - 1) for part in (size, operands - size))
         return f" {symbol} ".join(map(_nested, sides))
@@ -292,9 +287,6 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
         env: the environment; its ``turns`` must suffice.
         data: what it is reset with; the expression is read off the prompt.
 
-    Returns:
-        The game.
-
     Raises:
         ValueError: if the prompt does not let the expression be read off, or the turns do not suffice.
 
@@ -305,19 +297,13 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
         >>> game.rewards
         [0.0, 0.0, 1.0]
     """
-    messages, rewards = list(env.reset(data)), []
+    game = Game(env.reset(data), [])
     before, _, after = env.prompt.partition("{expression}")
-    posed = messages[0]["content"]
+    posed = game.messages[0]["content"]
     expression = posed[len(before) : len(posed) - len(after)]
 
-    def say(content: str) -> TextStep:
-        step = env.step(content)
-        messages.extend([{"role": "assistant", "content": content}, *step.messages])
-        rewards.append(step.reward)
-        return step
-
     def ask(call: str) -> str:
-        step = say(f"<calc>{call}</calc>")
+        step = game.say(env, f"<calc>{call}</calc>")
         result = str(step.messages[0]["content"])
         if step.done or result.startswith("error"):
             raise ValueError(f"env must let {call!r} be computed and answered, got {result!r}.")
@@ -333,46 +319,9 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
         return ask(f" {tree.symbol} ".join(map(_signed, values)))
 
     tree = parse(expression)
-    whole = env.call_operators is None or _num_operations(tree) <= env.call_operators
-    say(f"<answer>{ask(expression) if whole else value(tree)}</answer>")
-    return Game(messages, rewards)
-
-
-def _require_task(
-    operands: int,
-    operators: Sequence[str],
-    depth: int | None,
-    digits: int,
-    turns: int,
-    call_operators: int | None,
-) -> None:
-    """Refuse arguments that make no task."""
-    numbers = {
-        "operands": operands,
-        "depth": depth,
-        "digits": digits,
-        "turns": turns,
-        "call_operators": call_operators,
-    }
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
-    if not operators or any(symbol not in _OPERATORS for symbol in operators):
-        raise ValueError(f"operators must be some of {_OPERATORS}, got {operators!r}.")
-    if depth is not None and operands > 2**depth:
-        raise ValueError(
-            f"depth={depth} must leave room for operands={operands}, got room for {2**depth}."
-        )
-    if depth is not None and set(operators) == {"**"} and operands > depth + 1:
-        raise ValueError(
-            f"depth={depth} must leave room for operands={operands}, got room for {depth + 1}: with "
-            "'**' alone, operations nest on one side only."
-        )
-    if call_operators is not None and "/" in operators:
-        raise ValueError(
-            "call_operators must be None where operators has '/', since a fraction is written with "
-            f"an operator, got {call_operators}: use '//' and '%'."
-        )
+    whole = env.call_operators is None or num_operators(tree) <= env.call_operators
+    game.say(env, f"<answer>{ask(expression) if whole else value(tree)}</answer>")
+    return game
 
 
 def _tagged(text: str, tag: str) -> list[str]:
@@ -396,13 +345,6 @@ def _answer(text: str) -> Fraction | None:
         return None
     value = Fraction(int(match.group(1)), int(denominator))
     return value if value.denominator == int(denominator) else None
-
-
-def _num_operations(tree: Expression) -> int:
-    """Operations on two operands."""
-    if not isinstance(tree, Operation):
-        return 0
-    return len(tree.operands) - 1 + sum(map(_num_operations, tree.operands))
 
 
 def _nested(expression: str) -> str:

@@ -1,0 +1,46 @@
+"""Loads the example programs, made short."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORT = {
+    "guess_number": "--updates 2 --warm-start-steps 2 --eval-episodes 8",
+    "masked_cartpole": "--updates 8 --clips 4 --width 8 --episodes 2",
+    "pendulum_clips": "--steps 2 --episodes 4 --slice-len 8 --clips 4",
+}
+"""Arguments of a short run of each."""
+SHORTENED = {
+    "guess_number": {"EPISODES_PER_UPDATE": 8},
+    "masked_cartpole": {"MAX_STEPS": 20, "RANDOM_FRAMES": 500},
+    "pendulum_clips": {"EPISODE_LENGTH": 20},
+}
+"""Constants of each that are too large for a short run."""
+
+
+@pytest.fixture
+def load():
+    """Loads an example's module anew, for a short run; puts back the number of threads it sets."""
+
+    def load_module(name, short=True):
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        vars(module).update(SHORTENED[name] if short else {})
+        return module
+
+    threads = torch.get_num_threads()
+    yield load_module
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def example(load, request):
+    """The example that a test's module is named after; in slow tests as long as it is."""
+    name = request.module.__name__.rpartition("test_")[2]
+    return load(name, short=request.node.get_closest_marker("slow") is None)

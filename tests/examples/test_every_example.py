@@ -1,0 +1,85 @@
+"""What every example promises: it runs, draws a curve, refuses bad arguments and stops cleanly."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from .conftest import SHORT
+
+INTERRUPTED = {
+    "guess_number": "warm_start",
+    "masked_cartpole": "td_errors",
+    "pendulum_clips": "observe",
+}
+"""Functions of each that are called in a run."""
+BAD_ARGUMENTS = [
+    *(("guess_number", ["--numbers", "0"]), ("guess_number", ["--updates", "x"])),
+    *(("guess_number", ["--seed", "a"]), ("guess_number", ["--nonsense"])),
+    *(("guess_number", ["--prompt", text]) for text in ("guess {x}", "guess {", "guess {}")),
+    *(("guess_number", ["--device", "nowhere"]), ("guess_number", ["--device", "cuda:99"])),
+    *(("masked_cartpole", ["--updates", "0"]), ("masked_cartpole", ["--clips", "x"])),
+    *(("pendulum_clips", ["--steps", "0"]), ("pendulum_clips", ["--slice-len", "101"])),
+]
+each_example = pytest.mark.parametrize("name", SHORT)
+
+
+@each_example
+def test_a_short_run_draws_its_curve(load, name, tmp_path):
+    out = tmp_path / "new" / "folder"
+    assert load(name).main([*SHORT[name].split(), "--out", str(out)]) == 0
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "name", ["pendulum_clips", *(pytest.param(n, marks=pytest.mark.slow) for n in [*SHORT][:2])]
+)
+def test_without_matplotlib_a_run_says_how_to_get_the_curve(
+    load, name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    assert load(name).main([*SHORT[name].split(), "--out", str(tmp_path)]) == 0
+    assert not list(tmp_path.glob("*.png"))
+    assert "needs matplotlib: pip install 'torchrl-mt[examples]'" in capsys.readouterr().out
+
+
+@each_example
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    load, name, tmp_path, monkeypatch, capsys
+):
+    module = load(name)
+    monkeypatch.setattr(module, "train", lambda *args: pytest.fail("work had begun"))
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        module.main(["--out", str(tmp_path / "file" / "out")])
+    assert stopped.value.code == 2
+    assert "--out: cannot write into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "arguments"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(load, name, arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(name).main([*arguments, "--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@each_example
+def test_control_c_stops_cleanly(load, name, tmp_path, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    module = load(name)
+    monkeypatch.setattr(module, INTERRUPTED[name], interrupt)
+    assert module.main([*SHORT[name].split(), "--out", str(tmp_path)]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+@each_example
+def test_help(load, name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(name).main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in ("--seed", "--lr", "--out"))

@@ -1,0 +1,186 @@
+"""Assistant messages as a chat template takes them: the fields that it reads, in the form that it wants.
+
+What a template cannot write from fields stays in the text as it was sampled, so that no template loses
+a part that it would have kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchrl_mt.chat.replies import ParsedReply
+
+__all__ = [
+    "ARGUMENT",
+    "THOUGHT",
+    "AssistantMessages",
+    "name_tool_results",
+    "trial_call",
+    "with_call_ids",
+]
+
+THOUGHT, TOOL, ARGUMENT = "THOUGHT", "look", "ARGUMENT"
+"""Thoughts, a tool and its argument, by which a template is tried."""
+
+_THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def trial_call(k: int = 0, family: str = "") -> dict[str, Any]:
+    """A tool call by which a template is tried."""
+    function = {"name": TOOL, "arguments": {"q": f"{ARGUMENT}{k}"}}
+    return {"type": "function", "id": _call_id(TOOL, k, family), "function": function}
+
+
+def with_call_ids(
+    reply: ParsedReply, before: Sequence[Mapping[str, Any]], family: str
+) -> ParsedReply:
+    """The reply with an id for every call: the model's own, or the call's number in the dialogue.
+
+    Args:
+        reply: what was sampled.
+        before: the dialogue so far.
+        family: the family whose notation the model writes.
+    """
+    first = sum(len(message.get("tool_calls") or ()) for message in before)
+    calls = [
+        {"type": "function", "id": _call_id(call["function"]["name"], first + k, family), **call}
+        for k, call in enumerate(reply.tool_calls)
+    ]
+    return ParsedReply(reply.content, reply.reasoning, calls)
+
+
+def _call_id(name: str, number: int, family: str) -> str:
+    """Nine letters and digits, which some templates insist on; Kimi's ids hold the name."""
+    return f"functions.{name}:{number}" if family == "kimi" else f"call{number:05}"
+
+
+def name_tool_results(
+    said: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Tool messages with the names and ids of their calls, which many templates ask for.
+
+    Results without a ``tool_call_id`` belong to the calls in their order.
+
+    Args:
+        said: the assistant message with the calls.
+        messages: what followed it.
+    """
+    calls = list(said.get("tool_calls") or ())
+    named = []
+    for message in messages:
+        if message.get("role") == "tool" and calls:
+            id = message.get("tool_call_id")
+            call = next((call for call in calls if call["id"] == id), calls[0])
+            calls.remove(call)
+            name = call["function"]["name"]
+            message = {"tool_call_id": call["id"], "name": name, **message}
+        named.append(message)
+    return named
+
+
+class AssistantMessages:
+    """Writes replies as messages with the fields that a chat template reads, found by trial.
+
+    Args:
+        render: text of a dialogue that ends with an answer; ``None`` if the template refuses it.
+        question: a dialogue that an answer may follow.
+        content: the content of the answers that are tried.
+        family: the family whose notation the model writes.
+    """
+
+    def __init__(
+        self,
+        render: Callable[[list[Mapping[str, Any]]], str | None],
+        question: Sequence[Mapping[str, Any]],
+        content: str,
+        family: str,
+    ) -> None:
+        def writes(*words: str, **answer: Any) -> bool:
+            text = render([*question, {"role": "assistant", "content": content, **answer}])
+            return text is not None and all(word in text for word in words)
+
+        def calling(*, json_text: bool) -> dict[str, Any]:
+            # Some templates write the content of an answer that calls, others do not take it.
+            calls = _with_arguments([trial_call(0, family)], json_text=json_text)
+            return {"content": "", "tool_calls": calls}
+
+        self._json_arguments = next(
+            (form for form in (False, True) if writes(TOOL, ARGUMENT, **calling(json_text=form))),
+            None,
+        )
+        """Whether calls have their arguments as JSON text; ``None`` if the template writes no calls."""
+        call = calling(json_text=self._json_arguments) if self._json_arguments is not None else {}
+        plain = [name for name in _THOUGHT_FIELDS if writes(THOUGHT, **{name: THOUGHT})]
+        called = [
+            name for name in _THOUGHT_FIELDS if call and writes(THOUGHT, **call, **{name: THOUGHT})
+        ]
+        self._thoughts = next(iter([*plain, *called]), None)
+        """The field for thoughts."""
+        self._drops_thoughts, self._drops_thoughts_of_calls = not plain, not called
+        answer = {**call, "content": content}
+        self._drops_content_of_calls = bool(call) and not writes(content, ARGUMENT, **answer)
+        self._takes_both = (
+            not call
+            or self._thoughts is None
+            or writes(THOUGHT, **answer, **{self._thoughts: THOUGHT})
+        )
+        """Whether an answer that calls may have thoughts and content."""
+
+    @property
+    def takes_thoughts(self) -> bool:
+        """Whether the template has a field for thoughts."""
+        return self._thoughts is not None
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the template writes calls."""
+        return self._json_arguments is not None
+
+    @property
+    def drops_thoughts(self) -> bool:
+        """Whether the template has a field for thoughts, but never writes those of a plain answer."""
+        return self.takes_thoughts and self._drops_thoughts
+
+    def loses(self, message: Mapping[str, Any]) -> bool:
+        """Whether the template never writes one of this message's fields."""
+        calls = bool(message.get("tool_calls"))
+        if self._thoughts is not None and message.get(self._thoughts):
+            return self._drops_thoughts_of_calls if calls else self._drops_thoughts
+        return calls and bool(message["content"]) and self._drops_content_of_calls
+
+    def write(self, reply: ParsedReply, text: str = "") -> dict[str, Any]:
+        """The message that stands for a reply in a dialogue.
+
+        Args:
+            reply: what was sampled, its calls with ids.
+            text: the same as text, with the opening of its thoughts if the prompt wrote that.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.tool_calls:
+            if self._json_arguments is None:
+                return {**message, "content": text}
+            message["tool_calls"] = _with_arguments(
+                reply.tool_calls, json_text=self._json_arguments
+            )
+        if reply.reasoning is None:
+            return message
+        if self._thoughts is None:
+            inline = f"<think>\n{reply.reasoning}\n</think>\n\n{reply.content}"
+            return {**message, "content": inline if reply.tool_calls else text}
+        thoughts = reply.reasoning
+        if reply.tool_calls and reply.content and not self._takes_both:
+            # OpenAI's template takes one of the two before a call.
+            thoughts, message["content"] = "\n".join([thoughts, reply.content]), ""
+        return {**message, self._thoughts: thoughts}
+
+
+def _with_arguments(calls: Sequence[Mapping[str, Any]], *, json_text: bool) -> list[dict[str, Any]]:
+    """Calls with their arguments as mappings, or as JSON text."""
+
+    def form(function: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = function["arguments"]
+        return {**function, "arguments": json.dumps(arguments) if json_text else arguments}
+
+    return [{**call, "function": form(call["function"])} for call in calls]

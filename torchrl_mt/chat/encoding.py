@@ -1,0 +1,64 @@
+"""Text to tokens and back, where the text is a part of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_mt.chat.special_tokens import BREAK
+
+__all__ = ["RenderedTextEncoder", "decode"]
+
+_WORD = "ANSWER-OF-THE-ASSISTANT"
+"""Stands before a text while it is encoded."""
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Text of tokens, special ones included."""
+    return str(
+        tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
+
+
+class RenderedTextEncoder:
+    """Encodes what a chat template has written, special tokens and all.
+
+    Many tokenizers treat the beginning of a text unlike its middle (a space put in front). So text from
+    the middle of a prompt is encoded with another text before it, whose tokens are taken off again.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_ids: set[int]) -> None:
+        self._tokenizer = tokenizer
+        end = str(tokenizer.eos_token)
+        self._before = [(end, self._encode(end))]
+        try:
+            word = self._encode(_WORD)
+        except Exception:  # A tokenizer may refuse what it does not know.
+            return
+        # A word is the true context, but one that the tokenizer does not know looks like any longer one.
+        if not special_ids.intersection(word):
+            self._before.insert(0, (_WORD, word))
+
+    def beginning(self, text: str) -> list[int]:
+        """Tokens of text that begins a prompt."""
+        first, *others = text.split(BREAK)
+        return [*self._encode(first), *chain.from_iterable(map(self._encode_within, others))]
+
+    def middle(self, text: str) -> list[int]:
+        """Tokens of text that others precede."""
+        return list(chain.from_iterable(map(self._encode_within, text.split(BREAK))))
+
+    def _encode_within(self, text: str) -> list[int]:
+        for before, expected in self._before:
+            ids = self._encode(before + text)
+            if ids[: len(expected)] == expected:
+                return ids[len(expected) :]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of a text by itself; the template has written all special tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,66 @@
+"""Names of special tokens: which there are, and how text that holds one stays text.
+
+Text of users, tools and servers must not become a special token, which could end its own turn. So
+:data:`BREAK` is put into every such name within it, and the text is encoded in parts between breaks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, MappingView, Sequence
+from numbers import Number
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+__all__ = ["BREAK", "SpecialTokenNames", "special_tokens"]
+
+BREAK = "\ufdd0"
+"""Splits a special token's name. It is a noncharacter, which no text holds."""
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Names of a tokenizer's special tokens, also of those that only its vocabulary marks as special."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+
+class SpecialTokenNames:
+    """Finds the names of a tokenizer's special tokens in text, and splits them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # A token of one character has no inside to be split at.
+        names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
+        self.pattern = re.compile("|".join(sorted(names)) or "(?!)")
+        """Matches any of the names."""
+        # Names may overlap: each beginning of one counts.
+        self._beginning = re.compile(f"(?={self.pattern.pattern})(.)", re.DOTALL)
+
+    def split(self, value: Any, place: str) -> Any:
+        """Copy plain data with a break in every name that its texts hold.
+
+        Args:
+            value: text, numbers, ``None``, and mappings and sequences of them.
+            place: what it is called in errors.
+
+        Raises:
+            TypeError: if it holds anything else, whose text could hide a name.
+        """
+        if isinstance(value, str):
+            return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
+        if value is None or isinstance(value, Number):
+            return value
+        if isinstance(value, Mapping):
+            return {
+                self.split(key, f"a key of {place}"): self.split(entry, f"{place}[{key!r}]")
+                for key, entry in value.items()
+            }
+        # Iterators are used up by one rendering; sets have another order in each process.
+        ordered = isinstance(value, (Sequence, MappingView, Iterator))
+        if ordered and not isinstance(value, (bytes, bytearray, memoryview)):
+            parts = (self.split(entry, f"{place}[{k}]") for k, entry in enumerate(value))
+            return tuple(parts) if isinstance(value, tuple) else list(parts)
+        raise TypeError(
+            f"{place} must be plain data (text, numbers, booleans, None, and mappings and lists of "
+            f"them), got {type(value).__name__}: give a template what it shows of it."
+        )

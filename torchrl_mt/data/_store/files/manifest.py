@@ -1,0 +1,130 @@
+"""Manifests: the sizes and hashes of files, by which a changed bit is found and its file named.
+
+A manifest carries a hash of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "CHUNK",
+    "HASHES",
+    "HashedFiles",
+    "check_hash",
+    "check_size",
+    "damaged",
+    "hash_of",
+    "hashing",
+    "read_manifest",
+    "write_manifest",
+]
+
+CHUNK = 4 << 20
+"""Bytes that are copied or hashed at a time."""
+HASHES = "hashes.json"
+"""The manifest of files that were hashed as they were written; it lies beside them."""
+
+
+def hashing() -> Any:
+    """What computes a hash: ``update(data)``, then ``hexdigest()``."""
+    return hashlib.blake2b(digest_size=20)
+
+
+class HashedFiles:
+    """New files in a folder, hashed as they are written.
+
+    Args:
+        folder: where they are.
+
+    Examples:
+        >>> import tempfile
+        >>> files = HashedFiles(Path(tempfile.mkdtemp()))
+        >>> with files.create("a") as file:
+        ...     _ = file.write(b"some"), file.write(b"thing")
+        >>> files.sizes_and_hashes["a"] == (9, hash_of(files.folder / "a"))
+        True
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sizes_and_hashes: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Any]:
+        """Open a file to write to."""
+        with open(self.folder / name, "wb") as stream:
+            file = _HashedFile(stream)
+            yield file
+            self.sizes_and_hashes[name] = stream.tell(), file.hash.hexdigest()
+
+
+class _HashedFile:
+    """A binary file that hashes what is written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.flush = stream.flush
+        self.hash = hashing()
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        self.hash.update(data)
+        return int(self._stream.write(data))
+
+
+def hash_of(file: Path) -> str:
+    """The hash of a file."""
+    found = hashing()
+    with open(file, "rb") as stream:
+        while data := stream.read(CHUNK):
+            found.update(data)
+    return str(found.hexdigest())
+
+
+def check_size(file: Path, size: int) -> None:
+    """Refuse a file that is missing (``FileNotFoundError``) or of another size (``ValueError``)."""
+    if not file.is_file():
+        raise FileNotFoundError(f"the checkpoint is damaged: {file} is missing; load another one.")
+    if file.stat().st_size != size:
+        raise damaged(file, f"must have {size} bytes, it has {file.stat().st_size}")
+
+
+def check_hash(file: Path, expected: str) -> None:
+    """Refuse a file that is not as it was written (``ValueError``)."""
+    if hash_of(file) != expected:
+        raise damaged(file)
+
+
+def damaged(file: Path, how: str = "is not as it was written") -> ValueError:
+    """The error that a file is damaged."""
+    return ValueError(f"the checkpoint is damaged: {file} {how}; load another one.")
+
+
+def write_manifest(file: Path, files: Mapping[str, tuple[int, str | None]]) -> None:
+    """Write the sizes and hashes of files, by their names; None for a hash that another manifest has."""
+    file.write_text(_text(files), encoding="utf-8")
+
+
+def read_manifest(file: Path) -> dict[str, tuple[int, str | None]]:
+    """What :func:`write_manifest` wrote; ``ValueError`` if the manifest is damaged."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        files = json.loads(text)["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(file) from error
+    if _text(files) != text:
+        raise damaged(file)
+    return {name: (size, digest) for name, (size, digest) in files.items()}
+
+
+def _text(files: Any) -> str:
+    """A manifest as text."""
+    found = hashing()
+    found.update(json.dumps(files).encode())
+    return json.dumps({"hash": found.hexdigest(), "files": files})

@@ -1,0 +1,1 @@
+"""Games whose best return is known, so that training on them can be told right from wrong."""
