@@ -15,7 +15,6 @@ from torchrl.modules.llm import TransformersWrapper
 
 from tests.waiting import PATIENCE
 from torchrl_mt._hosts import torchrl as hosts
-from torchrl_mt._hosts.torchrl import loss_mask_keys, min_batch_size
 from torchrl_mt.objectives import MultiTurnLoss
 
 # ---- replay buffers, their storages and samplers ------------------------------------------------
@@ -125,14 +124,17 @@ def test_the_metaclass_of_samplers_takes_replacement_for_a_choice_of_class():
 
 def test_a_loss_names_the_masks_that_it_reads():
     loss = MultiTurnLoss(nn.Embedding(2, 2))
-    assert ("collector", "mask") in loss_mask_keys(loss)
+    assert ("collector", "mask") in hosts.loss_mask_keys(loss)
     loss.loss_mask_key = "mine"
-    assert loss_mask_keys(loss) == ("mine",)
+    assert hosts.loss_mask_keys(loss) == ("mine",)
+
+
+# ---- wrappers of language models ----------------------------------------------------------------
 
 
 def test_a_wrapper_says_how_many_requests_it_waits_for(model, tokenizer):
     def wrapper(**kwargs):
         return TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", **kwargs)
 
-    assert min_batch_size(wrapper()) is None
-    assert min_batch_size(wrapper(batching=True, min_batch_size=3)) == 3
+    assert hosts.min_batch_size(wrapper()) is None
+    assert hosts.min_batch_size(wrapper(batching=True, min_batch_size=3)) == 3

@@ -114,7 +114,7 @@ def loss_mask_keys(loss: LossModule) -> tuple[NestedKey, ...]:
     return loss._loss_mask_keys()
 
 
-# Wrappers of language models
+# ---- wrappers of language models ----------------------------------------------------------------
 
 
 def min_batch_size(wrapper: Any) -> int | None:
