@@ -22,10 +22,10 @@ from tensordict import (
     TensorDictBase,
 )
 
-from torchrl_mt.collectors.calls import Calls
 from torchrl_mt.collectors.extra import join_extra
 from torchrl_mt.collectors.ledger import Prompt
 from torchrl_mt.collectors.limits import StopReason
+from torchrl_mt.collectors.statistics.call_times import CallTimes
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.row_plan import RowPlan, plan_rows
 
@@ -91,7 +91,7 @@ class Episode:
     """Whether the environment has answered a response, or the workflow has returned a result."""
     valid: bool | None = None
     """Whether it counts in the loss and in statistics; ``None`` where every episode does."""
-    calls: Calls = field(default_factory=Calls, repr=False, compare=False)
+    calls: CallTimes = field(default_factory=CallTimes, repr=False, compare=False)
     """What it waits for, and where its time went."""
     begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
     """When it began, in seconds of the monotonic clock."""
