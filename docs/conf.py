@@ -35,6 +35,8 @@ default_role = "py:obj"
 
 autosummary_imported_members = True
 autosummary_ignore_module_all = False
+# What two packages export is described once: these under collectors.
+autosummary_context = {"described_elsewhere": {"torchrl_mt.chat": ("Answer", "ChatTokens")}}
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # the host's docstrings are in the host's documentation
 autodoc_typehints_format = "short"
@@ -70,8 +72,9 @@ def describe_variable(
         return
     package, _, variable = name.rpartition(".")
     folder = Path(torchrl_mt.__file__).parent.joinpath(*package.split(".")[1:])
-    for path in sorted(folder.glob("*.py")):
-        docs = ModuleAnalyzer.for_module(f"{package}.{path.stem}").find_attr_docs()
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join([package, *path.relative_to(folder).with_suffix("").parts])
+        docs = ModuleAnalyzer.for_module(module.removesuffix(".__init__")).find_attr_docs()
         if ("", variable) in docs:
             lines[:] = docs["", variable]
             return

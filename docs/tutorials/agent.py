@@ -2,13 +2,13 @@
 Train an agent over several turns
 =================================
 
-A small language model walks through a house. In each room a sign tells the way and the model answers
-with a word. The right word is worth 1 and leads to the next room, any other leaves it where it is. The
-walk is over after three rooms, or after five turns. The model starts from random weights and learns by
-trial alone.
+A small language model walks through a house. In each room a sign shows the way, and the model answers
+with a word. The right word earns 1 and leads to the next room. With any other word the model stays where
+it is. The walk ends after three rooms, or after five turns. The model starts from random weights and
+learns by trial and error alone.
 
-What follows is what one writes for a large model too: an environment, an engine, a collector, a replay
-buffer, advantages and a loss.
+The parts are the same as for a large model: an environment, an engine, a collector, a replay buffer,
+advantages and a loss.
 """
 
 import random
@@ -35,11 +35,11 @@ torch.set_num_threads(1)  # the matrices are small: more threads only wait for e
 # The environment
 # ---------------
 #
-# A :class:`~torchrl_mt.envs.TextEnv` says something, is given the model's text, and says what
-# came of it. It never sees a token. ``reset`` receives one item of the data, here the signs of a
-# house, so that the same episode can be played again. Every episode gets a copy of the
-# environment to itself. ``inline`` says that the methods return at once; without it they run in
-# worker threads, where a slow tool holds up no other episode.
+# A :class:`~torchrl_mt.envs.TextEnv` exchanges messages with the model. It receives the model's
+# text and returns the next messages and a reward. It never sees a token. ``reset`` receives one
+# item of the data, here the signs of a house, so the same episode can be played again. Every
+# episode gets its own copy of the environment. ``inline`` says that the methods return at once.
+# Without it they run in worker threads, so a slow tool does not delay other episodes.
 
 SIGNS = ["left", "right", "ahead"]
 
@@ -73,9 +73,9 @@ def houses(seed=0):
 # The model
 # ---------
 #
-# Any causal language model of transformers will do whose tokenizer has a chat template and an
-# end-of-turn token. To keep this page quick we take a tiny one with random weights, to which a
-# token is a word.
+# Any causal language model of transformers works if its tokenizer has a chat template and an
+# end-of-turn token. To keep this page fast, we use a tiny one with random weights. Each of its
+# tokens is a word.
 
 model, tokenizer = tiny_chat_model(SIGNS)
 
@@ -83,10 +83,10 @@ model, tokenizer = tiny_chat_model(SIGNS)
 # Collecting
 # ----------
 #
-# The *engine* turns prompt tokens into sampled tokens, many conversations at once. The
-# *collector* plays whole episodes, within limits, and writes each batch to the buffer. Storage,
-# writer and sampler of the buffer know what an episode is: it is stored whole, with the discounted
-# return of every turn, and sampled whole. ``batch_size`` therefore counts episodes.
+# The *engine* samples responses to prompt tokens, for many conversations at once. The
+# *collector* plays whole episodes, within limits, and writes each batch to the buffer. The buffer
+# stores whole episodes, with the discounted return of every turn, and samples whole episodes.
+# So ``batch_size`` counts episodes.
 
 engine = TransformersEngine(model, tokenizer)
 buffer = ReplayBuffer(
@@ -112,11 +112,11 @@ print(collector.stats())
 # An episode
 # ----------
 #
-# A step is a turn: the tokens the model saw, the tokens it sampled, and under ``"next"`` what
-# came of it. Here is the longest walk of this first batch. The prompt of each turn is the prompt
-# before, the response as it was sampled, and what the house said since: nothing was decoded and
-# encoded again. An untrained model shows why that matters: it also samples special tokens, which
-# the house does not hear, and its text encoded again would be other tokens than it sampled.
+# A step is a turn: the tokens that the model saw, the tokens that it sampled, and the result under
+# ``"next"``. Below is the longest walk of the first batch. The prompt of each turn is the previous
+# prompt, the response as sampled, and the new message of the house. Nothing was decoded and
+# encoded again. An untrained model shows why that matters: it also samples special tokens, and
+# encoding its text again would give different tokens.
 
 longest = buffer.storage.episode(int(buffer.storage.lengths.argmax()))
 prompts = longest.get(("tokens", "prompt"), as_list=True)
@@ -135,10 +135,10 @@ print("ended for:", longest["stop_reason"][-1])
 # A row
 # -----
 #
-# What is trained on are rows: a whole conversation each, made from the turns when they are
-# sampled (:class:`~torchrl_mt.transforms.MergeTurns`). The assistant mask is true on the tokens
-# that the model sampled and on nothing else. It has holes, where the house speaks, and everything
-# that is computed along a row takes it as it is.
+# Training uses rows, each a whole conversation.
+# :class:`~torchrl_mt.transforms.MergeTurns` makes them from the sampled turns. The assistant mask
+# is true on the tokens that the model sampled, and nowhere else. It has holes where the house
+# speaks, and every function of this library handles such holes.
 
 rows = buffer.sample()
 for key, value in sorted(rows.items(True, True), key=str):
@@ -146,7 +146,7 @@ for key, value in sorted(rows.items(True, True), key=str):
     print(f"{name:<25} {list(value.shape)} {value.dtype}")
 
 # %%
-# The longest of them, token by token:
+# The longest row, token by token:
 
 row = rows[rows["masks", "all_attention_mask"].sum(-1).argmax()]
 print(f"{'token':<12} sampled  turn  reward  return")
@@ -164,14 +164,14 @@ for i in row["masks", "all_attention_mask"].nonzero().squeeze(-1).tolist():
 # -------------------
 #
 # :class:`~torchrl_mt.objectives.ExperienceMaker` adds what the loss needs. ``"turn"`` compares
-# the return of each turn with that of the same turn in the other walks of the batch, so a turn is
-# credited with what was earned from it on, and with nothing before. (``"grpo"`` and its relatives
-# compare whole episodes within groups that share an item: ask the collector for ``group_size=8``,
-# say.)
+# the return of each turn with the same turn in the other walks of the batch. So a turn gets credit
+# for the rewards from that turn on, and for none before. (``"grpo"`` and similar kinds compare
+# whole episodes in groups that share an item. They need ``group_size=8``, for example, in the
+# collector.)
 #
-# :class:`~torchrl_mt.objectives.MultiTurnLoss` is a TorchRL loss module: it returns ``loss_*``
-# entries, whose sum one minimises, and a few figures to watch. The entropy bonus keeps the model
-# trying all the signs until it has understood them.
+# :class:`~torchrl_mt.objectives.MultiTurnLoss` is a TorchRL loss module. It returns ``loss_*``
+# entries, whose sum you minimise, and a few diagnostics. The entropy bonus keeps the model
+# exploring all words until it has understood the signs.
 
 maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
 loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.05)
@@ -181,9 +181,9 @@ print(sorted(loss_module(maker(rows)).keys()))
 # Learning
 # --------
 #
-# The rest is the usual loop. The engine samples with the model's own weights, and nothing is
-# sampled between two batches, so the model may be changed there. ``update_policy_weights_`` then
-# tells the engine to count a new version and to forget what it had cached under the old one.
+# The rest is the usual loop. The engine samples with the model's own weights. Nothing is sampled
+# between two batches, so the model can be updated there. ``update_policy_weights_`` then makes the
+# engine count a new version and drop its cache of the old one.
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, UPDATES)
@@ -208,7 +208,7 @@ for update in range(UPDATES):
         print(f"update {update:2d}: {rooms:.2f} rooms in {turns:.2f} turns")
 
 # %%
-# From random words to walking through the house:
+# The learning curve, from random words to walking through the house:
 
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 axes.plot(passed)
@@ -217,7 +217,7 @@ axes.set(xlabel="update", ylabel="rooms passed", ylim=(0, ROOMS + 0.2))
 plt.show()
 
 # %%
-# A walk as the environment heard it:
+# A walk as text, as the environment received it:
 
 for messages in buffer.storage.episode(0)["text"]:
     for message in messages:
@@ -227,5 +227,5 @@ collector.shutdown()
 engine.close()
 
 # %%
-# ``examples/guess_number.py`` is the same loop around a harder game, with a measured optimum, a
-# warm start and a report.
+# ``examples/guess_number.py`` runs the same loop on a harder game, with a known optimum, a warm
+# start and a report.

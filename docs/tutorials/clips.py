@@ -2,10 +2,9 @@
 Clips of whole episodes
 =======================
 
-The buffer of the first tutorial has nothing to do with language: an episode is any TensorDict with one
-entry a step. World models, sequence policies and critics over time learn from *clips*, runs of
-consecutive steps. Here a pendulum swings at random, TorchRL's own collector watches it, and we sample
-clips of what it saw.
+The buffer of the first tutorial does not need language. An episode is any TensorDict with one entry per
+step. World models, sequence policies and recurrent critics learn from *clips*: runs of consecutive
+steps. Here a pendulum swings at random, TorchRL's own collector records it, and we sample clips.
 """
 
 import matplotlib.pyplot as plt
@@ -23,10 +22,9 @@ torch.manual_seed(0)
 # Pieces in, episodes out
 # -----------------------
 #
-# A collector cuts its batches by number of steps, wherever an episode stands at that moment. Here
-# each batch has 25 steps of two pendulums, and an episode has 60. The writer puts the pieces
-# together and hands an episode to the storage once it has ended, so its transform sees whole
-# episodes only: the one place where a return can be computed.
+# A collector cuts its batches after a number of steps, even within an episode. Here each batch has
+# 25 steps of two pendulums, and an episode has 60. The writer assembles the pieces and stores an
+# episode once it has ended. So its transform sees only whole episodes, and can compute returns.
 
 
 def make_env():
@@ -50,9 +48,9 @@ for batch in collector:
 collector.shutdown()
 
 # %%
-# Of ``max_steps=400`` no more than 360 are used: when there is no room for an episode, the oldest
-# *whole* episodes leave. No half of one stays behind. And ``("next", k)`` is ``k`` one step
-# later, so it is kept once:
+# At most 360 of ``max_steps=400`` are used. If there is no room for a new episode, the oldest
+# *whole* episodes are evicted, never a part of one. And ``("next", k)`` equals ``k`` one step
+# later, so both are stored once:
 
 print("kept once:", buffer.storage.shared_keys)
 print(buffer.storage.episode(0))
@@ -61,10 +59,10 @@ print(buffer.storage.episode(0))
 # Clips
 # -----
 #
-# Every clip of 15 consecutive steps of one episode is drawn with equal probability, and none runs
-# from one episode into another. The last step of a clip is marked ``truncated``, so that value
-# estimators do not look past it. This and the meaning of ``batch_size`` are those of TorchRL's
-# ``SliceSampler``.
+# Every clip of 15 consecutive steps of one episode is sampled with equal probability. No clip
+# crosses from one episode into another. The last step of a clip is marked ``truncated``, so value
+# estimators do not look beyond it. TorchRL's ``SliceSampler`` does the same, and ``batch_size``
+# counts steps in both.
 
 print("clips to draw from:", buffer.storage.num_clips(15))
 
@@ -73,7 +71,7 @@ print("first and last step of each:", clips["step_count"][:, [0, -1], 0].tolist(
 print("truncated:", clips["next", "truncated"][0, :, 0].int().tolist())
 
 # %%
-# The clips in the episodes that they come from:
+# The clips, drawn over their episodes:
 
 figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
 for i, episode in enumerate(buffer.storage.episodes()):
@@ -86,4 +84,4 @@ axes.set(xlabel="stored step", ylabel="angular velocity")
 plt.show()
 
 # %%
-# ``examples/pendulum_clips.py`` trains a model of the pendulum on such clips.
+# ``examples/pendulum_clips.py`` trains a world model of the pendulum on such clips.

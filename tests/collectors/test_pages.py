@@ -1,4 +1,4 @@
-"""What the pages on collecting and on what to mind show runs as it stands, and does what they say."""
+"""The code of the pages on collecting and on pitfalls runs as it stands, and does what they say."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_loop_over_a_collector_in_the_background_trains_on_rows_that_are_you
     run = names(GuessNumber(4, turns=2), num_updates=12)
     before = [p.detach().clone() for p in run["model"].parameters()]
     try:
-        exec(code_of("collecting.rst", "In the background"), run)
+        exec(code_of("collecting.rst", "Collecting in the background"), run)
     finally:
         run["engine"].close()
     assert run["updates"] == run["collector"].policy_version == len(Seen.ages) == 12
@@ -87,7 +87,7 @@ def test_the_loop_ends_with_what_went_wrong_in_the_names():
     run = names(Broken, num_updates=2)
     try:
         with pytest.raises(RuntimeError, match=r"in a row were rejected.*no tool"):
-            exec(code_of("collecting.rst", "In the background"), run)
+            exec(code_of("collecting.rst", "Collecting in the background"), run)
     finally:
         run["engine"].close()
     assert run["updates"] == 0
@@ -105,7 +105,7 @@ class Costs(TextEnv):
 
 def test_a_cut_answer_has_the_worth_that_is_said():
     run = names(None, num_updates=0)
-    exec(code_of("mind.rst", "How an episode ends"), run)
+    exec(code_of("pitfalls.rst", "Cut answers have a hidden reward"), run)
     engine = TransformersEngine(run["model"], run["tokenizer"])
     try:
         with MultiTurnCollector(

@@ -49,7 +49,7 @@ def test_every_metric_is_on_the_page(model, other_model, rows):
     batch = rows()
     batch["label"] = ["maths"] * len(batch)
     maker(batch)
-    shown = re.findall(r"``([^`]+)``", PAGE.split("- metric")[1].split("Advantages\n")[0])
+    shown = re.findall(r"``([^`]+)``", PAGE.split("- metric")[1].split("\n\n")[0])
     made = set()
     for name in maker.metrics:
         name = name.replace("/maths", "/<label>").replace("/episode", "/<source>")
