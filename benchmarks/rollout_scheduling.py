@@ -41,7 +41,7 @@ from torchrl.envs import AsyncEnvPool, EnvBase, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_mt.collectors import MultiTurnCollector
-from torchrl_mt.collectors.loop_thread import cancel_all
+from torchrl_mt.collectors.event_loop.background_tasks import cancel_all
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer

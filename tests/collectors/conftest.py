@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.tiers import pytest_configure  # noqa: F401
 from tests.idle_clock import Loop
 from tests.waiting import PATIENCE
-from torchrl_mt.collectors import loop_thread
+from torchrl_mt.collectors.event_loop import loop_thread
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +23,9 @@ def time_to_close(monkeypatch):
 def idle_clock(monkeypatch):
     """Limits of time are reached by what hangs, and by nothing else."""
     monkeypatch.setattr(asyncio, "new_event_loop", Loop)
+
+
+@pytest.fixture
+def engine(tokenizer):
+    """Every answer is a word and the end of the turn."""
+    return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])

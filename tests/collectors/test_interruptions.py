@@ -17,21 +17,16 @@ from torch.utils.data import DataLoader
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 
+from tests.collectors.chats import Chat
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.tiers import but_slow, slow
 from tests.idle_clock import LIMIT
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextStep
 
-from .chats import Chat
-from .scripted import ScriptedEngine
-
 COUNTS = ("started", "accepted", "rejected", "running")
-
-
-@pytest.fixture
-def engine(tokenizer):
-    return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
 
 
 def items(n, **more):
@@ -312,7 +307,7 @@ def endless():
 
 
 @pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("group_size", but_slow([4, 1]))
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_a_run_that_can_only_fail_stops_whatever_the_data(engine, inline, group_size, staleness):
     """Items come one by one while episodes fail as fast: there is always room for another."""
@@ -647,7 +642,7 @@ def test_a_pause_that_ends_at_the_worst_moment_is_over(engine):
     """The scheduler asks whether it may begin, and a moment later the answer is another one."""
     answers = iter([False, True] * 1000)
     with MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector:
-        asked = collector._scheduler.gather(2, lambda: next(answers))
+        asked = collector._run.scheduler.gather(2, lambda: next(answers))
         assert len(collector._thread.run(asked)) == 2
 
 
@@ -802,6 +797,7 @@ def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatc
 # The end
 
 
+@slow
 def test_no_process_of_a_data_loader_is_left(engine):
     before = set(multiprocessing.active_children())
     loader = DataLoader(items(8), num_workers=1, batch_size=2)

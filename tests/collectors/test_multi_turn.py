@@ -18,14 +18,14 @@ import torch
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.tiers import but_slow, slow
 from tests.idle_clock import hang
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
-
-from .scripted import ScriptedEngine
 
 
 @pytest.fixture
@@ -666,7 +666,7 @@ def test_the_statistics_add_up_at_any_moment(guesser):
     data = [{"turns": 3}, {"turns": 2, "fail": OSError("no tool")}]
     seen = []
     with MultiTurnCollector(
-        Seen, guesser, data, episodes_per_batch=20, max_concurrency=7, total_episodes=400
+        Seen, guesser, data, episodes_per_batch=20, max_concurrency=7, total_episodes=100
     ) as collector:
         run = threading.Thread(target=lambda: list(collector), daemon=True)
         run.start()
@@ -675,6 +675,7 @@ def test_the_statistics_add_up_at_any_moment(guesser):
     assert all(s["accepted"] + s["rejected"] + s["running"] == s["started"] for s in seen)
 
 
+@slow
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
     """Also at the interpreter's end: in a process of its own, which must not hang either."""
@@ -824,7 +825,7 @@ def test_what_an_environment_says_about_a_turn_is_kept(guesser):
         ("step", TextStep(reward=None), r"TextStep.reward must be .* got NoneType .* Wrong.step"),
     ],
 )
-@pytest.mark.parametrize("kind", ["thread", "inline", "async"])
+@pytest.mark.parametrize("kind", but_slow(["thread", "inline", "async"]))
 def test_what_no_environment_may_return_is_named(guesser, method, value, message, kind):
     def answer(self, _):
         return value

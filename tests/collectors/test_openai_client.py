@@ -11,12 +11,11 @@ openai = pytest.importorskip("openai", reason="openai_client needs the package o
 
 from tests.chat.families import FAMILIES  # noqa: E402
 from tests.chat.families_in_play import stop_of, tokenizer_of  # noqa: E402
+from tests.collectors.scripted import ScriptedEngine  # noqa: E402
+from tests.collectors.test_pages import code_of  # noqa: E402
 from torchrl_mt.collectors import Limits, MultiTurnCollector, openai_client  # noqa: E402
 from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
-
-from .scripted import ScriptedEngine  # noqa: E402
-from .test_pages import code_of  # noqa: E402
 
 LOOK = {
     "type": "function",

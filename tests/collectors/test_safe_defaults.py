@@ -8,10 +8,9 @@ from itertools import islice
 
 import pytest
 
+from tests.collectors.chats import Chat
+from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-
-from .chats import Chat
-from .scripted import ScriptedEngine
 
 
 @pytest.fixture

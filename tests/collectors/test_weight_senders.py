@@ -11,11 +11,9 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.weight_update.llm.sglang_nccl import SGLangWeightSender, SGLangWeightSyncScheme
 from torchrl.weight_update.llm.vllm_nccl import VLLMWeightSender, VLLMWeightSyncScheme
 
+from tests.collectors.chats import Chat
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, PolicyEngine
-
-from .chats import Chat
-from .scripted import ScriptedEngine
 
 
 class Transport:
@@ -66,11 +64,6 @@ class Updater(WeightUpdaterBase):
 @pytest.fixture
 def model():
     return nn.Linear(1, 1)
-
-
-@pytest.fixture
-def engine(tokenizer):
-    return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
 
 
 def versions(batch):

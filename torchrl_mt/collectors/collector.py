@@ -6,15 +6,14 @@ and replaced while the others go on. ``accepted + rejected + running == started`
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -23,32 +22,30 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 
-from torchrl_mt.chat.tokens import OnBreak, Template
-from torchrl_mt.collectors.background import Background
-from torchrl_mt.collectors.behind import cancel_all
-from torchrl_mt.collectors.cuts import CutWarning
+from torchrl_mt.checks import check_choice
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.group_filters import AcceptGroup
-from torchrl_mt.collectors.ids import unique_ids
+from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopThread
+from torchrl_mt.collectors.event_loop.threads import WatchedThread
 from torchrl_mt.collectors.items.curriculum import Curriculum
 from torchrl_mt.collectors.items.items import Items
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loop_thread import LoopClosedError, LoopThread
-from torchrl_mt.collectors.player import EpisodePlayer
-from torchrl_mt.collectors.progress import Progress
+from torchrl_mt.collectors.playing.episode_player import EpisodePlayer
+from torchrl_mt.collectors.playing.version_offset import VersionOffset
 from torchrl_mt.collectors.recorder import limits_of_play
-from torchrl_mt.collectors.resumed_engine import ResumedEngine
-from torchrl_mt.collectors.scheduler import (
-    CANCELLED,
-    Counter,
-    Group,
-    GroupPolicy,
-    IncompleteGroups,
-    Scheduler,
+from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
+from torchrl_mt.collectors.scheduling.groups import Group, GroupPlayer
+from torchrl_mt.collectors.scheduling.run_warnings import (
+    CutWarning,
+    warn_of_settings,
 )
-from torchrl_mt.collectors.staleness import Freshness, Lead, StalenessRule, Stall
-from torchrl_mt.collectors.stats import Tally
+from torchrl_mt.collectors.scheduling.scheduler import CANCELLED, Counter, Scheduler
+from torchrl_mt.collectors.scheduling.staleness import Lead, StalenessLimit, StalenessRule
+from torchrl_mt.collectors.scheduling.training_run import TrainingRun
+from torchrl_mt.collectors.scheduling.unique_ids import RunIds
+from torchrl_mt.collectors.settings import ChatOptions, FailurePolicy, ItemOrder, from_keywords
+from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
+from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
@@ -66,20 +63,20 @@ class MultiTurnCollector(BaseCollector):
     Iterating yields batches of ``episodes_per_batch`` whole episodes in TED, flat ``[ΣT]``, a step a
     turn; with a ``replay_buffer`` the batch is written there and ``None`` is yielded, as TorchRL's
     collectors do. Nothing runs between two batches, so the policy may be trained there, unless
-    ``max_staleness`` says that episodes may go on.
+    ``max_staleness`` lets episodes go on.
 
     An episode that raises (``SystemExit`` and ``KeyboardInterrupt`` too) is rejected, counted by cause
     in :meth:`stats` and logged once per cause; it never becomes a reward. A group is given out in one
-    batch. What is given to be called (``accept``, items of ``data`` unless it is a list) is called in
-    threads, so that it delays no other episode.
+    batch. Callables (``accept``, items of ``data`` unless it is a list) run in threads, so a slow one
+    does not delay other episodes.
 
     Args:
         env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode) or a
             callable that makes one; or a workflow, an object with
             ``async def arun_episode(engine, data)``; or a class of either, or its name as
             ``"package.module.Class"``.
-        policy: the engine that samples the responses, or a TorchRL LLM wrapper. It is not closed by the
-            collector unless it is a wrapper.
+        policy: the engine that samples the responses, or a TorchRL LLM wrapper. The collector closes
+            only engines that it makes of wrappers.
         data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set;
             or a :class:`~torchrl_mt.collectors.Curriculum`, which chooses by how the episodes went.
             Without data, every group is given ``{"seed": k}`` with a new ``k``.
@@ -88,6 +85,10 @@ class MultiTurnCollector(BaseCollector):
         max_concurrency: how many episodes run at once; as many as a batch has if ``None``. More than
             ``episodes_per_batch``, or ``max_staleness + 1`` times that, only evaluations can use.
         limits: what an episode may use.
+        failures: what follows when episodes are rejected: retries, the end of the run, and what becomes
+            of incomplete groups.
+        order: in which order the items of ``data`` are played: shuffled, again and again, by which seed.
+        chat: how dialogues become tokens: the chat template and what it is given.
         replay_buffer: where batches are written, if anywhere.
         total_episodes: end after this many accepted episodes; never if -1.
         accept: given an episode in TED, ``[T]``; false rejects it. May be ``async``.
@@ -96,12 +97,8 @@ class MultiTurnCollector(BaseCollector):
             :func:`~torchrl_mt.collectors.has_spread`. May be ``async``.
         total_attempts: raise once ``accept_group`` has refused a group and so many, refused or not,
             were played since a batch was last given out; ten times those of a batch if ``None``.
-        max_retries: how often an episode that was rejected is played again.
-        max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
-            in spite of retries, and none came to its end meanwhile. Until the environment's ``step``
-            has returned once, or a workflow has, an episode that only a limit brought to its end
-            does not interrupt the row. ``None`` means 32, or twice ``max_concurrency`` if that is
-            more.
+        max_retries: a field of ``failures``, here by its own name.
+        max_consecutive_failures: likewise.
         max_staleness: let episodes go on while the policy is trained, so many batches ahead: at most
             ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
             at most ``max_staleness + updates + 1`` in all. No token is more than ``max_staleness``
@@ -112,42 +109,29 @@ class MultiTurnCollector(BaseCollector):
             item is played again. ``"admission"``: what is begun, and nothing is rejected: with ``k``
             updates a batch, tokens are at most ``(max_staleness + 1) * k - 1`` versions old, except
             those of episodes that others overtook, which may be much older.
-        yield_groups: give out complete groups only, whatever ``incomplete_groups`` says.
-        incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
-            it, and with it the item until the data is gone through again; ``"keep"`` those that are
-            left; ``"refill"``, play that member until it comes to its end, and drop the group if it
-            does not in 16 more attempts; ``"requeue"``, drop the group and play its item again as a
-            new one, before any new item. An item is given up after 64 times, or 16 in a row in which no
-            member came to its end.
+        yield_groups: give out complete groups only: ``incomplete_groups="keep"`` is ``"drop"`` then.
         dump_dir: a folder for readable records of the episodes, in JSON lines. What cannot be written
             is logged once and counted as ``dump_errors``; the run goes on.
-        shuffle: draw the items in random order, by ``seed``.
-        cycle: begin again when the data ends; by default unless it is an iterator.
-        seed: of the order of items, and of those made without data.
         sampling: arguments for every call of the engine's ``generate``, evaluations' included.
         workflow_kwargs: arguments for the class that ``env`` is or names.
         env_workers: run the environments in so many processes of their own, for those that compute:
             threads share one core. ``env`` is pickled then, as are items and messages, and a script
             needs ``if __name__ == "__main__":``. A process that dies rejects its own episodes
             (``rejected/EnvWorkerError``), and another takes its place.
-        on_break: what is done where the chat template does not go on from what was sampled; see
-            :class:`~torchrl_mt.collectors.ChatTokens`.
-        template: the chat template that dialogues are rendered by: ``"training"`` keeps an episode in
-            one row; likewise.
-        template_kwargs: what else the chat template is given with every rendering, such as ``tools``
-            or ``enable_thinking=False``; see :class:`~torchrl_mt.collectors.ChatTokens`. A workflow
-            makes its own.
         progress: show a progress bar.
         postproc: applied to every batch before it is written or yielded.
         tokenizer: renders messages; the policy's own (``policy.tokenizer``) if ``None``.
+        **fields: ``incomplete_groups`` of ``failures``; ``shuffle``, ``cycle``, ``seed`` of ``order``;
+            ``on_break``, ``template``, ``template_kwargs`` of ``chat``: ``shuffle=True`` is
+            ``order=ItemOrder(shuffle=True)``.
 
     Raises:
-        TypeError: if ``env`` or ``policy`` is none of the above, or ``template_kwargs`` no mapping of
-            names to plain data.
+        TypeError: if ``env`` or ``policy`` is none of the above, an argument is unknown, or a record and
+            one of its fields are both given.
         ImportError: if ``env`` names nothing.
         ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
-            ``total_episodes`` is not whole groups, the tokenizer has no chat template or no
-            end-of-turn token, or ``template_kwargs`` says how a template is rendered.
+            ``total_episodes`` is not whole groups, or the tokenizer has no chat template or no
+            end-of-turn token.
 
     Examples:
         >>> collector = MultiTurnCollector(  # doctest: +SKIP
@@ -167,9 +151,12 @@ class MultiTurnCollector(BaseCollector):
         group_size: int = 1,
         max_concurrency: int | None = None,
         limits: Limits | None = None,
+        failures: FailurePolicy | None = None,
+        order: ItemOrder | None = None,
+        chat: ChatOptions | None = None,
         replay_buffer: ReplayBuffer | None = None,
         total_episodes: int = -1,
-        accept: Callable[[TensorDictBase], bool] | None = None,
+        accept: Callable[[TensorDictBase], Any] | None = None,
         accept_group: AcceptGroup | None = None,
         total_attempts: int | None = None,
         max_retries: int = 0,
@@ -177,124 +164,88 @@ class MultiTurnCollector(BaseCollector):
         max_staleness: int | None = None,
         staleness: StalenessRule = "delivery",
         yield_groups: bool = False,
-        incomplete_groups: IncompleteGroups = "drop",
         dump_dir: str | Path | None = None,
-        shuffle: bool = False,
-        cycle: bool | None = None,
-        seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         env_workers: int | None = None,
-        on_break: OnBreak = "fork",
-        template: Template = "original",
-        template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         tokenizer: Any = None,
+        **fields: Any,
     ) -> None:
         super().__init__()
+        if max_retries:
+            fields["max_retries"] = max_retries
+        if max_consecutive_failures is not None:
+            fields["max_consecutive_failures"] = max_consecutive_failures
+        failures = from_keywords("failures", FailurePolicy, failures, fields)
+        order = from_keywords("order", ItemOrder, order, fields)
+        chat = from_keywords("chat", ChatOptions, chat, fields)
+        if fields:
+            raise TypeError(f"MultiTurnCollector has no argument {', '.join(sorted(fields))}.")
+        if yield_groups and failures.incomplete_groups == "keep":
+            failures = replace(failures, incomplete_groups="drop")
         _require_sizes(
-            at_least_one={
-                "episodes_per_batch": episodes_per_batch,
-                "group_size": group_size,
-                "max_concurrency": max_concurrency,
-                "total_attempts": total_attempts,
-                "max_consecutive_failures": max_consecutive_failures,
-            },
-            not_negative={"max_retries": max_retries, "max_staleness": max_staleness},
-            whole_groups={
-                "episodes_per_batch": episodes_per_batch,
-                "total_episodes": max(total_episodes, 0),
-            },
+            episodes_per_batch=(episodes_per_batch, 1),
+            group_size=(group_size, 1),
+            max_concurrency=(max_concurrency, 1),
+            total_attempts=(total_attempts, 1),
+            max_staleness=(max_staleness, 0),
         )
-        if incomplete_groups not in get_args(IncompleteGroups):
-            raise ValueError(
-                f"incomplete_groups must be one of {get_args(IncompleteGroups)}, got "
-                f"{incomplete_groups!r}."
-            )
-        if staleness not in get_args(StalenessRule):
-            raise ValueError(
-                f"staleness must be one of {get_args(StalenessRule)}, got {staleness!r}."
-            )
+        for name, episodes in (
+            ("episodes_per_batch", episodes_per_batch),
+            ("total_episodes", max(total_episodes, 0)),
+        ):
+            if episodes % group_size:
+                raise ValueError(
+                    f"{name} must be a multiple of group_size={group_size}, got {episodes}."
+                )
+        check_choice("staleness", staleness, get_args(StalenessRule))
         self.engine = as_engine(policy, tokenizer)
         self._owns_engine = self.engine is not policy
-        if max_staleness is not None and getattr(self.engine, "shares_weights", False):
-            _logger.warning(
-                "max_staleness=%d lets episodes go on while the policy is trained, but the engine "
-                "samples with the very weights that are trained: tokens would be of no known "
-                "version. Make the engine with share_weights=False.",
-                max_staleness,
-            )
-        usable = episodes_per_batch * (1 + (max_staleness or 0))
-        if max_concurrency is not None and max_concurrency > usable:
-            _logger.warning(
-                "max_concurrency=%d is more than batches can use: with episodes_per_batch=%d and "
-                "max_staleness=%s at most %d episodes run at once. For more, ask for larger batches, or "
-                "for a higher max_staleness.",
-                max_concurrency,
-                episodes_per_batch,
-                max_staleness,
-                usable,
-            )
+        warn_of_settings(self.engine, episodes_per_batch, max_concurrency, max_staleness)
         self.limits = limits or Limits()
+        self.failures = failures
         self._player = EpisodePlayer(
             env,
             self.engine,
             limits=self.limits,
+            chat=chat,
+            tokenizer=tokenizer,
             accept=accept,
             accept_group=accept_group,
-            tokenizer=tokenizer,
-            on_break=on_break,
-            template=template,
-            template_kwargs=template_kwargs,
             workflow_kwargs=workflow_kwargs,
             env_workers=env_workers,
         )
-        self._new_items = partial(Items, data, shuffle=shuffle, cycle=cycle)
-        self._seeded = data is None or shuffle
-        self._items = self._new_items(seed=seed)
+        self._data, self._order = data, order
+        self._items = Items(data, **asdict(order))
         self.episodes_per_batch = episodes_per_batch
         self.group_size = group_size
         self.max_concurrency = max_concurrency or episodes_per_batch
         self.replay_buffer = replay_buffer
         self.total_episodes = total_episodes
+        self.total_attempts = total_attempts or _ATTEMPTS * (episodes_per_batch // group_size)
         self.max_staleness = max_staleness
-        self._freshness: Freshness | None = None
+        self._staleness: StalenessLimit | None = None
         if max_staleness is not None and staleness == "delivery":
-            self._freshness = Freshness(max_staleness, lambda: self.policy_version)
+            self._staleness = StalenessLimit(max_staleness, lambda: self.policy_version)
         self.sampling = dict(sampling or {})
         self.postproc = postproc
-        self._policy = GroupPolicy(
-            group_size,
-            max_retries,
-            "drop" if yield_groups and incomplete_groups == "keep" else incomplete_groups,
-            total_attempts or _ATTEMPTS * (episodes_per_batch // group_size),
-            max_consecutive_failures or max(_FAILURES, 2 * self.max_concurrency),
-        )
-        self._tally = Tally()
-        self._eval_tally = Tally()
-        self._accepted_before = 0
-        self._extra = ExpectedEntries()
+        self._counts, self._eval_counts = EpisodeCounts(), EpisodeCounts()
         self._numbers = Counter()
-        self._group_ids, self._traj_ids = unique_ids(), unique_ids()
-        self._eval_group_ids, self._eval_traj_ids = unique_ids(), unique_ids()
+        self._ids, self._eval_ids = RunIds(), RunIds()
         # A state is that before a delivery or after, never in between.
         self._delivering = threading.RLock()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
         self._dump_errors = 0
         total = None if total_episodes < 0 else total_episodes
-        self._progress = Progress(total) if progress else None
-        self._scheduler = self._new_scheduler()
-        self._lead = self._new_lead()
-        self._stall = Stall(_STALL_SECONDS)
-        self._filters_groups = accept_group is not None
-        self._told_stale = False
+        self._progress = ProgressBar(total) if progress else None
         self._warn_of_cuts = CutWarning()
         self._updating = False
-        self._admitting: Any = None
-        self._running = threading.Event()
-        self._running.set()
-        self._background: Background | None = None
+        self._may_begin = threading.Event()
+        self._may_begin.set()
+        self._run = self._new_run()
+        self._background: WatchedThread | None = None
         self._thread = LoopThread("torchrl_mt-rollout")
 
     # Collecting
@@ -307,45 +258,19 @@ class MultiTurnCollector(BaseCollector):
         """
         try:
             while (size := self._next_batch_size()) > 0:
-                groups = self._in_loop(self._next_groups(size))
+                groups = self._in_loop(self._run.next_batch(size))
                 if not groups:
                     self._items.hand_over()
                     return
                 try:
                     batch = self._deliver(groups)
                 except _TooOldError:
-                    self._in_loop(self._hand_back())
+                    self._in_loop(self._run.hand_back())
                     continue
                 yield batch
         finally:
             if self._progress is not None:
                 self._progress.close()
-
-    async def _next_groups(self, size: int) -> list[Group]:
-        """The groups of the next batch."""
-        # An interrupt may come when a batch was given out and before anybody had it.
-        self._scheduler.take_back()
-        if self._lead is None:
-            return await self._scheduler.gather(size, self._running.is_set)
-        self._lead.ask()
-        if self._admitting is None or self._admitting.done():
-            self._admitting = asyncio.ensure_future(self._scheduler.keep_admitting(self._room))
-        try:
-            return await self._scheduler.wait_for(size)
-        except BaseException:
-            await self._stop_playing()
-            raise
-
-    async def _hand_back(self) -> None:
-        """Some episodes of a batch grew too old before it was delivered: the others wait again."""
-        self._scheduler.hand_back()
-
-    async def _stop_playing(self) -> None:
-        """End the episodes that run; their items are played again."""
-        if self._admitting is not None:
-            await cancel_all([self._admitting])
-        self._scheduler.take_back()
-        await self._scheduler.cancel()
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine where the episodes are played."""
@@ -354,98 +279,52 @@ class MultiTurnCollector(BaseCollector):
         except LoopClosedError as error:
             if error.__cause__ is not None:
                 raise RuntimeError(f"{error}: make a new collector.") from error.__cause__
-            raise RuntimeError(_SHUT_DOWN) from None
-
-    def _room(self) -> int:
-        """How many more episodes may be begun, as far as staleness and the end of the run go."""
-        assert self._lead is not None
-        if not self._running.is_set():
-            return 0
-        begun, allowed = self._scheduler.begun, self._lead.allowed(self.engine.version)
-        if self._stall.is_news(self._scheduler.starves and begun >= allowed):
-            _logger.warning(
-                "the collector waits for new weights: with max_staleness=%d and %d updates since it "
-                "began, %d episodes of %d a batch may be begun before the next update, and all were "
-                "(%d delivered, %d in the batch that is waited for). Call update_policy_weights_() "
-                "after each batch, or give a higher max_staleness, or none; if training only takes its "
-                "time, all is well.",
-                self.max_staleness,
-                self._lead.updates(self.engine.version),
-                allowed,
-                self.episodes_per_batch,
-                self._scheduler.given_out,
-                self._scheduler.ready,
-            )
-        stale = self._tally.count("rejected/stale")
-        if stale > max(self._tally.accepted, 2 * self.episodes_per_batch) and not self._told_stale:
-            self._told_stale = True
-            _logger.warning(
-                "%d episodes were rejected as stale and %d delivered: there are more than "
-                "max_staleness=%d updates while an episode is played. Update less often, give a higher "
-                'max_staleness, or staleness="admission" where older episodes will do.',
-                stale,
-                self._tally.accepted,
-                self.max_staleness,
-            )
-        if self.total_episodes >= 0:
-            allowed = min(allowed, self.total_episodes - self._accepted_before)
-        return allowed - begun
+            raise RuntimeError("the collector was shut down: make a new one.") from None
 
     def _deliver(self, groups: list[Group]) -> TensorDictBase | None:
         """Write a batch where batches go; with it, its episodes are accepted."""
         groups = sorted(groups, key=lambda group: group.number)
         episodes = [episode for group in groups for episode in group.episodes]
-        try:
+        with self._taken_back_on_error():
             batch: TensorDictBase = episodes_to_tensordict(episodes)
             if self.postproc is not None:
                 batch = self.postproc(batch)
-        except BaseException:
-            self._take_back()
-            raise
         with self._delivering:
             # An update that follows the write as soon as it is seen must count as coming after it.
             version = self.engine.version
-            if self._freshness is not None and self._freshness.is_over(episodes):
+            if self._staleness is not None and self._staleness.is_exceeded(episodes):
                 raise _TooOldError
-            try:
-                if self.replay_buffer is not None:
+            if self.replay_buffer is not None:
+                with self._taken_back_on_error():
                     self.replay_buffer.extend(batch)
-            except BaseException:
-                self._take_back()
-                raise
-            self._scheduler.settle()
-            self._tally.accept(episodes, version=self.policy_version)
-            for group in groups:
-                self._scheduler.done(group)
-            if self._lead is not None:
-                self._lead.deliver(self._scheduler.given_out, version)
+            self._run.deliver(groups, version, self.policy_version)
         self._items.hand_over()
         limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
         self._warn_of_cuts(episodes, limits)
         self._record(episodes)
         if self._progress is not None:
+            refused = self._counts.count("groups/refused")
             self._progress.show(
                 len(episodes),
-                self._tally.accepted,
+                self._counts.accepted,
                 reward=f"{_mean_reward(episodes):.3g}",
-                rejected=self._tally.stats()["rejected"],
+                rejected=self._counts.count("rejected"),
                 version=self.policy_version,
-                **(
-                    {"refused": self._tally.count("groups/refused")} if self._filters_groups else {}
-                ),
+                **({"refused": refused} if self._player.accept_group else {}),
             )
         return batch if self.replay_buffer is None else None
 
-    def _take_back(self) -> None:
-        """The batch could not be delivered: its items are played again."""
-
-        async def take_back() -> None:
-            self._scheduler.take_back()
-
+    @contextmanager
+    def _taken_back_on_error(self) -> Iterator[None]:
+        """A batch that cannot be delivered is taken back: its items are played again."""
         try:
-            self._thread.run(take_back())
-        except LoopClosedError:
-            self._scheduler.take_back()
+            yield
+        except BaseException:
+            try:
+                self._thread.run(self._run.take_back())
+            except LoopClosedError:
+                self._run.scheduler.take_back()
+            raise
 
     def _record(self, episodes: list[Episode], *, is_eval: bool = False) -> None:
         """Dump the episodes; training does not depend on it."""
@@ -464,28 +343,40 @@ class MultiTurnCollector(BaseCollector):
         """How many episodes the next batch has; 0 when the run is over."""
         if self.total_episodes < 0:
             return self.episodes_per_batch
-        return min(self.episodes_per_batch, self.total_episodes - self._tally.accepted)
+        return min(self.episodes_per_batch, self.total_episodes - self._counts.accepted)
 
-    def _new_scheduler(self) -> Scheduler:
-        """What plays the episodes to learn from."""
-        return Scheduler(
-            lambda episode: self._player.failure_of(episode, self.sampling, self._extra),
-            self._items,
-            self._policy,
-            self.max_concurrency,
-            self._tally,
-            numbers=self._numbers,
-            group_ids=self._group_ids,
-            traj_ids=self._traj_ids,
-            freshness=self._freshness,
+    def _new_run(self) -> TrainingRun:
+        """The episodes to learn from, from here on."""
+        lead = left = None
+        if self.max_staleness is not None:
+            lead = Lead(self.max_staleness, self.episodes_per_batch, self.engine.version)
+        if self.total_episodes >= 0:
+            left = self.total_episodes - self._counts.accepted
+        extra = ExpectedEntries()
+        player = GroupPlayer(
+            lambda episode: self._player.failure_of(episode, self.sampling, extra),
+            size=self.group_size,
+            failures=self.failures,
+            concurrency=self.max_concurrency,
+            counts=self._counts,
+            traj_ids=self._ids.episodes,
             refusal_of=self._player.refusal_of if self._player.accept_group else None,
         )
-
-    def _new_lead(self) -> Lead | None:
-        """What bounds how far ahead they are played."""
-        if self.max_staleness is None:
-            return None
-        return Lead(self.max_staleness, self.episodes_per_batch, self.engine.version)
+        scheduler = Scheduler(
+            player,
+            self._items,
+            numbers=self._numbers,
+            group_ids=self._ids.groups,
+            staleness=self._staleness,
+            total_attempts=self.total_attempts,
+        )
+        return TrainingRun(
+            scheduler,
+            lead,
+            lambda: self.engine.version,
+            episodes_left=left,
+            may_begin=self._may_begin,
+        )
 
     # Collecting in the background
 
@@ -502,8 +393,12 @@ class MultiTurnCollector(BaseCollector):
         if self._background is not None:
             raise RuntimeError("the collector was started already.")
         # Here it waits whenever training takes longer than playing.
-        self._stall = Stall(_BACKGROUND_STALL_SECONDS)
-        self._background = Background(self.iterator(), lambda: self._thread.closed)
+        self._run.warnings.be_patient()
+        self._background = WatchedThread(
+            lambda: deque(self.iterator(), maxlen=0),
+            is_expected=lambda: self._thread.closed,
+            name="torchrl_mt-collect",
+        )
 
     @property
     def is_running(self) -> bool:
@@ -513,11 +408,11 @@ class MultiTurnCollector(BaseCollector):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Begin no further episodes within the context; those that run go on."""
-        self._running.clear()
+        self._may_begin.clear()
         try:
             yield
         finally:
-            self._running.set()
+            self._may_begin.set()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End what :meth:`start` began, and the collector.
@@ -552,37 +447,30 @@ class MultiTurnCollector(BaseCollector):
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}.")
-        policy = GroupPolicy(
-            n,
-            self._policy.max_retries,
-            "keep",
-            max_consecutive_failures=self._policy.max_consecutive_failures,
-        )
-        asked = {**self.sampling, **sampling}
         items, extra = Items(data, cycle=False), ExpectedEntries()
-        scheduler = Scheduler(
+        asked = {**self.sampling, **sampling}
+        player = GroupPlayer(
             lambda episode: self._player.failure_of(episode, asked, extra),
-            items,
-            policy,
-            self.max_concurrency,
-            self._eval_tally,
-            numbers=Counter(),
-            group_ids=self._eval_group_ids,
-            traj_ids=self._eval_traj_ids,
+            size=n,
+            failures=replace(self.failures, incomplete_groups="keep"),
+            concurrency=self.max_concurrency,
+            counts=self._eval_counts,
+            traj_ids=self._eval_ids.episodes,
             is_eval=True,
         )
+        scheduler = Scheduler(player, items, numbers=Counter(), group_ids=self._eval_ids.groups)
         try:
             groups = self._in_loop(scheduler.gather(_ALL))
         finally:
             items.close()
         episodes = [e for group in sorted(groups, key=lambda g: g.number) for e in group.episodes]
         if not episodes:
-            last = scheduler.last_failure
+            last = player.last_failure
             raise RuntimeError(
                 "no episode of the evaluation came to its end"
-                + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}")
+                + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}.")
             ) from last
-        self._eval_tally.accept(episodes, version=self.policy_version)
+        self._eval_counts.accept(episodes, version=self.policy_version)
         self._record(episodes, is_eval=True)
         return episodes_to_tensordict(episodes)
 
@@ -613,13 +501,13 @@ class MultiTurnCollector(BaseCollector):
             oldest token and its delivery; ``policy_version``; with ``dump_dir`` ``dump_errors``; the
             counts of evaluations under ``eval/``.
         """
-        stats: dict[str, int | float | bool] = {**self._tally.stats(), **self._tally.rates()}
-        stats |= self._tally.waiting()
-        stats["queue"] = self._scheduler.ready
+        stats: dict[str, int | float | bool] = {**self._counts.stats(), **self._counts.rates()}
+        stats |= self._counts.waiting()
+        stats["queue"] = self._run.scheduler.ready
         stats["policy_version"] = self.policy_version
         if self._dump is not None:
             stats["dump_errors"] = self._dump_errors
-        evaluated = self._eval_tally.stats()
+        evaluated = self._eval_counts.stats()
         if evaluated["started"]:
             stats |= {f"eval/{name}": value for name, value in evaluated.items()}
         return stats
@@ -704,12 +592,12 @@ class MultiTurnCollector(BaseCollector):
         Raises:
             RuntimeError: while it collects in the background, or after shutdown.
         """
-        if self._seeded:
-            items = self._new_items(seed=seed)
+        if self._data is None or self._order.shuffle:
+            items = Items(self._data, **asdict(replace(self._order, seed=seed)))
             self._stop_for("set_seed")
             self._items.close()
             self._items = items
-            self._begin_anew()
+            self._run = self._new_run()
         torch.manual_seed(seed)
         return seed if static_seed else seed + 1
 
@@ -722,7 +610,7 @@ class MultiTurnCollector(BaseCollector):
         """
         with self._delivering:
             return OrderedDict(
-                counts=self._tally.stats(),
+                counts=self._counts.stats(),
                 numbers=self._numbers.next,
                 items=self._items.state_dict(),
                 policy_version=self.policy_version,
@@ -740,17 +628,10 @@ class MultiTurnCollector(BaseCollector):
         self._stop_for("load_state_dict")
         self._items.load_state_dict(state_dict["items"])
         self._numbers.next = state_dict["numbers"]
-        self._tally.load(state_dict["counts"])
+        self._counts.load(state_dict["counts"])
         updates = state_dict["policy_version"] - self.engine.version
-        self._player.engine = ResumedEngine(self.engine, updates) if updates > 0 else self.engine
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Count from here what bounds the run."""
-        self._accepted_before = self._tally.accepted
-        self._extra = ExpectedEntries()
-        self._scheduler = self._new_scheduler()
-        self._lead = self._new_lead()
+        self._player.engine = VersionOffset(self.engine, updates) if updates > 0 else self.engine
+        self._run = self._new_run()
 
     def _stop_for(self, what: str) -> None:
         """End the episodes that run, for a method that begins anew."""
@@ -759,7 +640,7 @@ class MultiTurnCollector(BaseCollector):
                 f"{what} must not be called while the collector runs in the background: call it before "
                 "start()."
             )
-        self._in_loop(self._stop_playing())
+        self._in_loop(self._run.stop())
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -788,7 +669,7 @@ class MultiTurnCollector(BaseCollector):
         self._player.close()
         if self._owns_engine:
             self.engine.close()
-        self._tally.reject_running(CANCELLED)
+        self._counts.reject_running(CANCELLED)
         if ended:
             return
         message = f"what the collector began did not end within timeout={timeout} seconds."
@@ -825,30 +706,12 @@ def _mean_reward(episodes: Sequence[Episode]) -> float:
 _ALL = 2**62
 """More episodes than any data has."""
 
-_FAILURES = 32
-"""How many episodes in a row may fail at least, if nobody says."""
-
 _ATTEMPTS = 10
 """Batches' worth of groups that may be played for one, if nobody says."""
 
-_STALL_SECONDS, _BACKGROUND_STALL_SECONDS = 3.0, 60.0
-"""How long waiting for new weights is nothing to speak of."""
 
-_SHUT_DOWN = "the collector was shut down: make a new one."
-
-
-def _require_sizes(
-    *,
-    at_least_one: Mapping[str, int | None],
-    not_negative: Mapping[str, int | None],
-    whole_groups: Mapping[str, int],
-) -> None:
-    """Refuse sizes that do not fit together."""
-    for least, sizes in ((1, at_least_one), (0, not_negative)):
-        for name, value in sizes.items():
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
-    group_size = at_least_one["group_size"]
-    for name, value in whole_groups.items():
-        if value % group_size:  # type: ignore[operator]
-            raise ValueError(f"{name} must be a multiple of group_size={group_size}, got {value}.")
+def _require_sizes(**sizes: tuple[int | None, int]) -> None:
+    """Refuse sizes, ``(value, least)`` each, that are too small."""
+    for name, (value, least) in sizes.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")

@@ -11,13 +11,14 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
-from torchrl_mt.chat.tokens import Answer, ChatTokens, OnBreak, Template
-from torchrl_mt.collectors.loop_thread import call_in_thread
+from torchrl_mt.chat.tokens import Answer, ChatTokens
+from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
+from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion, Engine
 
 __all__ = ["Completions", "RequestError", "chunks"]
@@ -34,33 +35,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """What a request may say of what cannot be done here: nothing else than this."""
-_IGNORED = frozenset(
-    (
-        "metadata",
-        "model",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream",
-        "stream_options",
-        "user",
-        "verbosity",
-    )
-)
+# fmt: off
+_IGNORED = frozenset((
+    "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
+    "service_tier", "store", "stream", "stream_options", "user", "verbosity",
+))
 """What changes nothing here."""
-_READ = frozenset(
-    (
-        "chat_template_kwargs",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "n",
-        "tools",
-    )
-)
+_READ = frozenset((
+    "chat_template_kwargs", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n",
+    "tools",
+))
+# fmt: on
 
 
 class RequestError(Exception):
@@ -111,26 +96,15 @@ class Completions:
     Args:
         engine: samples the answers.
         tokenizer: renders messages; the engine's own if ``None``.
-        on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
-        template: likewise.
-        template_kwargs: likewise; a request's ``tools`` and ``chat_template_kwargs`` are added.
+        options: how; a request's ``tools`` and ``chat_template_kwargs`` are added.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any = None,
-        *,
-        on_break: OnBreak = "fork",
-        template: Template = "original",
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, options: ChatOptions) -> None:
         self._engine = engine
         self._tokenizer: Any = (
             getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         )
-        self._options: dict[str, Any] = {"on_break": on_break, "template": template}
-        self._template_kwargs = dict(template_kwargs or {})
+        self._options = options
         self._chats: dict[str, asyncio.Future[ChatTokens]] = {}
         self._turns: list[_Turn] = []
 
@@ -147,7 +121,10 @@ class Completions:
             RequestError: if it cannot be answered; says why.
         """
         messages, n = _checked(request)
-        kwargs = {**self._template_kwargs, **(request.get("chat_template_kwargs") or {})}
+        kwargs = {
+            **(self._options.template_kwargs or {}),
+            **(request.get("chat_template_kwargs") or {}),
+        }
         if request.get("tools") and request.get("tool_choice") != "none":
             kwargs["tools"] = request["tools"]
         options = json.dumps(kwargs, sort_keys=True, default=repr)
@@ -201,7 +178,7 @@ class Completions:
         if options not in self._chats:
             self._chats[options] = asyncio.ensure_future(
                 call_in_thread(
-                    lambda: ChatTokens(self._tokenizer, template_kwargs=kwargs, **self._options)
+                    lambda: replace(self._options, template_kwargs=kwargs).tokens(self._tokenizer)
                 )
             )
         return await asyncio.shield(self._chats[options])

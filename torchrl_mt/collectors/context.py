@@ -50,5 +50,5 @@ def get() -> EpisodeContext:
     except LookupError:
         raise LookupError(
             "no episode is being played here: context.get() is for environments, tools and "
-            "workflows while a MultiTurnCollector plays them"
+            "workflows while a MultiTurnCollector plays them."
         ) from None

@@ -22,9 +22,9 @@ from tensordict import (
     TensorDictBase,
 )
 
-from torchrl_mt.collectors.calls import Calls
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.prompt import Prompt
+from torchrl_mt.collectors.statistics.call_times import CallTimes
 from torchrl_mt.collectors.workflow_entries import join_entries
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
@@ -94,7 +94,7 @@ class Episode:
     """Whether the environment has answered a response, or the workflow has returned a result."""
     valid: bool | None = None
     """Whether it counts in the loss and in statistics; ``None`` where every episode does."""
-    calls: Calls = field(default_factory=Calls, repr=False, compare=False)
+    calls: CallTimes = field(default_factory=CallTimes, repr=False, compare=False)
     """What it waits for, and where its time went."""
     begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
     """When it began, in seconds of the monotonic clock."""

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_mt.chat.tokens import OnBreak, Template
 from torchrl_mt.collectors.completions import Completions, RequestError, chunks
+from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Engine
 
 __all__ = ["openai_client"]
@@ -20,10 +20,7 @@ __all__ = ["openai_client"]
 def openai_client(
     engine: Engine,
     tokenizer: Any = None,
-    *,
-    on_break: OnBreak = "fork",
-    template: Template = "original",
-    template_kwargs: Mapping[str, Any] | None = None,
+    **chat_options: Any,
 ) -> Any:
     """An ``openai.AsyncOpenAI`` whose chat completions an engine samples.
 
@@ -36,9 +33,9 @@ def openai_client(
     Args:
         engine: samples the answers.
         tokenizer: renders messages; the engine's own if ``None``.
-        on_break: see :class:`~torchrl_mt.collectors.ChatTokens`.
-        template: likewise.
-        template_kwargs: likewise; a request's ``tools`` and ``chat_template_kwargs`` are added.
+        **chat_options: the fields of :class:`~torchrl_mt.collectors.ChatOptions` (``on_break``,
+            ``template``, ``template_kwargs``); a request's ``tools`` and ``chat_template_kwargs`` are
+            added.
 
     Raises:
         ImportError: if the package ``openai`` is not installed.
@@ -56,15 +53,13 @@ def openai_client(
         import openai
     except ImportError as error:
         raise ImportError(
-            "openai_client needs the package openai: pip install 'torchrl-mt[agents]'"
+            "openai_client needs the package openai: pip install 'torchrl-mt[agents]'."
         ) from error
     # Which of the two HTTP packages it stands on depends on its version.
     http = importlib.import_module(
         openai.DefaultAsyncHttpxClient.__mro__[1].__module__.split(".")[0]
     )
-    completions = Completions(
-        engine, tokenizer, on_break=on_break, template=template, template_kwargs=template_kwargs
-    )
+    completions = Completions(engine, tokenizer, ChatOptions(**chat_options))
 
     class InProcess(http.AsyncBaseTransport):  # type: ignore[name-defined]
         """Answers requests by calling the engine."""

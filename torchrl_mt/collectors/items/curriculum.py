@@ -78,7 +78,7 @@ class _Choosing:
         """The index of an item that is being played."""
         if id(item) not in self._played:
             raise ValueError(
-                f"item must be one that next() gave and that was not reported yet, got {item!r}"
+                f"item must be one that next() gave and that was not reported yet, got {item!r}."
             )
         return self._played[id(item)][1][0]
 
@@ -90,7 +90,11 @@ class _Choosing:
 
     def state_dict(self) -> dict[str, Any]:
         """What the choices to come follow from; the items that are being played are not part of it."""
-        return {"size": len(self), "random": self._random.bit_generator.state}
+        return {
+            "size": len(self),
+            "random": self._random.bit_generator.state,
+            **self._own_state(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
@@ -105,11 +109,18 @@ class _Choosing:
             )
         self._random.bit_generator.state = state_dict["random"]
         self._played = {}
+        self._load_own_state(state_dict)
 
     def _choose(self) -> int:
         raise NotImplementedError
 
     def _learn(self, index: int, episodes: list[TensorDictBase]) -> None:
+        raise NotImplementedError
+
+    def _own_state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _load_own_state(self, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
@@ -199,23 +210,11 @@ class SuccessRateCurriculum(_Choosing):
         rate = self.rate(index)
         self._outside[index] = rate is not None and not self.low <= rate <= self.high
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the choices to come follow from; the items that are being played are not part of it."""
+    def _own_state(self) -> dict[str, Any]:
         seen = {index: list(rates) for index, rates in self._seen.items()}
-        return {
-            **super().state_dict(),
-            "first": self._first.copy(),
-            "begun": self._begun,
-            "seen": seen,
-        }
+        return {"first": self._first.copy(), "begun": self._begun, "seen": seen}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
-
-        Raises:
-            ValueError: if there were more or fewer items.
-        """
-        super().load_state_dict(state_dict)
+    def _load_own_state(self, state_dict: dict[str, Any]) -> None:
         self._first, self._begun = state_dict["first"].copy(), state_dict["begun"]
         self._seen = {index: list(rates) for index, rates in state_dict["seen"].items()}
         self._outside[:] = False
@@ -279,17 +278,10 @@ class WeightedCurriculum(_Choosing):
             )
         self.weights[index] = weight
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the choices to come follow from; the items that are being played are not part of it."""
-        return {**super().state_dict(), "weights": self.weights.copy()}
+    def _own_state(self) -> dict[str, Any]:
+        return {"weights": self.weights.copy()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
-
-        Raises:
-            ValueError: if there were more or fewer items.
-        """
-        super().load_state_dict(state_dict)
+    def _load_own_state(self, state_dict: dict[str, Any]) -> None:
         self.weights = state_dict["weights"].copy()
 
 

@@ -2,6 +2,10 @@
 
 Every item is given out once an epoch. A run that goes on from ``state_dict`` first gives out again what
 was given out and not done with, and then what follows: it neither repeats an item nor skips one.
+
+A ``DataLoader`` has no position to save. ``torchdata``'s ``StatefulDataLoader`` has one, but only where
+the loader was made as such, and it counts batches that were read: it knows nothing of items that were
+given out and not done with, nor of lists, iterators, seeds and curricula.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from torchrl_mt.collectors.items.sources import Source, Steered, make_source
+from torchrl_mt.collectors.items.sources import Source, make_source
+from torchrl_mt.collectors.settings import ItemOrder
 
 __all__ = ["Item", "Items"]
 
@@ -83,7 +88,7 @@ class Items(Iterator[Item]):
     def __init__(
         self, data: Any = None, *, shuffle: bool = False, cycle: bool | None = None, seed: int = 0
     ) -> None:
-        self._source: Source = make_source(data, shuffle=shuffle, cycle=cycle, seed=seed)
+        self._source: Source = make_source(data, ItemOrder(shuffle, cycle, seed))
         self._following = 0
         self._open: dict[int, Any] = {}
         """By ticket, the items that are not done with; their values if those cannot be read again."""
@@ -129,7 +134,7 @@ class Items(Iterator[Item]):
             ticket = self._following
             self._following += 1
             self._open[ticket] = None if self._source.by_index else value
-            if not isinstance(self._source, Steered):
+            if not self._source.wants_reports:
                 self._position = self._source.state(self._following)
         return Item(ticket, value)
 
@@ -153,7 +158,7 @@ class Items(Iterator[Item]):
     @property
     def wants_reports(self) -> bool:
         """Whether the data is to be told what became of its items."""
-        return isinstance(self._source, Steered)
+        return self._source.wants_reports
 
     def done(self, ticket: int, episodes: Sequence[Any] = ()) -> None:
         """Be done with an item: it is not given out again, after a restart neither.
@@ -167,13 +172,11 @@ class Items(Iterator[Item]):
         """
         with self._lock:
             self._require_given(ticket)
-            value = self._open.pop(ticket)
-            if isinstance(self._source, Steered):
-                self._source.report(value, list(episodes))
+            self._source.report(self._open.pop(ticket), list(episodes))
 
     def hand_over(self) -> None:
         """Tell the data what became of its items, if it asks; waits while an item is read."""
-        if isinstance(self._source, Steered):
+        if self.wants_reports:
             with self._reading:
                 self._source.hand_over()
 
@@ -199,21 +202,20 @@ class Items(Iterator[Item]):
             position (``"source"``), and what the data looks like (``"data"``).
         """
         source = self._source
-        steered = source if isinstance(source, Steered) else None
         # What a curriculum does next changes with every report, too.
-        with self._reading if steered else nullcontext(), self._lock:
+        with self._reading if source.wants_reports else nullcontext(), self._lock:
             tickets = sorted(self._open)
-            values = None if source.by_index else [self._open[ticket] for ticket in tickets]
-            position = self._position
-            if steered:
-                steered.hand_over()
-                values, position = steered.saved(values or []), steered.state(self._following)
+            if source.wants_reports:
+                source.hand_over()
+                self._position = source.state(self._following)
+            kept = [self._open[ticket] for ticket in tickets]
+            values = None if source.by_index else source.saved(kept)
             return {
                 "data": dict(source.fingerprint),
                 "following": self._following,
                 "open": tickets,
                 "values": values,
-                "source": position,
+                "source": self._position,
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,8 +237,7 @@ class Items(Iterator[Item]):
             self._source.load(state_dict["source"])
             tickets = list(state_dict["open"])
             values = state_dict["values"] or [None] * len(tickets)
-            if isinstance(self._source, Steered):
-                values = self._source.restored(values)
+            values = self._source.restored(values)
             self._following = state_dict["following"]
             self._open = dict(zip(tickets, values, strict=True))
             self._again = sorted(tickets)

@@ -1,0 +1,149 @@
+"""Environments in processes: they play as in threads, and one that dies takes only its own episodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.collectors.playing.worker_envs import Async, Tells, Unimportable, no_environment
+from tests.collectors.tiers import but_slow, slow
+from tests.waiting import wait_until
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+
+
+def collect(env, engine, data, **kwargs):
+    kwargs = {"episodes_per_batch": 4, "env_workers": 2, "max_consecutive_failures": 20, **kwargs}
+    with MultiTurnCollector(env, engine, data, **kwargs) as collector:
+        batch = next(iter(collector))
+        return batch, collector.stats()
+
+
+def children():
+    return [
+        p for p in psutil.Process().children(recursive=True) if "spawn" in " ".join(p.cmdline())
+    ]
+
+
+@pytest.mark.parametrize(
+    "env", but_slow([Async, Tells, Tells("2"), "tests.collectors.playing.worker_envs.Tells"])
+)
+def test_episodes_are_played_in_other_processes(engine, env):
+    batch, stats = collect(env, engine, [{}], group_size=2)
+    infos = batch["info"]
+    pids = {info["pid"] for info in infos}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert [info["rank"] for info in infos] == [0, 0, 1, 1] * 2
+    assert stats["accepted"] == 4
+    assert stats["rejected"] == 0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@slow
+def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
+    dying = {"step": "exit"}
+    batch, stats = collect(Tells, engine, [dying, {}, {}, {}], episodes_per_batch=6)
+    assert len(batch) == 12
+    assert stats["rejected"] == stats["rejected/EnvWorkerError"] >= 1
+
+
+@slow
+def test_no_call_is_forgotten_where_processes_come_and_go(engine):
+    data = [{"step": "exit"} if k % 4 == 0 else {} for k in range(24)]
+    with MultiTurnCollector(
+        Tells,
+        engine,
+        data,
+        cycle=False,
+        episodes_per_batch=12,
+        env_workers=2,
+        max_retries=2,
+        max_consecutive_failures=1000,
+    ) as collector:
+        accepted = sum(len(batch) for batch in collector) // 2
+        stats = collector.stats()
+    assert stats["accepted"] == accepted
+    assert stats["accepted"] + stats["rejected"] == stats["started"]
+    assert stats["rejected/EnvWorkerError"] >= 6 * 3
+
+
+@slow
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [("sys.exit", "SystemExit"), ("raise", "RuntimeError"), ("exit", "EnvWorkerError")],
+)
+def test_what_goes_wrong_is_a_failure_of_its_episode(engine, where, what, cause):
+    _, stats = collect(Tells, engine, [{where: what}, {}], episodes_per_batch=2)
+    assert stats["accepted"] == 2
+    assert {name for name in stats if name.startswith("rejected/")} == {f"rejected/{cause}"}
+
+
+@slow
+@pytest.mark.parametrize("what", ["sys.exit", "raise", "exit"])
+def test_closing_that_goes_wrong_costs_nothing(engine, what):
+    batch, stats = collect(Tells, engine, [{"close": what}, {}], env_workers=1, max_retries=5)
+    assert len(batch) == 8
+    assert stats["accepted"] == 4
+    assert not children()
+
+
+@slow
+def test_a_call_that_hangs_holds_up_nobody(engine):
+    limits = Limits(tool_timeout=1.0)
+    _, stats = collect(Tells, engine, [{"step": "hang"}, {}], env_workers=1, limits=limits)
+    assert stats["accepted"] == 4
+    assert not children()
+
+
+@slow
+def test_an_environment_that_cannot_be_made_ends_the_run(engine):
+    with pytest.raises(RuntimeError, match="ImportError: no such thing here"):
+        collect(Unimportable(), engine, [{}], max_consecutive_failures=2)
+
+
+@slow
+def test_processes_end_with_the_one_that_made_them(engine):
+    """Killed, too: they find their pipe closed."""
+    script = (
+        "import time\n"
+        "from torchrl_mt.collectors.playing.env_workers import EnvWorkers\n"
+        "from tests.collectors.playing.worker_envs import Tells\n"
+        "if __name__ == '__main__':\n"
+        "    workers = EnvWorkers(2, Tells)\n"
+        "    print(*[w._process.pid for w in workers._workers], flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    path = os.pathsep.join(sys.path)
+    maker = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    )
+    pids = [int(pid) for pid in maker.stdout.readline().split()]
+    maker.kill()
+    maker.wait()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_bad_input_is_named(engine):
+    class Local(Tells):
+        pass
+
+    class Flow:
+        async def arun_episode(self, engine, data):
+            return 0.0
+
+    with pytest.raises(TypeError, match="pickling it raised"):
+        MultiTurnCollector(Local, engine, [{}], episodes_per_batch=1, env_workers=1)
+    with pytest.raises(TypeError, match=r"env_workers runs environments.*got the workflow"):
+        MultiTurnCollector(Flow(), engine, [{}], episodes_per_batch=1, env_workers=1)
+    with pytest.raises(ValueError, match="env_workers must be at least 1 process, got 0"):
+        MultiTurnCollector(Tells, engine, [{}], episodes_per_batch=1, env_workers=0)
+    with pytest.raises(RuntimeError, match=r"TypeError: env must be a TextEnv.*makes int"):
+        collect(no_environment, engine, [{}], max_consecutive_failures=2)

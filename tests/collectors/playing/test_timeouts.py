@@ -1,0 +1,226 @@
+"""Time that ran out is never a reward: such an episode is rejected, or as if it were not there."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer
+
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.tiers import but_slow, slow
+from tests.idle_clock import LIMIT, hang
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
+from torchrl_mt.transforms import MergeTurns
+
+LIMITS = [Limits(**{f"{name}_timeout": LIMIT}) for name in ("tool", "turn", "episode")]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+GROUP, TURNS = 4, 3
+
+
+@pytest.fixture
+def engine(tokenizer):
+    words = itertools.cycle(range(5, 11))
+    return ScriptedEngine(tokenizer, lambda prompt: [next(words), tokenizer.eos_token_id])
+
+
+class Slow(TextEnv):
+    """Two of the four members of a group hang: one in its first turn, one in its last."""
+
+    inline = True
+    number = itertools.count()
+
+    def reset(self, data=None):
+        self.me, self.turn = next(self.number) % GROUP, 0
+        return [{"role": "user", "content": "1"}]
+
+    async def step(self, response):
+        self.turn += 1
+        if self.turn == {1: 1, 2: TURNS}.get(self.me):
+            await hang()
+        return TextStep(
+            [{"role": "user", "content": "2"}],
+            reward=1.0 + self.me * self.turn,
+            done=self.turn == TURNS,
+        )
+
+
+class SlowWorkflow:
+    """The same by calls of the engine; ``result`` is what it returns of those that do not hang."""
+
+    number = itertools.count()
+
+    def __init__(self, result="number"):
+        self.result = result
+
+    async def arun_episode(self, engine, data):
+        me, prompt = next(self.number) % GROUP, [1, 2]
+        for turn in range(TURNS):
+            if turn == {1: 0, 2: TURNS - 1}.get(me):
+                await hang()
+            prompt += (await engine.generate(prompt)).token_ids
+        if self.result == "number":
+            return 1.0 + me
+        reward = torch.arange(TURNS).float()[:, None] + me
+        return TensorDict({("next", "reward"): reward, "score": reward + 1}, [TURNS])
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("player", [Slow, SlowWorkflow])
+def test_it_is_rejected_whoever_plays(engine, player, limits, idle_clock):
+    cause = next(name for name in vars(limits) if getattr(limits, name) == LIMIT)
+    if player is SlowWorkflow and cause != "episode_timeout":
+        pytest.skip("only the episode's limit bounds what a workflow does by itself")
+    player.number = itertools.count()
+    with MultiTurnCollector(
+        *(player, engine, [{}]),
+        episodes_per_batch=GROUP,
+        group_size=GROUP,
+        incomplete_groups="keep",
+        limits=limits,
+        total_episodes=GROUP,
+        cycle=False,
+    ) as collector:
+        (batch,) = collector
+        stats = collector.stats()
+    assert stats[f"rejected/{cause}"] == stats["rejected"] == 2
+    assert batch["next", "done"].sum() == 2
+    assert "valid" not in batch
+
+
+def masked_batch(engine, player, limits):
+    player = player if isinstance(player, type) else copy.copy(player)
+    getattr(player, "__class__", player).number = itertools.count()
+    if isinstance(player, type):
+        player.number = itertools.count()
+    with MultiTurnCollector(
+        *(player, engine, [{}]),
+        episodes_per_batch=2 * GROUP,
+        group_size=GROUP,
+        incomplete_groups="keep",
+        limits=limits,
+        max_concurrency=GROUP,
+    ) as collector:
+        batch = next(iter(collector))
+        return batch, collector.stats()
+
+
+@pytest.mark.parametrize("stored", but_slow([True, False]))
+@pytest.mark.parametrize(
+    "player",
+    [
+        pytest.param(SlowWorkflow("entries"), id="entries"),
+        pytest.param(SlowWorkflow(), id="workflow", marks=slow),
+        pytest.param(Slow, id="environment", marks=slow),
+    ],
+)
+def test_masked_it_is_as_if_it_were_not_there(engine, model, player, stored, idle_clock):
+    """The advantages, the metrics, the loss and its gradients, of every kind."""
+    batch, stats = masked_batch(engine, player, Limits(episode_timeout=LIMIT, on_timeout="mask"))
+    # Each group has a member without a turn, which is rejected, one that is masked, and two others.
+    assert stats["stop/episode_timeout"] == stats["rejected/episode_timeout"] == 3
+    assert (~batch["valid"]).sum() == 3 * (TURNS - 1)
+    if stored:
+        buffer = ReplayBuffer(
+            storage=EpisodeStorage(1000),
+            writer=EpisodeWriter(),
+            sampler=EpisodeSampler(replacement=False),
+            batch_size=9,
+        )
+        buffer.extend(batch)
+        batch = buffer.sample()
+    whole, others = MergeTurns()(batch), MergeTurns()(batch[batch["valid"]])
+    assert (len(whole), len(others)) == (9, 6)
+    kept = whole["valid"]
+    critic = ValueModel(copy.deepcopy(model.model), 32)
+    for kind in ADVANTAGE_KINDS:
+        maker = ExperienceMaker(model, advantage=kind, critic=critic, whiten=True)
+        with_it, metrics = maker(whole.clone()), maker.metrics
+        without = maker(others.clone())
+        assert metrics == pytest.approx(maker.metrics, nan_ok=True)
+        for key in ("advantage", "returns"):
+            torch.testing.assert_close(with_it[key][kept], without[key])
+        assert not with_it["advantage"][~kept].any()
+        for aggregation in AGGREGATIONS:
+            loss = MultiTurnLoss(model, aggregation=aggregation)
+            outputs = []
+            for rows in (with_it, without):
+                model.zero_grad()
+                loss(rows)["loss_objective"].backward()
+                outputs.append([p.grad.clone() for p in model.parameters()])
+            torch.testing.assert_close(outputs[0], outputs[1])
+
+
+def test_entries_that_a_workflow_did_not_come_to_return_are_blank(engine, idle_clock):
+    batch, _ = masked_batch(
+        engine, SlowWorkflow("entries"), Limits(episode_timeout=LIMIT, on_timeout="mask")
+    )
+    assert not batch["score"][~batch["valid"]].any()
+    assert batch["score"][batch["valid"]].all()
+    assert not batch["next", "reward"][~batch["valid"]].any()
+
+
+def test_all_of_a_batch_may_be_masked(engine, idle_clock):
+    class Hangs:
+        async def arun_episode(self, engine, data):
+            await engine.generate([1, 2])
+            await hang()
+
+    with MultiTurnCollector(
+        *(Hangs(), engine, [{}]),
+        episodes_per_batch=2,
+        limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
+    ) as collector:
+        batch = next(iter(collector))
+    assert batch["stop_reason"] == ["episode_timeout"] * 2
+    assert batch["valid"].tolist() == [False] * 2
+
+
+def test_a_curriculum_is_not_told_of_time_that_ran_out(engine, idle_clock):
+    told = []
+
+    class Told:
+        def next(self):
+            return {}
+
+        def report(self, item, episodes):
+            told.append(len(episodes))
+
+    Slow.number = itertools.count()
+    with MultiTurnCollector(
+        *(Slow, engine, Told()),
+        episodes_per_batch=GROUP,
+        group_size=GROUP,
+        max_concurrency=GROUP,
+        incomplete_groups="keep",
+        limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
+    ) as collector:
+        next(iter(collector))
+        assert told
+        assert set(told) == {2}
+
+
+def test_rows_say_what_turns_say():
+    turns = [([1, 2], [3], False, True), ([1, 2, 3, 4], [5], True, True), ([6], [7], True, False)]
+    batch = lazy_stack(
+        [
+            TensorDict(
+                {
+                    ("tokens", "prompt"): torch.tensor(prompt),
+                    ("tokens", "response"): torch.tensor(response),
+                    ("next", "done"): torch.tensor([done]),
+                    "valid": torch.tensor(valid),
+                }
+            )
+            for prompt, response, done, valid in turns
+        ]
+    )
+    assert MergeTurns()(batch)["valid"].tolist() == [True, False]
+    assert "valid" not in MergeTurns()(batch.exclude("valid"))

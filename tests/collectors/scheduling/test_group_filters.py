@@ -1,0 +1,150 @@
+"""Groups that teach nothing are refused, and others take their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.collectors.chats import Chat
+from torchrl_mt.collectors import MultiTurnCollector, context, has_spread
+from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
+
+
+class Graded(Chat):
+    """Members of a group earn different rewards if their item says so."""
+
+    async def step(self, response):
+        step = await super().step(response)
+        object.__setattr__(step, "reward", float(self.data["spread"] * context.get().sample_idx))
+        return step
+
+
+def items(n, every):
+    return [{"turns": 1, "k": k, "spread": int(k % every == 0)} for k in range(n)]
+
+
+def of_size(*rewards, valid=None):
+    entries = {("next", "reward"): torch.tensor(rewards)[:, None]}
+    if valid is not None:
+        entries["valid"] = torch.full((len(rewards),), valid)
+    return TensorDict(entries, [len(rewards)])
+
+
+def test_spread_is_of_what_whole_episodes_earned():
+    assert has_spread([of_size(1.0), of_size(0.0)])
+    assert not has_spread([of_size(1.0, 0.0), of_size(0.5, 0.5), of_size(1.0)])
+    assert not has_spread([of_size(1.0), of_size(0.0, valid=False)])
+    assert has_spread([of_size(1.0), of_size(0.0, valid=True)])
+    assert not has_spread([of_size(0.0, valid=False)] * 2)
+    assert not has_spread([of_size(*[0.1] * 10), of_size(1.0)])
+    assert has_spread([of_size(1.0), of_size(float("nan"))]) is False
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_refused_groups_are_counted_and_others_take_their_place(
+    engine, staleness, is_async, monkeypatch
+):
+    shown = []
+    monkeypatch.setattr(ProgressBar, "show", lambda self, *a, **facts: shown.append(facts))
+
+    async def later(episodes):
+        return has_spread(episodes)
+
+    with MultiTurnCollector(
+        *(Graded, engine, items(30, every=3)),
+        episodes_per_batch=4,
+        group_size=2,
+        accept_group=later if is_async else has_spread,
+        max_staleness=staleness,
+        progress=True,
+        cycle=False,
+    ) as collector:
+        seen = []
+        for batch in collector:
+            assert len(batch) == 4
+            seen += [item["k"] for item in batch["data"]]
+            engine.update_weights(None)
+    stats = collector.stats()
+    assert sorted(set(seen)) == list(range(0, 30, 3))
+    assert stats["rejected"] == stats["rejected/group_not_accepted"] == 40
+    assert stats["groups/refused"] == 20
+    assert shown[-1]["refused"] > 0
+    assert collector.state_dict()["items"]["open"] == []
+
+
+def test_a_group_is_judged_whole_and_in_order(engine):
+    seen = []
+
+    def accept_group(episodes):
+        seen.append([(e["data"][0]["k"], float(e["next", "reward"].sum())) for e in episodes])
+        return True
+
+    with MultiTurnCollector(
+        *(Graded, engine, items(3, every=1)),
+        episodes_per_batch=9,
+        group_size=3,
+        accept_group=accept_group,
+        cycle=False,
+    ) as collector:
+        next(iter(collector))
+        collector.evaluate(items(2, every=1), n=2)  # is not judged
+    assert sorted(seen) == [[(k, 0.0), (k, 1.0), (k, 2.0)] for k in range(3)]
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize(("attempts", "tried"), [(None, 20), (5, 5)])
+def test_a_run_that_refuses_everything_stops_and_may_go_on(engine, attempts, tried, staleness):
+    with MultiTurnCollector(
+        *(Graded, engine, items(7, every=100)),
+        episodes_per_batch=4,
+        group_size=2,
+        accept_group=lambda episodes: episodes[0]["data"][0]["spread"],
+        total_attempts=attempts,
+        max_staleness=staleness,
+    ) as collector:
+        collector._player.accept_group = refuse = lambda episodes: False
+        with pytest.raises(RuntimeError, match=f"refused {tried} of the {tried} groups"):
+            next(collector.iterator())
+        assert collector.stats()["groups/refused"] >= tried
+        assert collector.stats()["running"] == 0 or staleness is not None
+        assert collector._player.accept_group is refuse
+        collector._player.accept_group = lambda episodes: True
+        assert len(next(collector.iterator())) == 4
+
+
+def test_one_that_raises_refuses_by_its_cause(engine):
+    def accept_group(episodes):
+        return 1 / episodes[0]["data"][0]["spread"]
+
+    with MultiTurnCollector(
+        *(Graded, engine, items(6, every=2)),
+        episodes_per_batch=6,
+        group_size=2,
+        accept_group=accept_group,
+        cycle=False,
+    ) as collector:
+        next(iter(collector))
+    assert collector.stats()["rejected/ZeroDivisionError"] >= 4
+
+
+def test_a_curriculum_is_told_of_groups_that_were_refused(engine):
+    """That an item teaches nothing is what it steers by."""
+
+    class Told:
+        def __init__(self):
+            self.left, self.reports = iter(items(12, every=2)), {}
+
+        def next(self):
+            return next(self.left)
+
+        def report(self, item, episodes):
+            self.reports[item["k"]] = len(episodes)
+
+    data = Told()
+    with MultiTurnCollector(
+        Graded, engine, data, episodes_per_batch=4, group_size=2, accept_group=has_spread
+    ) as collector:
+        assert sum(len(batch) for batch in collector) == 12
+        assert data.reports == dict.fromkeys(range(12), 2)

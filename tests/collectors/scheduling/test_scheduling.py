@@ -1,0 +1,643 @@
+"""Who plays when: failures and groups, staleness, limits of time, the background, evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torchrl.data import ReplayBuffer
+
+from tests.collectors.chats import Chat
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.tiers import but_slow, examples
+from tests.idle_clock import LIMIT, hang
+from tests.waiting import wait_until
+from torchrl_mt.collectors import Limits, MultiTurnCollector, context
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+
+PHASES = [Phase.explicit, Phase.generate]
+"""To shorten what fails by chance of time takes long and leads nowhere."""
+
+
+class Flaky(Chat):
+    """Fails the first ``failures`` times that it is played for an item."""
+
+    lock = threading.Lock()
+    played: ClassVar[Counter] = Counter()
+
+    async def step(self, response):
+        key = self.data["key"]
+        with self.lock:
+            self.played[key] += 1
+            failing = self.played[key] <= self.data["failures"]
+        if failing:
+            raise ConnectionError("no answer")
+        return await super().step(response)
+
+
+def rule(stats):
+    return stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_failures_are_retried(engine, retries):
+    Flaky.played = Counter()
+    data = [{"key": k, "failures": k % 3} for k in range(6)]
+    with MultiTurnCollector(
+        Flaky, engine, data, episodes_per_batch=3, max_retries=retries, max_consecutive_failures=50
+    ) as collector:
+        batch = next(iter(collector))
+    stats = collector.stats()
+    assert rule(stats)
+    assert stats["accepted"] == len(batch) == 3
+    assert stats["rejected"] == stats.get("rejected/ConnectionError", 0)
+    # Item k fails k % 3 times: it comes to its end if it is played once more often.
+    ended = sorted(item["key"] for item in batch["data"])
+    assert all(key % 3 <= retries for key in ended)
+    if retries == 3:
+        assert ended == [0, 1, 2]
+        assert stats["rejected"] == 0 + 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes", "rejected"),
+    [
+        ("drop", {1: 3, 2: 3}, {"incomplete_group"}),
+        ("keep", {0: 2, 1: 3}, set()),
+        ("refill", {0: 3, 1: 3, 2: 3}, set()),
+    ],
+)
+def test_groups_short_of_members(engine, policy, sizes, rejected):
+    Flaky.played = Counter()
+    data = [{"key": 0, "failures": 1}, {"key": 1, "failures": 0}, {"key": 2, "failures": 0}]
+    with MultiTurnCollector(
+        Flaky,
+        engine,
+        data,
+        episodes_per_batch=6 if policy != "keep" else 3,
+        group_size=3,
+        incomplete_groups=policy,
+        max_consecutive_failures=50,
+        cycle=False,
+    ) as collector:
+        batch = torch.cat(list(collector)) if policy != "keep" else next(iter(collector))
+    stats = collector.stats()
+    assert rule(stats)
+    found = Counter((batch["group"] % 1_000_000).tolist())
+    assert dict(found) == sizes
+    causes = {key.split("/")[1] for key in stats if key.startswith("rejected/") and stats[key]}
+    assert causes - {"ConnectionError"} == rejected
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize("group_size", but_slow([2, 1, 4]))
+def test_no_item_is_lost_with_a_member_of_its_group(engine, group_size, staleness):
+    """Thirty in a hundred episodes fail, one item always, and the data is gone through once."""
+    rng = random.Random(group_size)
+
+    class Fails(Chat):
+        async def step(self, response):
+            if rng.random() < 0.3 or self.data["k"] == 7:
+                raise OSError("gone")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        *(Fails, engine, [{"k": k, "turns": 1} for k in range(60)]),
+        episodes_per_batch=2 * group_size,
+        group_size=group_size,
+        incomplete_groups="requeue",
+        max_staleness=staleness,
+        cycle=False,
+    ) as collector:
+        seen = Counter()
+        for batch in collector:
+            seen.update(item["k"] for item in batch["data"])
+            engine.update_weights(None)
+    stats = collector.stats()
+    assert seen == Counter({k: group_size for k in range(60) if k != 7})
+    assert rule(stats)
+    assert stats["running"] == 0
+    assert collector.state_dict()["items"]["open"] == []
+
+
+@pytest.mark.parametrize(("cause", "times"), [("all", 1 + 16), ("one", 1 + 64)])
+def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
+    class Fails(Chat):
+        async def step(self, response):
+            me = context.get().sample_idx
+            if self.data["k"] == 0 and (cause == "all" or me == 1):
+                while cause == "one" and sum(self.ended[context.get().group]) < 1:
+                    await asyncio.sleep(0)
+                raise OSError("gone")
+            self.ended[context.get().group] += [1]
+            return await super().step(response)
+
+    Fails.ended = defaultdict(list)
+    with MultiTurnCollector(
+        *(Fails, engine, [{"k": k, "turns": 1} for k in range(3)]),
+        episodes_per_batch=2,
+        group_size=2,
+        incomplete_groups="requeue",
+        max_consecutive_failures=2,
+        cycle=False,
+    ) as collector:
+        seen = [item["k"] for batch in collector for item in batch["data"]]
+    assert sorted(seen) == [1, 1, 2, 2]
+    assert collector.stats()["rejected/OSError"] in range(times, 2 * times + 1)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, group_size):
+    with (
+        MultiTurnCollector(
+            *(Chat, engine, [{"fail_at": 1, "error": OSError()}] * 3),
+            episodes_per_batch=4,
+            group_size=group_size,
+            incomplete_groups="requeue",
+        ) as collector,
+        pytest.raises(RuntimeError, match=r"3[2-4] episodes in a row"),
+    ):
+        next(iter(collector))
+
+
+def test_complete_groups_only(engine):
+    Flaky.played = Counter()
+    data = [{"key": k, "failures": int(k == 0)} for k in range(3)]
+    with MultiTurnCollector(
+        Flaky,
+        engine,
+        data,
+        episodes_per_batch=4,
+        group_size=2,
+        incomplete_groups="keep",
+        yield_groups=True,
+        max_consecutive_failures=50,
+    ) as collector:
+        assert Counter((next(iter(collector))["group"] % 1_000_000).tolist()) == {1: 2, 2: 2}
+
+
+def test_what_is_not_accepted_is_rejected(engine):
+    data = [{"turns": k % 3 + 1} for k in range(9)]
+    with MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=3, accept=lambda td: len(td) > 1, max_concurrency=1
+    ) as collector:
+        batch = next(iter(collector))
+    stats = collector.stats()
+    assert [len(list(td)) for td in batch["group"].unique_consecutive().split(1)] == [1] * 3
+    assert batch["group"].unique_consecutive(return_counts=True)[1].tolist() == [2, 3, 2]
+    assert stats["rejected/not_accepted"] == stats["rejected"] == 2
+    assert rule(stats)
+
+
+def test_a_run_that_accepts_nothing_stops(engine):
+    with (
+        MultiTurnCollector(
+            Chat, engine, episodes_per_batch=4, accept=lambda td: False
+        ) as collector,
+        pytest.raises(RuntimeError, match=r"32 episodes in a row were rejected.*not_accepted"),
+    ):
+        next(iter(collector))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (Limits(turn_timeout=LIMIT), "turn_timeout"),
+        (Limits(tool_timeout=LIMIT), "tool_timeout"),
+        (Limits(episode_timeout=LIMIT), "episode_timeout"),
+    ],
+)
+def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reason, idle_clock):
+    data = [{"turns": 5, "hang_at": 3}, {"turns": 2}]
+    limits = replace(limits, on_timeout="mask")
+    with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2, limits=limits) as collector:
+        batch = next(iter(collector))
+    assert batch["valid"].tolist() == [False, False, True, True]
+    assert (batch["group"] % 1_000_000).tolist() == [0, 0, 1, 1]
+    assert batch["stop_reason"] == ["", reason, "", "done"]
+    assert batch["next", "truncated"].flatten().tolist() == [False, True, False, False]
+    assert batch["next", "terminated"].flatten().tolist() == [False, False, False, True]
+    assert batch["next", "reward"].flatten().tolist() == [1.0] * 4
+
+
+def test_an_episode_without_an_answer_in_time_is_rejected_and_retried(engine, idle_clock):
+    data = [{"hang_at": 1}, {"turns": 1}]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=1,
+        limits=Limits(turn_timeout=LIMIT),
+        max_retries=1,
+        max_consecutive_failures=9,
+    ) as collector:
+        batch = next(iter(collector))
+    stats = collector.stats()
+    assert (batch["group"] % 1_000_000).tolist() == [1]
+    assert stats["rejected/turn_timeout"] == stats["rejected"] == 2
+
+
+def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
+    class Hung(ScriptedEngine):
+        async def generate(self, prompt_ids, **kwargs):
+            if len(self.calls) == 2:
+                await hang()
+            return await super().generate(prompt_ids, **kwargs)
+
+    engine = Hung(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    with MultiTurnCollector(
+        *(Chat, engine, [{"turns": 9}]),
+        episodes_per_batch=1,
+        limits=Limits(turn_timeout=LIMIT, on_timeout="mask"),
+    ) as collector:
+        batch = next(iter(collector))
+    assert len(batch) == 2
+    assert batch["stop_reason"] == ["", "turn_timeout"]
+
+
+@settings(max_examples=examples(5, 25), deadline=None, phases=PHASES)
+@given(
+    staleness=st.integers(0, 2),
+    group_size=st.sampled_from([1, 2]),
+    concurrency=st.integers(1, 9),
+    batches=st.integers(2, 5),
+    seed=st.integers(0, 99),
+)
+def test_no_episode_is_begun_that_could_become_too_stale(
+    tokenizer, staleness, group_size, concurrency, batches, seed
+):
+    """Counted at each start, by the formula; without staleness, batches are of one version."""
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    rng, size = random.Random(seed), 4
+    data = [{"turns": rng.randint(1, 3), "sleep": rng.random() * 0.003} for _ in range(50)]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=size,
+        group_size=group_size,
+        max_staleness=staleness,
+        max_concurrency=concurrency,
+    ) as collector:
+        start, most = collector._counts.start, []
+
+        def watched(episode):
+            start(episode)
+            begun = collector.stats()["started"] - collector.stats()["rejected"]
+            most.append(begun - (staleness + engine.version + 1) * size)
+
+        collector._counts.start = watched
+        stream = iter(collector)
+        for _ in range(batches):
+            batch = next(stream)
+            assert len(batch["group"].unique()) == size // group_size
+            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
+            if not staleness:
+                assert engine.version == oldest
+            time.sleep(rng.random() * 0.004)
+            engine.update_weights(None)
+        assert max(most) < group_size
+        assert rule(collector.stats())
+    assert collector.stats()["running"] == 0
+    assert rule(collector.stats())
+    assert engine.most_running <= concurrency
+
+
+def test_episodes_go_on_while_the_policy_is_trained(engine):
+    data = [{"turns": 2, "sleep": 0.02}] * 100
+    with MultiTurnCollector(
+        *(Chat, engine, data),
+        episodes_per_batch=4,
+        max_staleness=1,
+        staleness="admission",
+        max_concurrency=8,
+    ) as collector:
+        stream = iter(collector)
+        next(stream)
+        wait_until(lambda: collector.stats()["queue"] == 4)  # while it is trained
+        time.sleep(0.1)
+        assert collector.stats()["started"] == 8  # no third batch was begun
+        collector.update_policy_weights_(None)
+        wait_until(lambda: collector.stats()["queue"] == 8)
+        with collector.pause():
+            collector.update_policy_weights_(None)
+            time.sleep(0.2)
+            assert collector.stats()["queue"] == 8
+        next(stream)
+        assert collector.stats()["staleness/max"] == 2
+
+
+def buffer():
+    return ReplayBuffer(
+        storage=EpisodeStorage(1000),
+        writer=EpisodeWriter(),
+        sampler=EpisodeSampler(),
+        batch_size=4,
+    )
+
+
+def test_collecting_in_the_background(engine):
+    rb = buffer()
+    collector = MultiTurnCollector(
+        Chat, engine, episodes_per_batch=4, replay_buffer=rb, total_episodes=40
+    )
+    collector.start()
+    with pytest.raises(RuntimeError, match="started already"):
+        collector.start()
+    while collector.is_running:
+        time.sleep(0.01)
+        if len(rb):
+            rb.sample()
+    assert not collector.is_running
+    collector.async_shutdown()
+    assert rb.storage.num_episodes == collector.stats()["accepted"] == 40
+
+
+def test_the_background_can_be_ended_and_tells_what_ended_it(engine):
+    rb = buffer()
+    endless = MultiTurnCollector(Chat, engine, episodes_per_batch=4, replay_buffer=rb)
+    endless.start()
+    wait_until(lambda: len(rb))
+    endless.async_shutdown()
+    assert not endless.is_running
+    assert rule(endless.stats())
+    broken = [{"turns": 1, "fail_at": 1, "error": OSError("the disk is gone")}]
+    failing = MultiTurnCollector(Chat, engine, broken, episodes_per_batch=2, replay_buffer=rb)
+    failing.start()
+    wait_until(lambda: not failing.is_running)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        failing.async_shutdown()
+    with (
+        MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector,
+        pytest.raises(RuntimeError, match="give the collector a replay_buffer"),
+    ):
+        collector.start()
+    assert not [t for t in threading.enumerate() if t.name.startswith("torchrl_mt")]
+
+
+def test_evaluation_is_apart_from_training(tokenizer):
+    class Notes(ScriptedEngine):
+        async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
+            self.asked.append(sampling)
+            return await super().generate(prompt_ids, max_new_tokens=max_new_tokens)
+
+    engine = Notes(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    engine.asked = []
+    data = [{"turns": 1, "k": k} for k in range(10)]
+    with MultiTurnCollector(
+        *(Chat, engine, data),
+        episodes_per_batch=2,
+        sampling={"temperature": 1.0, "top_k": 9},
+    ) as collector:
+        stream = iter(collector)
+        first = next(stream)
+        before = collector.stats()
+        result = collector.evaluate([{"turns": 2}, {"turns": 3}], n=2, temperature=0.0)
+        assert (result["group"] % 1_000_000).tolist() == [0] * 4 + [1] * 6
+        assert result["next", "reward"].sum() == 10
+        after = collector.stats()
+        assert after["eval/accepted"] == after["eval/started"] == 4
+        assert {k: v for k, v in after.items() if not k.startswith(("eval/", "tokens_per"))} == {
+            k: v for k, v in before.items() if not k.startswith("tokens_per")
+        }
+        second = next(stream)
+    assert [item["k"] for item in first["data"] + second["data"]] == [0, 1, 2, 3]
+    assert [a["temperature"] for a in engine.asked] == [1.0] * 2 + [0.0] * 10 + [1.0] * 2
+    assert {a["top_k"] for a in engine.asked} == {9}  # an evaluation sets only what it is given
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.evaluate(data)
+
+
+def test_an_evaluation_that_can_only_fail_says_so(engine):
+    broken = [{"fail_at": 1, "error": OSError("gone")}] * 3
+    with MultiTurnCollector(
+        Chat, engine, episodes_per_batch=2, max_consecutive_failures=3
+    ) as collector:
+        with pytest.raises(RuntimeError, match=r"no episode of the evaluation.*OSError: gone"):
+            collector.evaluate(broken[:2])
+        with pytest.raises(RuntimeError, match=r"3 episodes in a row were rejected.*gone"):
+            collector.evaluate(broken)
+        kept = collector.evaluate([*broken[:1], {"turns": 1}])
+        assert kept["data"] == [{"turns": 1}]
+        assert collector.stats()["eval/rejected/OSError"] == 6
+
+
+def test_degenerate_behaviour_shows_in_the_statistics(tokenizer):
+    """Why accepted episodes ended, since the beginning; how long they are, in the last batch."""
+    answers = itertools.cycle([[5, tokenizer.eos_token_id], [5] * 8])
+    engine = ScriptedEngine(tokenizer, lambda prompt: next(answers))
+    data = [{"turns": 3}, {"turns": 1}, {"turns": 1, "fail_at": 1, "error": OSError()}]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=2,
+        max_concurrency=1,
+        limits=Limits(max_response_tokens=4, max_turns=2),
+    ) as collector:
+        assert collector.stats()["turns_per_episode"] == collector.stats()["tokens_per_turn"] == 0
+        stop, turns, tokens = Counter(), [], []
+        for _, batch in zip(range(3), collector, strict=False):
+            ends = [reason for reason in batch["stop_reason"] if reason]
+            stop.update(ends)
+            turns.append(len(batch) / 2)
+            sampled = batch.get(("tokens", "response"), as_list=True)
+            tokens.append(sum(len(tensor) for tensor in sampled) / len(batch))
+            stats = collector.stats()
+            assert {k[5:]: v for k, v in stats.items() if k.startswith("stop/")} == dict(stop)
+            assert stats["turns_per_episode"] == pytest.approx(turns[-1])
+            assert stats["tokens_per_turn"] == pytest.approx(tokens[-1])
+        assert len(set(turns)) > 1 or len(set(tokens)) > 1
+        collector.evaluate([{"turns": 1}], max_new_tokens=4)
+        ended = {k: v for k, v in collector.stats().items() if k.startswith("eval/stop/")}
+        assert sum(ended.values()) == 1
+        state = collector.state_dict()
+    with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2) as collector:
+        collector.load_state_dict(state)
+        assert collector.stats()["stop/max_response_tokens"] == stop["max_response_tokens"] > 0
+
+
+def test_items_of_a_cut_batch_are_played_again(engine):
+    data = [{"turns": 1, "k": k} for k in range(8)]
+    fails = [True]
+
+    def postproc(batch):
+        if fails.pop() if fails else False:
+            raise ValueError("not now")
+        return batch
+
+    collector = MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=4, cycle=False, postproc=postproc
+    )
+    with pytest.raises(ValueError, match="not now"):
+        next(collector.iterator())
+    seen = [item["k"] for batch in collector.iterator() for item in batch["data"]]
+    assert sorted(seen) == list(range(8))
+    collector.shutdown()
+
+
+@settings(
+    max_examples=examples(6, 20),
+    deadline=None,
+    phases=PHASES,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    items=st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from(["", "", "fail", "hang"]), st.integers(1, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    group_size=st.sampled_from([1, 2, 3]),
+    policy=st.sampled_from(["drop", "keep"]),
+    staleness=st.sampled_from([None, 1]),
+    retries=st.integers(0, 1),
+    on_timeout=st.sampled_from(["reject", "mask"]),
+)
+def test_no_episode_is_lost_or_counted_twice(
+    tokenizer, idle_clock, items, group_size, policy, staleness, retries, on_timeout
+):
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    data = [
+        {"turns": turns, "k": k}
+        | ({"fail_at": at, "error": OSError()} if how == "fail" else {})
+        | ({"hang_at": at} if how == "hang" else {})
+        for k, (turns, how, at) in enumerate(items)
+    ]
+    with MultiTurnCollector(
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=2 * group_size,
+        group_size=group_size,
+        incomplete_groups=policy,
+        max_staleness=staleness,
+        max_retries=retries,
+        max_consecutive_failures=10_000,
+        limits=Limits(turn_timeout=LIMIT, on_timeout=on_timeout),
+        cycle=False,
+    ) as collector:
+        items_played = Counter()
+        for batch in collector.iterator():
+            if staleness is not None:
+                engine.update_weights(None)
+            ends = batch["next", "done"].flatten()
+            assert int(ends.sum()) == len(batch["collector", "traj_ids"].unique())
+            played = [item["k"] for item, last in zip(batch["data"], ends, strict=True) if last]
+            assert not items_played.keys() & set(played)
+            items_played.update(played)
+    stats = collector.stats()
+    assert rule(stats)
+    assert stats["running"] == 0
+    assert stats["accepted"] == sum(items_played.values())
+    expected = {}
+    for k, (turns, how, at) in enumerate(items):
+        # A turn that hangs is cut, and masked, unless it is the first.
+        masks = on_timeout == "mask" and at > 1
+        lost = at <= turns and (how == "fail" or (how == "hang" and not masks))
+        if not lost:
+            expected[k] = group_size
+    assert dict(items_played) == expected
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_a_restarted_run_neither_repeats_nor_skips_items(engine, shuffle, staleness):
+    data = [{"turns": 1, "k": k, "sleep": 0.001 * (k % 3)} for k in range(12)]
+
+    def collector():
+        return MultiTurnCollector(
+            Chat,
+            engine,
+            data,
+            episodes_per_batch=3,
+            shuffle=shuffle,
+            cycle=False,
+            max_staleness=staleness,
+        )
+
+    seen = []
+    with collector() as first:
+        stream = iter(first)
+        for _ in range(2):
+            seen += [item["k"] for item in next(stream)["data"]]
+        state = first.state_dict()
+    with collector() as second:
+        second.load_state_dict(state)
+        for batch in second:
+            engine.update_weights(None)
+            seen += [item["k"] for item in batch["data"]]
+        assert second.stats()["accepted"] == 12
+    assert sorted(seen) == list(range(12))
+
+
+def test_batches_of_a_few_more_episodes_do_not_use_up_the_next(engine):
+    """Two groups of which one is short, then a third: five episodes in place of four."""
+
+    class Short(Chat):
+        played = 0
+
+        async def step(self, response):
+            Short.played += 1
+            if Short.played % 4 == 0:
+                raise OSError("a member is missing")
+            return await super().step(response)
+
+    with MultiTurnCollector(
+        *(Short, engine),
+        episodes_per_batch=4,
+        group_size=2,
+        max_staleness=0,
+        incomplete_groups="keep",
+        max_concurrency=1,
+    ) as collector:
+        batches = collector.iterator()
+        for _ in range(12):
+            assert len(next(batches)) >= 4
+            engine.update_weights(None)
+        assert rule(collector.stats())
+
+
+def test_episodes_are_dumped(engine, tmp_path):
+    data = [{"turns": 2, "task_id": "a"}, {"turns": 1}]
+    with MultiTurnCollector(
+        Chat, engine, data, episodes_per_batch=4, group_size=2, dump_dir=tmp_path
+    ) as collector:
+        next(iter(collector))
+        engine.update_weights(None)
+        collector.evaluate([{"turns": 1}])
+    lines = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    wanted = (
+        "task_id group sample_idx seqlen prompt_len head_version tail_version reward stop_reason "
+        "messages prompt completion"
+    )
+    assert all(set(wanted.split()) <= line.keys() for line in lines)
+    found = [(line["group"] % 1_000_000, line["sample_idx"], line["reward"]) for line in lines]
+    assert found == [(0, 0, 2.0), (0, 1, 2.0), (1, 0, 1.0), (1, 1, 1.0)]
+    # An item without a name of its own goes by its group.
+    assert [line["task_id"] for line in lines] == ["a", "a", *[lines[2]["group"]] * 2]
+    assert len((tmp_path / "eval" / "1.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_ledger_is_linear_in_the_conversation(tokenizer):
+    """Counted in tokens that a line holds, not in time."""
+    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+    for turns in (8, 64):
+        with MultiTurnCollector(
+            Chat, engine, [{"turns": turns}], episodes_per_batch=1
+        ) as collector:
+            batch = next(iter(collector))
+        prompts = batch.get(("tokens", "prompt"), as_list=True)
+        assert len({prompt.untyped_storage().data_ptr() for prompt in prompts}) == 1
+        assert prompts[0].untyped_storage().nbytes() == 8 * len(prompts[-1])

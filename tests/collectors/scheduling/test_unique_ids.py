@@ -1,0 +1,190 @@
+"""No two collectors give out one id, whoever made them and whatever they go on from."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import ReplayBuffer
+
+from tests.collectors.chats import Chat
+from tests.collectors.tiers import but_slow
+from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors.scheduling import unique_ids as ids
+from torchrl_mt.collectors.scheduling.unique_ids import unique_ids
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.transforms import MergeTurns
+
+TRAJ, GROUP = ("collector", "traj_ids"), "group"
+DATA = [{"turns": k % 3 + 1} for k in range(50)]
+
+
+@pytest.fixture
+def make(engine):
+    """Makes collectors that are all alike, and shuts them down."""
+    made = []
+
+    def make(state=None, buffer=None):
+        made.append(
+            MultiTurnCollector(
+                *(Chat, engine, DATA),
+                episodes_per_batch=4,
+                group_size=2,
+                seed=3,
+                sampling={"seed": 3},
+                replay_buffer=buffer,
+            )
+        )
+        if state is not None:
+            made[-1].load_state_dict(state)
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def stored_in(make_writer=EpisodeWriter):
+    return ReplayBuffer(storage=EpisodeStorage(2000), writer=make_writer())
+
+
+def check(buffer, accepted):
+    """Every stored episode has an id of its own, and every group its two members."""
+    storage = buffer._storage
+    assert storage.num_episodes == accepted
+    owners, groups = Counter(), Counter()
+    for episode in storage.episodes():
+        assert len(set(episode[TRAJ].tolist())) == len(set(episode[GROUP].tolist())) == 1
+        assert len(episode) == episode["data"][0]["turns"]
+        owners[int(episode[TRAJ][0])] += 1
+        groups[int(episode[GROUP][0])] += 1
+    assert set(owners.values()) == {1}
+    assert set(groups.values()) == {2}
+
+
+@pytest.mark.parametrize("seed", but_slow(range(4)))
+def test_collectors_that_share_a_buffer_share_no_id_through_restarts(make, seed):
+    """Each goes on from any earlier state now and then, whatever was delivered since."""
+    draw, buffer = random.Random(seed), stored_in()
+    collectors = [make(buffer=buffer) for _ in range(3)]
+    states = [collector.state_dict() for collector in collectors]
+    streams = [iter(collector) for collector in collectors]
+    delivered = 0
+    for _ in range(30):
+        k = draw.randrange(3)
+        what = draw.choice(["play", "play", "play", "save", "restart", "load"])
+        if what == "play":
+            next(streams[k])
+            delivered += 4
+        elif what == "save":
+            states[draw.randrange(3)] = collectors[k].state_dict()
+        else:
+            if what == "restart":
+                collectors[k].shutdown()
+                collectors[k] = make(states[k], buffer)
+            else:
+                collectors[k].load_state_dict(states[k])
+            streams[k] = iter(collectors[k])
+    check(buffer, delivered)
+
+
+@pytest.mark.parametrize("seed", but_slow(range(4)))
+def test_steps_of_collectors_may_come_in_any_order(make, seed):
+    draw, buffer = random.Random(seed), stored_in()
+    queues = [list(next(iter(make())).split(1)) for _ in range(3)]
+    episodes = 4 * len(queues)
+    while any(queues):
+        queue = draw.choice([queue for queue in queues if queue])
+        buffer.extend(torch.cat([queue.pop(0) for _ in range(draw.randint(1, min(3, len(queue))))]))
+    check(buffer, episodes)
+
+
+def test_ids_of_one_collector_are_in_order_and_fit_everywhere(make):
+    batches = list(islice(make(), 5))
+    for key, per_batch in ((TRAJ, 4), (GROUP, 2)):
+        found = torch.cat([batch[key] for batch in batches])
+        assert found.dtype == torch.int64
+        assert bool((found >= 10**6).all())
+        assert bool((found < 2**53).all())
+        assert torch.equal(found.double().long(), found)
+        assert np.array_equal(np.array(json.loads(json.dumps(found.tolist()))), found.numpy())
+        given = found.unique_consecutive()
+        assert (given % 10**6).tolist() == list(range(5 * per_batch))
+        assert torch.equal(given, given.sort().values)
+    rows = MergeTurns()(batches[0])
+    assert torch.equal(rows["episode"], batches[0][TRAJ].unique_consecutive())
+
+
+def test_evaluations_have_ids_of_their_own(make):
+    collector = make()
+    trained = next(iter(collector))
+    evaluated = [collector.evaluate(DATA[:3], n=2) for _ in range(2)]
+    for key in (TRAJ, GROUP):
+        found = [batch[key].unique() for batch in (trained, *evaluated)]
+        assert len(torch.cat(found).unique()) == sum(map(len, found))
+
+
+def test_a_state_of_an_earlier_version_goes_on(make, engine):
+    """Its ids were counted from 0; what is sampled goes on all the same."""
+    first = make()
+    stream = iter(first)
+    before = next(stream)
+    old = {**first.state_dict(), "traj_ids": 4}
+    expected = next(stream)
+    batch = next(iter(make(old)))
+    assert batch["data"] == expected["data"]
+    for key in (TRAJ, GROUP):
+        assert not torch.isin(batch[key], torch.cat([before[key], expected[key]])).any()
+        assert not torch.isin(batch[key], torch.arange(10)).any()
+
+
+def test_seeds_of_calls_do_not_follow_the_ids(make, engine):
+    """Neither in a run that is repeated nor in one that goes on; a run that goes on repeats none."""
+    asked = []
+    generate = engine.generate
+
+    async def listen(prompt_ids, *, seed=None, **sampling):
+        asked.append(seed)
+        return await generate(prompt_ids, **sampling)
+
+    engine.generate = listen
+
+    def seeds(stream):
+        asked.clear()
+        next(stream)
+        return sorted(asked)
+
+    first, again = make(), make()
+    streams = iter(first), iter(again)
+    begun = seeds(streams[0])
+    assert seeds(streams[1]) == begun
+    state = first.state_dict()
+    following = seeds(streams[0])
+    assert seeds(iter(make(state))) == following
+    assert not set(begun) & set(following)
+
+
+def test_neither_a_seed_nor_a_fork_repeats_the_ids():
+    found = []
+    for _ in range(2):
+        random.seed(0)
+        torch.manual_seed(0)
+        found.append(next(unique_ids()))
+    code = f"import runpy; print(next(runpy.run_path({ids.__file__!r})['unique_ids']()))"
+    found += [int(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2)]
+    assert len(set(found)) == 4
+
+
+def test_a_collector_that_has_used_its_million_goes_on_elsewhere(monkeypatch):
+    monkeypatch.setattr(ids, "_BLOCK", 4)
+    found = list(islice(unique_ids(), 40))
+    assert len(set(found)) == 40
+    assert len({i // 4 for i in found}) == 10
+    assert all(4 <= i < 2**53 for i in found)

@@ -1,0 +1,248 @@
+"""An event loop in a thread of its own, driven from ordinary code.
+
+Works where a loop runs already (a notebook), lets Ctrl-C through even where a blocking call never
+returns, and leaves nothing when closed but such calls, in threads that die with the process. What a task
+raises is the task's own, ``SystemExit`` and ``KeyboardInterrupt`` too: it does not end the loop.
+
+``asyncio.Runner`` runs its loop in the caller's thread, and ``anyio``'s portal ends with the first
+``SystemExit`` of a task and waits without bound for its tasks: neither keeps these promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import weakref
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks, cancel_all
+
+__all__ = ["LoopClosedError", "LoopThread"]
+
+_T = TypeVar("_T")
+_logger = logging.getLogger("torchrl_mt")
+
+CLOSE_SECONDS = 10.0
+"""Seconds that background tasks have to end where who closes a loop does not say how many."""
+INTERRUPT_SECONDS = 5.0
+"""Seconds that an interrupt waits for background tasks; they may take longer."""
+_FORGOTTEN_SECONDS = 5.0
+"""Seconds for tasks to end when nobody closes: at garbage collection or interpreter exit."""
+_STOP_SECONDS = 0.5
+"""Seconds for a loop to stop whose tasks did not end in time."""
+
+
+class LoopThread:
+    """Run coroutines in a background thread.
+
+    Args:
+        name: name of the thread.
+
+    Examples:
+        >>> thread = LoopThread("example")
+        >>> thread.run(asyncio.sleep(0, result="done"))
+        'done'
+        >>> thread.close()
+        True
+    """
+
+    def __init__(self, name: str) -> None:
+        self._served = _ServedLoop()
+        # A daemon, so that a script which dies without closing does not hang on it.
+        self._thread = threading.Thread(target=self._served.serve, name=name, daemon=True)
+        self._thread.start()
+        self._closer = weakref.finalize(
+            self, _close, self._thread, self._served, _FORGOTTEN_SECONDS
+        )
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop."""
+        return self._served.loop
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._closer.alive
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine to its end and return its result; an interrupt cancels it first.
+
+        Raises:
+            LoopClosedError: if the thread is closed, or has ended by itself, before or while the
+                coroutine runs; what has ended it is the cause.
+            RuntimeError: if called in the loop itself, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            self._refuse_within()
+        job = _Job(coroutine)
+        try:
+            future = self._served.submit(job.run(self._served.jobs))
+        except LoopClosedError:
+            coroutine.close()
+            raise
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            if self.closed:
+                raise LoopClosedError("the event loop's thread was closed.") from None
+            raise
+        except BaseException:
+            if not future.done():
+                # Cancellation is only requested, so wait for the task.
+                with suppress(LoopClosedError):
+                    concurrent.futures.wait([self._served.submit(job.end())])
+            raise
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Cancel what runs, wait for background tasks, and end the thread.
+
+        Args:
+            timeout: seconds to wait for both; if ``None``, as long as it takes for what runs and
+                :data:`CLOSE_SECONDS` for background tasks.
+
+        Returns:
+            Whether everything has ended in time, or was given up after :data:`CLOSE_SECONDS`. What has
+            not is left behind in a daemon thread.
+
+        Raises:
+            RuntimeError: if called in the loop itself, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            self._refuse_within()
+        if self._closer.detach() is not None:
+            return _close(self._thread, self._served, timeout)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _refuse_within(self) -> None:
+        raise RuntimeError(
+            "this was called in the event loop that plays the episodes, which would wait for itself: "
+            "call it from outside of workflows and inline environments, or in a thread."
+        )
+
+
+class LoopClosedError(RuntimeError):
+    """The loop that was to run a coroutine, or was running it, is closed."""
+
+
+class _Job:
+    """A coroutine that a thread waits for, and the task that runs it once it has begun."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self._task: asyncio.Task[Any] | None = None
+
+    async def run(self, running: set[asyncio.Task[Any]]) -> Any:
+        """Run the coroutine, entered in ``running`` meanwhile."""
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        running.add(self._task)
+        try:
+            return await self._coroutine
+        finally:
+            running.discard(self._task)
+
+    async def end(self) -> None:
+        """Cancel the task, wait until it has ended, and a while for what it left in the background."""
+        await cancel_all([] if self._task is None else [self._task])
+        await BackgroundTasks.of(asyncio.get_running_loop()).wait(INTERRUPT_SECONDS)
+
+
+class _ServedLoop:
+    """A loop, and those who wait for its coroutines.
+
+    The thread holds this, not the :class:`LoopThread`, which can so be collected as garbage.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(BackgroundTasks.make_task)
+        self.stopping = False
+        """Whether the loop is to end."""
+        self.waiting: set[concurrent.futures.Future[Any]] = set()
+        self.jobs: set[asyncio.Task[Any]] = set()
+        self.refusal: LoopClosedError | None = None
+        """What those get who come when the loop closes or has ended."""
+        self._lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Run the loop until it is to end; who still waits then gets an error."""
+        error = LoopClosedError("the event loop's thread was closed.")
+        try:
+            while not self.stopping:
+                # asyncio lets these out of the loop, beside giving them to whoever waits for the task.
+                with suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
+        except BaseException as cause:
+            _logger.error("the event loop's thread has ended.", exc_info=cause)
+            error = LoopClosedError(
+                f"the event loop's thread has ended for {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+        with self._lock:
+            self.refusal = error
+        for future in tuple(self.waiting):
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(error)
+
+    def submit(
+        self, coroutine: Coroutine[Any, Any, _T], *, closes: bool = False
+    ) -> concurrent.futures.Future[_T]:
+        """Have the loop run a coroutine; the one that ``closes`` is the last.
+
+        Raises:
+            LoopClosedError: if the loop takes no more.
+        """
+        with self._lock:
+            if self.refusal is not None:
+                coroutine.close()
+                raise self.refusal
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self.waiting.add(future)
+            if closes:
+                self.refusal = LoopClosedError("the event loop's thread is closed.")
+        future.add_done_callback(self.waiting.discard)
+        return future
+
+    async def settle(self, seconds: float) -> bool:
+        """Let the jobs end what they began, cancel what is left, and wait for background tasks.
+
+        Returns:
+            Whether the background tasks have ended by themselves, in so many seconds.
+        """
+        deadline = self.loop.time() + seconds
+        background, me = BackgroundTasks.of(self.loop), asyncio.current_task()
+        await cancel_all(set(self.jobs))
+        await cancel_all(
+            task for task in asyncio.all_tasks() if task not in background and task is not me
+        )
+        in_time = await background.settle(max(deadline - self.loop.time(), 0.0))
+        await cancel_all(task for task in asyncio.all_tasks() if task is not me)
+        return in_time
+
+
+def _close(thread: threading.Thread, served: _ServedLoop, timeout: float | None) -> bool:
+    """End a loop and its thread; tell whether all of it has ended in time."""
+    seconds = CLOSE_SECONDS if timeout is None else timeout
+    try:
+        settled = served.submit(served.settle(seconds), closes=True)
+    except LoopClosedError:  # The loop has ended by itself; it stays open for the tasks it leaves.
+        return True
+    # Background tasks that are given up still have to end.
+    concurrent.futures.wait([settled], None if timeout is None else timeout + _STOP_SECONDS)
+    in_time = settled.done() and (timeout is None or settled.result())
+    patience = None if settled.done() else _STOP_SECONDS
+    for future in served.waiting - {settled}:
+        future.cancel()
+    served.stopping = True
+    served.loop.call_soon_threadsafe(served.loop.stop)
+    thread.join(patience)
+    if not thread.is_alive():
+        served.loop.close()
+    return in_time

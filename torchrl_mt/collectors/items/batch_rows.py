@@ -1,0 +1,98 @@
+"""The rows of a batch that a ``DataLoader`` made: batching and then unbatching changes no item.
+
+Numbers come back as the tensors without dimensions that ``default_collate`` made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tensordict import is_tensor_collection
+from torch.utils.data import default_collate
+
+__all__ = ["rows_of_batch"]
+
+
+def rows_of_batch(batch: Any, *, collate_fn: Any = None) -> Iterator[Any]:
+    """Give the rows of a batch one after the other.
+
+    Args:
+        batch: a list of items; a mapping of columns (tensors, lists, mappings of such); or anything
+            with a length whose ``batch[i]`` is a row (a tensor, a TensorDict). What torch's
+            ``default_collate`` made of sequences (a list of columns) is known by ``collate_fn``.
+        collate_fn: what made the batch.
+
+    Returns:
+        An iterator over the rows; a mapping gives one dict a row.
+
+    Raises:
+        TypeError: if the batch is none of the above.
+        ValueError: if its columns differ in length.
+
+    Examples:
+        >>> list(rows_of_batch({"task": ["a", "b"], "level": [1, 2]}))
+        [{'task': 'a', 'level': 1}, {'task': 'b', 'level': 2}]
+    """
+    by_default = collate_fn is default_collate
+    sizes = dict(_sizes(batch, "batch", by_default))
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the columns of a DataLoader's batch must have the same length, got {sizes}: return a list "
+            "of items from collate_fn, or columns with an entry for every item."
+        )
+    return (_row(batch, i, by_default) for i in range(next(iter(sizes.values()), 0)))
+
+
+def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]:
+    """The name and the length of every column."""
+    if _is_columns(batch):
+        for key, column in batch.items():
+            yield from _sizes(column, f"{name}[{key!r}]", by_default)
+    elif by_default and _is_transposed(batch):
+        for i, column in enumerate(batch):
+            yield from _sizes(column, f"{name}[{i}]", by_default)
+    elif isinstance(batch, (str, bytes)) or not hasattr(batch, "__getitem__") or not _sized(batch):
+        raise TypeError(
+            "a DataLoader's batch must be a list of items, a mapping of columns, a tensor or a "
+            f"TensorDict; {name} is of type {type(batch).__name__} and has no rows: change "
+            "collate_fn, or set batch_size=None if every batch is one item."
+        )
+    elif name == "batch" and isinstance(batch, tuple) and not by_default:
+        raise TypeError(
+            "a DataLoader's batch must be a list of items or a mapping of columns; got a tuple, which "
+            "may be either: return list(...) or a dict from collate_fn."
+        )
+    else:
+        yield name, len(batch)
+
+
+def _row(batch: Any, i: int, by_default: bool) -> Any:
+    """Row ``i`` of a batch or of a column."""
+    if _is_columns(batch):
+        return {key: _row(column, i, by_default) for key, column in batch.items()}
+    if by_default and _is_transposed(batch):
+        columns = [_row(column, i, by_default) for column in batch]
+        return type(batch)(*columns) if hasattr(batch, "_fields") else columns
+    return batch[i]
+
+
+def _is_columns(batch: Any) -> bool:
+    """Whether this is a mapping of columns; a TensorDict is one too, and has rows itself."""
+    return isinstance(batch, Mapping) and not is_tensor_collection(batch)
+
+
+def _is_transposed(batch: Any) -> bool:
+    """Whether ``default_collate`` made this of sequences: then it is columns, not rows."""
+    return isinstance(batch, (list, tuple)) and not (
+        batch and isinstance(batch[0], (str, bytes)) and not hasattr(batch, "_fields")
+    )
+
+
+def _sized(batch: Any) -> bool:
+    """Whether ``len`` is to be had: a tensor without dimensions has none."""
+    try:
+        len(batch)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,207 @@
+"""What makes the player of an episode: an environment that talks, or a workflow.
+
+``resolve`` finds out which of them it was given, and says what it tried if it is neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from torchrl.envs import EnvBase
+
+from torchrl_mt.collectors.workflow import Workflow
+from torchrl_mt.envs import ChatEnvAdapter, TextEnv
+
+__all__ = ["Make", "MakePlayer", "Player", "resolve"]
+
+Player: TypeAlias = "TextEnv | Workflow"
+
+_AT_ONCE = 0.002
+"""Seconds that the making of a player may hold up the others."""
+
+
+class MakePlayer(Protocol):
+    """Makes the player of an episode, in any thread."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether that takes no time to speak of."""
+        ...
+
+    def __call__(self) -> Player:
+        """A player for one episode; a workflow may be the same each time."""
+        ...
+
+
+def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakePlayer:
+    """What makes the player of an episode.
+
+    Args:
+        env: a ``TextEnv`` (copied for each episode), a class of them or a callable that makes one or a
+            TorchRL chat environment; a :class:`Workflow`, a class of them, or a string,
+            ``"package.module.Class"``, that names one of the classes.
+        workflow_kwargs: arguments for the class.
+
+    Raises:
+        TypeError: if it is none of these, an instance that cannot be copied, a class or callable that
+            takes other arguments, or a class without a method that it needs.
+        ImportError: if the string names nothing or what it names cannot be imported; says what was
+            tried.
+    """
+    if isinstance(env, str):
+        env = _named(env)
+    kwargs = dict(workflow_kwargs or {})
+    if isinstance(env, type):
+        can_play = issubclass(env, (TextEnv, EnvBase)) or hasattr(env, "arun_episode")
+        if not can_play:
+            raise _not_a_player(f"the class {env.__name__}")
+        _require_fit(env, kwargs)
+        if issubclass(env, TextEnv):
+            return Make(partial(env, **kwargs), at_once=env.inline)
+        if issubclass(env, EnvBase):
+            return _MadeBy(partial(env, **kwargs))
+        env, kwargs = env(**kwargs), {}
+    if kwargs:
+        raise TypeError(
+            f"workflow_kwargs are for a class, or the name of one, got {type(env).__name__} and "
+            f"{sorted(kwargs)}."
+        )
+    if isinstance(env, TextEnv):
+        is_quick = _seconds_to_copy(env) < _AT_ONCE
+        return Make(partial(copy.deepcopy, env), at_once=env.inline and is_quick)
+    if hasattr(env, "arun_episode"):
+        if not inspect.iscoroutinefunction(env.arun_episode):
+            raise TypeError(
+                f"{type(env).__name__}.arun_episode must be an async method: async def "
+                "arun_episode(self, engine, data)."
+            )
+        return Make(lambda: env, at_once=True)
+    if callable(env) and not isinstance(env, EnvBase):
+        if error := _misfit(env):
+            raise TypeError(
+                "env, a callable that makes an environment, must be called without arguments: "
+                f"{error}."
+            )
+        return _MadeBy(env)
+    raise _not_a_player(type(env).__name__)
+
+
+def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a class that cannot be made with these arguments."""
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise TypeError(
+            f"env must define all methods that it needs, but {cls.__name__} has no {missing}."
+        )
+    # TorchRL's environments are made by a metaclass, whose signature says nothing.
+    function: Any = vars(cls).get("__init__", EnvBase.__init__) if issubclass(cls, EnvBase) else cls
+    args = () if function is cls else (None,)
+    if error := _misfit(function, *args, **kwargs):
+        raise TypeError(
+            f"workflow_kwargs must be the arguments of {cls.__name__}{inspect.signature(function)}, got "
+            f"{sorted(kwargs)}: {error}."
+        )
+
+
+def _misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What is wrong with arguments of a function; empty if they fit, or if nobody can tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _seconds_to_copy(env: TextEnv) -> float:
+    """How long it takes to copy an environment; one that cannot be copied is refused."""
+    begin = time.perf_counter()
+    try:
+        copy.deepcopy(env)
+        return time.perf_counter() - begin
+    except Exception as error:
+        name = type(env).__name__
+        raise TypeError(
+            f"env is copied for each episode, but this {name} cannot be copied "
+            f"({type(error).__name__}: {error}): give the class {name}, with its arguments as "
+            f"workflow_kwargs, or a callable that makes one, lambda: {name}(...)."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Make:
+    """Players made by a function."""
+
+    make: Callable[[], Player]
+    at_once: bool
+
+    def __call__(self) -> Player:
+        """A player for one episode."""
+        return self.make()
+
+
+class _MadeBy:
+    """Players made by a factory; TorchRL's environments are adapted."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+        self._adapter: ChatEnvAdapter | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def at_once(self) -> bool:
+        return self._adapter is not None
+
+    def __call__(self) -> Player:
+        if self._adapter is None:
+            made = self._factory()
+            if isinstance(made, TextEnv) or hasattr(made, "arun_episode"):
+                return made
+            if not isinstance(made, EnvBase):
+                raise _not_a_player(f"a callable that makes {type(made).__name__}")
+            made.close()
+            with self._lock:
+                # Its copies share what they draw of a data loader, so that groups share an item.
+                self._adapter = self._adapter or ChatEnvAdapter(self._factory)
+        return copy.deepcopy(self._adapter)
+
+
+def _not_a_player(got: str) -> TypeError:
+    return TypeError(
+        "env must be a TextEnv, a workflow (an object with async def arun_episode(engine, data)), a "
+        'class of either, its name as "package.module.Class", or a callable that makes a TextEnv or a '
+        f"TorchRL chat environment, got {got}."
+    )
+
+
+def _named(name: str) -> Any:
+    """What a string such as ``"package.module.Class"`` names."""
+    module_name, _, attribute = name.replace(":", ".").rpartition(".")
+    if not module_name or not attribute:
+        raise ImportError(f'env must be named as "package.module.Class", got {name!r}.')
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ImportError(
+            f"env {name!r}: importing the module {module_name!r} failed: {type(error).__name__}: "
+            f"{error}."
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        known = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise ImportError(
+            f"env {name!r}: the module {module_name!r} was imported, but has no {attribute!r}; its "
+            f"classes are {sorted(known)}."
+        ) from None

@@ -1,0 +1,359 @@
+"""Environments in processes of their own, for those that compute: threads share one core.
+
+A process that dies takes its own episodes with it, which fail, and no others; another takes its place.
+Nothing is left over when the workers are closed, or when the process that made them is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import multiprocessing
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from torchrl_mt.collectors import context
+from torchrl_mt.collectors.context import EpisodeContext
+from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
+from torchrl_mt.collectors.event_loop.threads import settle, start_daemon
+from torchrl_mt.collectors.playing.env_factory import resolve
+from torchrl_mt.envs import Message, TextEnv, TextStep
+from torchrl_mt.envs.text_env import takes_message
+
+__all__ = ["EnvWorkerError", "EnvWorkers"]
+
+if "forkserver" in multiprocessing.get_all_start_methods():
+    # One process that has imported everything makes the others, at once and with its memory.
+    _processes: Any = multiprocessing.get_context("forkserver")
+    _processes.set_forkserver_preload([__name__])
+else:
+    _processes = multiprocessing.get_context("spawn")
+
+_CLOSE_SECONDS = 5.0
+"""Seconds for a process to end by itself."""
+_GONE_SECONDS = 1.0
+"""The same, for one that has let go of its end of the pipe."""
+
+
+class EnvWorkerError(RuntimeError):
+    """The process in which an episode's environment ran is gone."""
+
+
+class EnvWorkers:
+    """Processes that run environments; each runs many, a thread for every call.
+
+    They begin without the memory of this one: a script needs ``if __name__ == "__main__":``.
+
+    Args:
+        number: how many processes.
+        env: an environment, a class of them or its name, or a callable that makes one; it is pickled.
+        kwargs: arguments for the class.
+
+    Raises:
+        ValueError: if there is to be no process.
+        TypeError: if ``env`` is none of these, or cannot be pickled.
+    """
+
+    def __init__(self, number: int, env: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        if number < 1:
+            raise ValueError(f"env_workers must be at least 1 process, got {number}.")
+        resolve(env, kwargs)
+        if hasattr(env, "arun_episode"):
+            raise _no_environment(f"the workflow {env!r}")
+        try:
+            pickled = bytes(ForkingPickler.dumps((env, dict(kwargs or {}))))
+        except Exception as error:
+            raise TypeError(
+                f"env is sent to other processes, but pickling it raised {type(error).__name__}: "
+                f"{error}: give a class or a function that is defined in a module."
+            ) from error
+        self._workers = [_Worker(pickled) for _ in range(number)]
+        self._ids = itertools.count()
+
+    def make(self) -> TextEnv:
+        """An environment for one episode, in the process that has the fewest."""
+        return _Proxy(min(self._workers, key=lambda worker: len(worker.envs)), next(self._ids))
+
+    def close(self) -> None:
+        """End the processes; calls that run are given up."""
+        for worker in self._workers:
+            worker.ask_to_end()
+        for worker in self._workers:
+            worker.end()
+
+
+class _Proxy(TextEnv):
+    """An environment in another process."""
+
+    inline = True
+
+    def __init__(self, worker: _Worker, number: int) -> None:
+        self._worker = worker
+        self._number = number
+        worker.envs.add(number)
+
+    async def reset(self, data: Any = None) -> Sequence[Message]:
+        whole_text, messages = await self._worker.call(self._number, "reset", data)
+        self.whole_text = whole_text  # type: ignore[misc]
+        return messages
+
+    async def step(self, response: str, message: Message) -> TextStep:  # type: ignore[override]
+        return await self._worker.call(self._number, "step", response, message)
+
+    async def close(self) -> None:
+        self._worker.envs.discard(self._number)
+        await self._worker.call(self._number, "close")
+
+    def __deepcopy__(self, memo: Any) -> _Proxy:
+        raise TypeError("an environment in another process cannot be copied.")
+
+
+class _Worker:
+    """A process, and the calls that wait for it; another process once that one is gone."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+        self.envs: set[int] = set()
+        """The environments of the episodes that it plays."""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._numbers = itertools.count()
+        """Of calls, whichever process they are for."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start a process."""
+        ours, theirs = _processes.Pipe()
+        self._process = _processes.Process(
+            target=_serve, args=(theirs, self._pickled), name="torchrl_mt-env", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._connection = ours
+        self._calls: dict[int, Future[Any]] = {}
+        self._known: set[int] = set()
+        self._begun = False
+        self._failure: BaseException | None = None
+        """Why it will never take a call."""
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # Sending and receiving may block.
+        start_daemon(_send, ours, self._outbox)
+        start_daemon(self._receive, ours, self._outbox, self._process)
+
+    async def call(self, env: int, method: str, *args: Any) -> Any:
+        """Call a method of an environment.
+
+        Raises:
+            EnvWorkerError: if the process is gone, or goes meanwhile.
+            Exception: what the method raises.
+        """
+        outcome: Future[Any] = Future()
+        outcome.set_running_or_notify_cancel()  # Who waits may be cancelled; the call goes on.
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if method == "reset":
+                self._known.add(env)
+            elif env not in self._known:  # It was lost with the process before this one.
+                if method == "close":
+                    return None
+                raise EnvWorkerError("the process that ran the episode's environment is gone.")
+            if method == "close":
+                self._known.discard(env)
+            number = next(self._numbers)
+            of = context.current.get(None)
+            sent = bytes(ForkingPickler.dumps((number, env, method, args, of)))
+            self._calls[number] = outcome
+            self._outbox.put(sent)
+        try:
+            return await asyncio.wrap_future(outcome)
+        finally:
+            self._calls.pop(number, None)
+
+    def ask_to_end(self) -> None:
+        """Have the process end."""
+        with self._lock:
+            self._closed = True
+            self._outbox.put(None)
+
+    def end(self) -> None:
+        """Wait until the process has ended, and see to it that it does."""
+        _end(self._process, _CLOSE_SECONDS)
+
+    def _receive(
+        self, connection: Connection, outbox: queue.SimpleQueue[bytes | None], process: Any
+    ) -> None:
+        """Receive what calls came to, until the process is gone; start another then."""
+        error: BaseException | None = None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, failed, value = pickle.loads(connection.recv_bytes())
+                if number is None:
+                    self._begun, error = not failed, value
+                    continue
+                if (outcome := self._calls.pop(number, None)) is not None:
+                    settle(outcome, _raised_or_returned, failed, value)
+        _end(process, _GONE_SECONDS)
+        outbox.put(None)
+        connection.close()
+        gone = error or EnvWorkerError(
+            f"the process of the episode's environment has ended with exit code {process.exitcode}."
+        )
+        with self._lock:
+            lost, self._calls = self._calls, {}
+            self._known.clear()
+            if not self._closed and self._begun:
+                self._begin()
+            else:
+                self._failure = gone
+        for outcome in lost.values():
+            settle(outcome, _raised_or_returned, True, gone)
+
+
+def _end(process: Any, seconds: float) -> None:
+    """Wait so long for a process to end by itself, then kill it."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join(seconds)
+
+
+def _send(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Send calls until there are no more."""
+    with contextlib.suppress(OSError):
+        while (sent := outbox.get()) is not None:
+            connection.send_bytes(sent)
+        connection.send_bytes(b"")
+
+
+def _raised_or_returned(failed: bool, value: Any) -> Any:
+    """Raise an error that came from the process, or return the result."""
+    if failed:
+        # One error may be that of many calls, each of which adds its own traceback.
+        raise copy.copy(value)
+    return value
+
+
+# In the process
+
+
+def _serve(connection: Connection, pickled: bytes) -> None:
+    """Run environments until the other side is gone, or says so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is for the process that made this one.
+    replies = _Replies(connection)
+    try:
+        env, kwargs = pickle.loads(pickled)
+        served = _Served(env, kwargs, replies)
+    except BaseException as error:
+        replies.send(None, True, error)
+        return
+    replies.send(None, False, None)
+    with contextlib.suppress(EOFError, OSError):
+        while received := connection.recv_bytes():
+            # A thread that hangs holds up nobody, and dies with the process.
+            start_daemon(served.call, *pickle.loads(received))
+
+
+class _Replies:
+    """Sends what calls came to."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, number: int | None, failed: bool, value: Any) -> None:
+        """Send a result or an error."""
+        try:
+            sent = bytes(ForkingPickler.dumps((number, failed, value)))
+            pickle.loads(sent)  # Some errors are pickled well, and cannot be made again.
+        except Exception as error:
+            if failed:
+                what = "".join(traceback.format_exception(value)).strip()
+                value = RuntimeError(f"{type(value).__name__}: {value}\n{what}")
+            else:
+                value = TypeError(f"what an environment returns is pickled, which failed: {error}.")
+            sent = bytes(ForkingPickler.dumps((number, True, value)))
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send_bytes(sent)
+
+
+class _Served:
+    """The environments of a process."""
+
+    def __init__(self, env: Any, kwargs: Mapping[str, Any], replies: _Replies) -> None:
+        self._make = resolve(env, kwargs)
+        self._replies = replies
+        self._envs: dict[int, TextEnv] = {}
+        self._closed: set[int] = set()
+        """Those that were closed before they were there."""
+        self._loop: LoopThread | None = None
+        self._lock = threading.Lock()
+
+    def call(
+        self, number: int, env: int, method: str, args: tuple[Any, ...], of: EpisodeContext | None
+    ) -> None:
+        """Call a method of an environment, and send what it comes to."""
+        if of is not None:
+            context.current.set(of)
+        try:
+            result = getattr(self, f"_{method}")(env, *args)
+        except BaseException as error:
+            self._replies.send(number, True, error)
+        else:
+            self._replies.send(number, False, result)
+
+    def _reset(self, number: int, data: Any) -> tuple[bool, list[Message]]:
+        env = self._make()
+        if not isinstance(env, TextEnv):
+            raise _no_environment(f"a {type(env).__name__}")
+        if type(env).__module__ == "torchrl_mt.envs.torchrl_env":
+            raise _no_environment("a TorchRL environment, whose copies share what they draw")
+        with self._lock:
+            self._envs[number] = env
+            is_over = number in self._closed
+        if is_over:
+            self._close(number)
+            raise asyncio.CancelledError
+        return env.whole_text, list(self._finished(env.reset(data)))
+
+    def _step(self, number: int, response: str, message: Message) -> TextStep:
+        env = self._envs[number]
+        args = (response, message) if takes_message(env.step) else (response,)
+        return self._finished(env.step(*args))
+
+    def _close(self, number: int) -> None:
+        with self._lock:
+            env = self._envs.pop(number, None)
+            if env is None:
+                self._closed.add(number)
+        if env is not None:
+            self._finished(env.close())
+
+    def _finished(self, value: Any) -> Any:
+        """What a plain or an ``async`` method returned; the latter all run in one loop."""
+        if not isinstance(value, Awaitable):
+            return value
+
+        async def awaited() -> Any:
+            return await value
+
+        with self._lock:
+            if self._loop is None:
+                self._loop = LoopThread("torchrl_mt-env-loop")
+        return self._loop.run(awaited())
+
+
+def _no_environment(got: str) -> TypeError:
+    return TypeError(
+        f"env_workers runs environments (TextEnv) in processes of their own, got {got}: leave it out."
+    )

@@ -1,0 +1,135 @@
+"""What all episodes of a collector are played with.
+
+Nothing that an episode raises gets past here: the others do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_mt.chat.tokens import ChatTokens
+from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
+from torchrl_mt.collectors.event_loop.threads import call_in_thread
+from torchrl_mt.collectors.limits import Limits
+from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
+from torchrl_mt.collectors.playing.env_workers import EnvWorkers
+from torchrl_mt.collectors.playing.play_episode import play_episode
+from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
+from torchrl_mt.collectors.settings import ChatOptions
+from torchrl_mt.collectors.workflow import Rejected, Workflow
+from torchrl_mt.collectors.workflow_entries import ExpectedEntries
+from torchrl_mt.engines import Engine
+from torchrl_mt.envs import TextEnv
+
+__all__ = ["EpisodePlayer"]
+
+
+class EpisodePlayer:
+    """Plays episodes, and tells what went wrong.
+
+    Args:
+        env: an environment or a workflow, in any of the forms that a collector takes.
+        engine: samples the responses.
+        limits: what an episode may use.
+        chat: how dialogues become tokens.
+        tokenizer: renders messages; the engine's own if ``None``.
+        accept: given an episode in TED; false rejects it.
+        accept_group: given the episodes of a group in TED; false refuses it.
+        workflow_kwargs: arguments for the class that ``env`` is or names.
+        env_workers: how many processes run the environments; none if ``None``.
+    """
+
+    def __init__(
+        self,
+        env: TextEnv | Workflow | type | str | Callable[[], Any],
+        engine: Engine,
+        *,
+        limits: Limits,
+        chat: ChatOptions,
+        tokenizer: Any = None,
+        accept: Callable[[TensorDictBase], Any] | None = None,
+        accept_group: AcceptGroup | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        env_workers: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.accept = accept
+        self.accept_group = accept_group
+        self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
+        self._workers: EnvWorkers | None = None
+        self._make_player: MakePlayer
+        if env_workers is None:
+            self._make_player = resolve(env, workflow_kwargs)
+        else:
+            self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
+            self._make_player = Make(self._workers.make, at_once=True)
+        self._chat_options = chat
+        self._chat: ChatTokens | None = None
+        if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
+            self._get_chat()
+
+    async def failure_of(
+        self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedEntries
+    ) -> BaseException | None:
+        """Play an episode and return what it raised, if it did.
+
+        Args:
+            episode: the ledger to fill.
+            sampling: arguments for the engine's ``generate``.
+            expected: the entries that the other episodes' workflows returned.
+        """
+        try:
+            await play_episode(
+                self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
+            )
+            if episode.valid is False:
+                episode.entries = expected.blank(len(episode.turns))
+            if not (episode.is_eval or self.accept is None):
+                ted = episodes_to_tensordict([episode])
+                if not await _called(self.accept, ted):
+                    return Rejected("not_accepted")
+            if episode.valid is not False:
+                expected.check(episode.entries)
+        except BaseException as error:
+            return error
+        return None
+
+    async def refusal_of(self, episodes: Sequence[Episode]) -> BaseException | None:
+        """Why ``accept_group`` refuses a group, if it does.
+
+        Args:
+            episodes: its members, at least one, each come to its end.
+        """
+        assert self.accept_group is not None
+        try:
+            ted = [episodes_to_tensordict([episode]) for episode in episodes]
+            accepted = await _called(self.accept_group, ted)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return error
+        return None if accepted else Rejected("group_not_accepted")
+
+    def close(self) -> None:
+        """End the processes that run environments."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _get_chat(self) -> ChatTokens:
+        """What turns messages into tokens, made when an environment first needs it."""
+        if self._chat is None:
+            self._chat = self._chat_options.tokens(self.tokenizer)
+            self._chat.announce()
+        return self._chat
+
+
+async def _called(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What a function returns, plain (called in a thread) or ``async``."""
+    result = await call_in_thread(function, argument)
+    return await result if inspect.isawaitable(result) else result

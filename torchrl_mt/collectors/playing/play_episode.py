@@ -1,0 +1,287 @@
+"""Play one episode, within its limits.
+
+However it ends, the episode holds the turns that were played to their end, and nothing of one that
+was not; time that ran out never becomes a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from torchrl_mt.chat.assistant_messages import name_tool_results
+from torchrl_mt.chat.tokens import Answer, ChatTokens
+from torchrl_mt.collectors import context
+from torchrl_mt.collectors.episode import Episode, as_number, is_finite
+from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
+from torchrl_mt.collectors.event_loop.threads import call_in_thread
+from torchrl_mt.collectors.limits import Limits, StopReason
+from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player
+from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
+from torchrl_mt.collectors.workflow import Rejected, Workflow, enter_result
+from torchrl_mt.engines import Engine
+from torchrl_mt.envs import Message, TextEnv, TextStep
+from torchrl_mt.envs.text_env import takes_message
+
+__all__ = ["play_chat", "play_episode", "play_workflow"]
+
+_T = TypeVar("_T")
+_logger = logging.getLogger("torchrl_mt")
+
+
+async def play_episode(
+    make_player: MakePlayer,
+    engine: Engine,
+    make_chat: Callable[[], ChatTokens],
+    limits: Limits,
+    episode: Episode,
+    sampling: Mapping[str, Any] | None = None,
+) -> None:
+    """Play ``episode.data`` to its end and write every turn into ``episode``.
+
+    Args:
+        make_player: gives the environment or workflow for this episode.
+        engine: samples the responses.
+        make_chat: gives what turns messages into tokens, for an environment.
+        limits: what the episode may use.
+        episode: the ledger to fill; it has no turns yet.
+        sampling: arguments for the engine's ``generate``.
+
+    Raises:
+        Rejected: if the workflow declines, or time was up, unless ``limits.on_timeout`` is ``"mask"``
+            and there is a turn.
+        ValueError: if an opening alone leaves no room for a response, a workflow's result does not
+            fit the turns, or a reward is not finite.
+        TypeError: if the player is none, or does not return what it should.
+    """
+    recorder = Recorder(engine, episode, limits, sampling)
+    episode.valid = True if limits.on_timeout == "mask" else None
+    context.current.set(
+        context.EpisodeContext(
+            task_id=episode.task_id,
+            group=episode.group,
+            is_eval=episode.is_eval,
+            version=engine.version,
+            sample_idx=episode.rank,
+            traj_id=episode.traj_id,
+        )
+    )
+    try:
+        await within(
+            _play(make_player, recorder, make_chat, episode),
+            limits.episode_timeout,
+            StopReason.EPISODE_TIMEOUT,
+            time_is_up=recorder.close,
+        )
+    except LimitReached as limit:
+        masked = limit.reason.of_time and limits.on_timeout == "mask"
+        if not episode.turns or (limit.reason.of_time and not masked):
+            raise Rejected(limit.reason.value) from None
+        episode.stop_reason = limit.reason
+        if masked:
+            episode.valid = False
+    finally:
+        recorder.close()
+
+
+async def _play(
+    make_player: MakePlayer,
+    recorder: Recorder,
+    make_chat: Callable[[], ChatTokens],
+    episode: Episode,
+) -> None:
+    """Play the episode by an environment or a workflow."""
+    with episode.calls.call("environment", "the making of its environment"):
+        player = await _made(make_player)
+    if not isinstance(player, TextEnv):
+        await play_workflow(player, recorder, episode)
+        return
+    try:
+        await play_chat(player, recorder, make_chat(), episode)
+    finally:
+        _close(player)
+
+
+async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode) -> None:
+    """Have a workflow play the episode that the recorder, its engine, fills."""
+    escaped = result = None
+    try:
+        with episode.calls.call("environment", f"{type(workflow).__name__}.arun_episode"):
+            result = await workflow.arun_episode(recorder, episode.data)
+    except LimitReached as limit:
+        escaped = limit
+    except Exception as error:
+        if recorder.reached is None or getattr(error, "code", None) != LIMIT_CODE:
+            raise
+        escaped = LimitReached(recorder.reached)
+    # A workflow may swallow what ends it, but a limit of time is no reward.
+    reached = StopReason.EPISODE_TIMEOUT if recorder.closed else recorder.reached
+    if reached is not None and reached.of_time:
+        raise LimitReached(reached)
+    if escaped is not None:
+        raise escaped
+    enter_result(episode, result)
+    episode.judged = True
+    episode.stop_reason = reached or StopReason.DONE
+
+
+async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode: Episode) -> None:
+    """Play the episode that the recorder fills, in an environment that no other episode uses."""
+    limits = recorder.limits
+    answered = True
+    try:
+        with episode.calls.call("environment", f"{type(env).__name__}.reset"):
+            opening = await within(
+                _ask(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
+            )
+        new = _messages(opening, "TextEnv.reset must return", env, "reset")
+        dialogue = list(new)
+        prompt: Sequence[int] = chat.open(new)
+        if limits.response_budget(len(prompt))[0] == 0:
+            raise ValueError(
+                f"max_episode_tokens={limits.max_episode_tokens} (or what the engine holds) must leave "
+                f"room for a response, but the opening has {len(prompt)} tokens: raise the limit or "
+                "shorten the prompt."
+            )
+        while True:
+            begin = time.perf_counter()
+            _, reached = limits.response_budget(len(prompt))
+            try:
+                answer = await recorder.generate(prompt)
+            except LimitReached:
+                if episode.turns:  # The last turn also keeps what the environment said last.
+                    episode.turns[-1].messages.extend(new)
+                raise
+            turn = episode.turns[-1]
+            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
+            last = answer.token_ids[-1] if stopped else None
+            said = chat.read(
+                answer.token_ids, prompt_ids=prompt, messages=dialogue, last_token=last
+            )
+            turn.messages = [*new, said.message]
+            dialogue.append(said.in_dialogue)
+            if answer.finish_reason == "length":
+                episode.stop_reason = reached
+                return
+            answered = False
+            with episode.calls.call("environment", f"{type(env).__name__}.step"):
+                step = await _answer(env, said, limits, time.perf_counter() - begin)
+            turn.reward, turn.info = _reward(step, env), step.info
+            turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
+            new = _messages(step.messages, "TextStep.messages must be", env, "step")
+            new = name_tool_results(said.message, new)
+            episode.judged = True
+            if recorder.closed:  # The environment went on when its time was up.
+                raise LimitReached(StopReason.EPISODE_TIMEOUT)
+            answered = True
+            if step.done:
+                episode.stop_reason = StopReason.TRUNCATED if step.truncated else StopReason.DONE
+            elif len(episode.turns) == limits.max_turns:
+                episode.stop_reason = StopReason.MAX_TURNS
+            if episode.stop_reason is not None:
+                turn.messages.extend(new)
+                return
+            goes_on, ids = chat.follow(dialogue, new, answer.token_ids, last_token=last)
+            prompt = recorder.continued(ids) if goes_on else ids
+            dialogue.extend(new)
+    finally:
+        if not answered:
+            recorder.drop_last()
+
+
+async def _made(make_player: MakePlayer) -> Player:
+    """The player of an episode, made without holding up the others."""
+    if make_player.at_once:
+        return make_player()
+    return await call_in_thread(make_player, unclaimed=_close_unused)
+
+
+def _close_unused(player: Player) -> None:
+    """Close an environment that was made too late; to be called in a thread, with or without a loop."""
+    if isinstance(player, TextEnv):
+        try:
+            closing = player.close()
+            if inspect.isawaitable(closing):
+                asyncio.run(_awaited(closing))
+        except BaseException as error:
+            _logger.warning("closing %s failed.", type(player).__name__, exc_info=error)
+
+
+async def _awaited(value: Awaitable[_T]) -> _T:
+    """What may be awaited, as the coroutine that a loop runs."""
+    return await value
+
+
+def _close(env: TextEnv) -> None:
+    """Close an environment; nobody waits for that."""
+    if type(env).close is not TextEnv.close:
+        background = BackgroundTasks.of(asyncio.get_running_loop())
+        background.start(_ask(env, env.close), f"closing {type(env).__name__}")
+
+
+async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> TextStep:
+    """The environment's answer, in the time that the turn has left."""
+    seconds, reason = limits.tool_timeout, StopReason.TOOL_TIMEOUT
+    if limits.turn_timeout is not None:
+        left = max(limits.turn_timeout - used, 0.0)
+        if seconds is None or left < seconds:
+            seconds, reason = left, StopReason.TURN_TIMEOUT
+    response = said.text if env.whole_text else said.message["content"]
+    # A copy: what the environment does with it must not change the dialogue.
+    args = (response, deepcopy(said.message)) if takes_message(env.step) else (response,)
+    step = await within(_ask(env, env.step, *args), seconds, reason)
+    if not isinstance(step, TextStep):
+        raise TypeError(
+            f"TextEnv.step must return a TextStep, got {_shown(step)} from {type(env).__name__}.step: "
+            "return torchrl_mt.envs.TextStep(messages, reward=..., done=...)."
+        )
+    return step
+
+
+def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]:
+    """The messages that an environment's method gave; ``what`` begins the error."""
+    expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
+    source = f"from {type(env).__name__}.{method}"
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{expected} {_shown(value)} {source}.")
+    messages = list(value)
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{expected} {_shown(message)} among them, {source}.")
+    return messages
+
+
+def _reward(step: TextStep, env: TextEnv) -> float:
+    """The step's reward as a number."""
+    try:
+        reward = as_number(step.reward)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"TextStep.reward must be a number, got {_shown(step.reward)} from "
+            f"{type(env).__name__}.step."
+        ) from None
+    if not is_finite(reward):
+        raise ValueError(
+            f"TextStep.reward must be finite, as float32, got {reward} from {type(env).__name__}.step: "
+            "raise an error where a response cannot be judged."
+        )
+    return reward
+
+
+def _shown(value: Any) -> str:
+    """A value as errors name it."""
+    return f"{type(value).__name__} ({str(value)[:80]})"
+
+
+async def _ask(env: TextEnv, method: Callable[..., _T | Awaitable[_T]], *args: Any) -> _T:
+    """Call an environment's method without holding up the other episodes."""
+    if inspect.iscoroutinefunction(method) or env.inline:
+        result = method(*args)
+    else:
+        result = await call_in_thread(method, *args)
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,1 @@
+"""Which episodes run, and when: groups, failures, staleness."""

@@ -1,0 +1,67 @@
+"""Items read beside the episodes: data that takes its time holds up nobody but who wants an item."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from torchrl_mt.collectors.event_loop.threads import call_in_thread
+from torchrl_mt.collectors.items.items import Item, Items
+
+__all__ = ["ItemReader"]
+
+
+class ItemReader:
+    """Reads items in one event loop.
+
+    Args:
+        items: gives out the items.
+    """
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+        self.items_left = True
+        """Whether there may be a further item."""
+        self._num_returned = 0
+
+    def put_back(self, ticket: int) -> None:
+        """Have an item given out again, before any new one."""
+        self.items.put_back(ticket)
+        self._num_returned += 1
+        self.items_left = True
+
+    async def next(self, stop: asyncio.Event) -> Item | None:
+        """The next item; ``None`` at the end of the data, or once ``stop`` is set."""
+        returned = self._num_returned
+        if self.items.at_once:
+            item = next(self.items, None)
+        else:
+            item = await self._read(stop)
+        if item is None:
+            self.items_left = stop.is_set() or self._num_returned != returned
+        return item
+
+    async def _read(self, stop: asyncio.Event) -> Item | None:
+        """Read in a thread; an item that comes too late is put back."""
+        put_back = partial(self._put_back_read, self.items.num_loads)
+        reading = asyncio.ensure_future(call_in_thread(next, self.items, None))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([reading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            reading.add_done_callback(put_back)
+            raise
+        finally:
+            stopping.cancel()
+        if stop.is_set():
+            reading.add_done_callback(put_back)
+            return None
+        return reading.result()
+
+    def _put_back_read(self, num_loads: int, reading: asyncio.Future[Item | None]) -> None:
+        """Put back an item that was read for nobody, unless another state was loaded since."""
+        if reading.cancelled() or reading.exception() is not None:
+            return
+        item = reading.result()
+        if item is not None and self.items.num_loads == num_loads:
+            self.put_back(item.ticket)

@@ -1,0 +1,209 @@
+"""What became of every episode.
+
+``accepted + rejected + running == started`` at any moment, whichever thread looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.workflow import Rejected
+
+__all__ = ["EpisodeCounts"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+_LONG = 60.0
+"""Seconds after which the log says what an episode waits for."""
+_WATCH = 1.0
+"""Seconds between two looks at what episodes wait for."""
+
+
+class EpisodeCounts:
+    """Counters of episodes; each episode that starts is accepted or rejected once.
+
+    Examples:
+        >>> counts = EpisodeCounts()
+        >>> counts.start(episode := Episode(data=None, traj_id=0))
+        >>> counts.reject([episode], "cancelled")
+        >>> counts.accept([episode])
+        >>> counts.stats()["rejected/cancelled"], counts.stats()["accepted"]
+        (1, 0)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._running: dict[int, Episode] = {}
+        self._logged: set[str] = set()
+        self._ages: list[int] = []
+        """Of the episodes last accepted, the versions since their oldest token."""
+        self._last: Counter[str] = Counter()
+        """The episodes last accepted, their turns and their tokens."""
+        self._new_tokens = 0
+        self._began: float | None = None
+        self._seconds: Counter[str] = Counter()
+        """Of episodes that are settled: in all, and by whose they were."""
+        self._watched = 0.0
+
+    @property
+    def accepted(self) -> int:
+        """How many episodes were accepted."""
+        return self._counts["accepted"]
+
+    def count(self, name: str) -> int:
+        """One of the counters of :meth:`stats`."""
+        return self._counts[name]
+
+    def add(self, name: str) -> None:
+        """Count something that is no episode; its name has a ``/``."""
+        with self._lock:
+            self._counts[name] += 1
+
+    def start(self, episode: Episode) -> None:
+        """Enter an episode that begins."""
+        with self._lock:
+            if self._began is None:
+                self._began = time.monotonic()
+            self._counts["started"] += 1
+            self._running[episode.traj_id] = episode
+
+    def accept(self, episodes: Iterable[Episode], *, version: int = 0) -> None:
+        """Enter episodes that were delivered, when the weights had that version."""
+        # Counted before the lock is taken, which others need to begin an episode.
+        facts = [
+            (
+                episode,
+                Counter(
+                    accepted=1,
+                    turns=len(episode.turns),
+                    tokens=episode.num_tokens,
+                    forks=episode.num_forks,
+                ),
+                episode.stop_reason,
+                episode.age(version),
+            )
+            for episode in episodes
+        ]
+        with self._lock:
+            self._ages, self._last = [], Counter()
+            for episode, counts, reason, age in facts:
+                if not self._settle([episode]):
+                    continue
+                self._last.update(counts)
+                if reason is not None:
+                    self._counts[f"stop/{reason.value}"] += 1
+                self._ages += [] if age is None else [age]
+            self._counts.update(self._last)
+            self._new_tokens += self._last["tokens"]
+
+    def reject(self, episodes: Iterable[Episode], cause: str) -> None:
+        """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
+        with self._lock:
+            for _ in self._settle(episodes):
+                self._counts["rejected"] += 1
+                self._counts[f"rejected/{cause}"] += 1
+
+    def reject_running(self, cause: str) -> None:
+        """Enter every episode that is not settled."""
+        with self._lock:
+            running = tuple(self._running.values())
+        self.reject(running, cause)
+
+    def fail(self, episode: Episode, error: BaseException) -> None:
+        """Enter an episode that raised; the first of its cause is logged."""
+        rejected = isinstance(error, Rejected)
+        cause = error.cause if isinstance(error, Rejected) else type(error).__name__
+        self.reject([episode], cause)
+        with self._lock:
+            is_new = cause not in self._logged
+            self._logged.add(cause)
+        if is_new:
+            _logger.warning(
+                "An episode was rejected for %s; more of this cause are only counted.",
+                cause,
+                exc_info=None if rejected else error,
+            )
+
+    def stats(self) -> dict[str, int]:
+        """Copy all counters; ``turns``, ``tokens`` and ``forks`` are of accepted episodes."""
+        with self._lock:
+            names = ("started", "accepted", "rejected", "turns", "tokens", "forks")
+            stats = {name: self._counts[name] for name in names}
+            stats |= {name: count for name, count in self._counts.items() if "/" in name}
+            stats["running"] = len(self._running)
+            return stats
+
+    def rates(self) -> dict[str, float]:
+        """Tokens accepted per second since the first episode began here; of the episodes last accepted,
+        how old and how long they were.
+        """
+        with self._lock:
+            seconds = 0.0 if self._began is None else time.monotonic() - self._began
+            ages, last = self._ages, self._last
+            return {
+                "tokens_per_second": self._new_tokens / seconds if seconds else 0.0,
+                "turns_per_episode": last["turns"] / max(last["accepted"], 1),
+                "tokens_per_turn": last["tokens"] / max(last["turns"], 1),
+                "staleness/mean": sum(ages) / len(ages) if ages else 0.0,
+                "staleness/max": float(max(ages, default=0)),
+            }
+
+    def waiting(self) -> dict[str, float]:
+        """How long the call that is waited for longest has taken, in seconds; whose the time of episodes
+        that are settled was, as parts of 1.
+        """
+        with self._lock:
+            running = list(self._running.values())
+            seconds = dict(self._seconds)
+        total = seconds.get("total", 0.0)
+        engine, environment = (
+            seconds.get(kind, 0.0) / total if total else 0.0 for kind in ("engine", "environment")
+        )
+        return {
+            "waiting/longest": max((each.calls.longest()[0] for each in running), default=0.0),
+            "time/engine": engine,
+            "time/environment": environment,
+            "time/waiting": max(1.0 - engine - environment, 0.0) if total else 0.0,
+        }
+
+    def watch(self) -> None:
+        """Say once of each episode that it waits long, and for what; to be called now and then."""
+        now = time.monotonic()
+        if now - self._watched < min(_WATCH, _LONG):
+            return
+        self._watched = now
+        with self._lock:
+            running = list(self._running.values())
+        for episode in running:
+            seconds, what = episode.calls.longest()
+            if seconds > _LONG and not episode.calls.told:
+                episode.calls.told = True
+                _logger.warning(
+                    "episode %d (task %s) has waited for %s for %.0f seconds. Limits(tool_timeout=..., "
+                    "turn_timeout=...) would end it.",
+                    episode.traj_id,
+                    episode.task_id,
+                    what,
+                    seconds,
+                )
+
+    def load(self, stats: Mapping[str, int]) -> None:
+        """Go on from other counts' :meth:`stats`; what ran there does not run here."""
+        with self._lock:
+            self._counts = Counter(stats)
+            self._counts["started"] -= self._counts.pop("running", 0)
+
+    def _settle(self, episodes: Iterable[Episode]) -> list[Episode]:
+        """Take from the running episodes those of ``episodes`` that are among them."""
+        found = [self._running.pop(episode.traj_id, None) for episode in episodes]
+        settled = [episode for episode in found if episode is not None]
+        for episode in settled:
+            self._seconds["total"] += time.monotonic() - episode.begun  # type: ignore[assignment]
+            self._seconds.update(episode.calls.seconds)
+        return settled
