@@ -1,4 +1,4 @@
-"""Argument checks shared by the functions of this package: every refusal names the argument."""
+"""Argument checks of this package. Every error names the argument."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def check_mask(name: str, mask: Tensor, shape: torch.Size) -> None:
 
 
 def check_rows(mask: Tensor) -> None:
-    """Refuse a mask that is not boolean or not one of rows, ``[N, S]``."""
+    """Refuse a mask that is not boolean or not of shape ``[N, S]``."""
     if mask.ndim != 2:
         raise ValueError(f"mask must have shape [N, S], got {tuple(mask.shape)}.")
     check_mask("mask", mask, mask.shape)
 
 
 def check_sampled_turns(turns: Tensor) -> None:
-    """Refuse turn ids of sampled tokens that are negative."""
+    """Refuse negative turn ids; ``turns`` are those of sampled tokens."""
     if turns.numel() and int(turns.min()) < 0:
         raise ValueError(
             f"turns must be 0 or more on every sampled token, got {int(turns.min())}; "
@@ -42,7 +42,7 @@ def check_ids(name: str, ids: Tensor) -> None:
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    """Refuse what is no tensor, and one whose shape is not ``shape``."""
+    """Refuse anything but a tensor of shape ``shape``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor of shape {tuple(shape)}, got {tensor!r}.")
     if tensor.shape != shape:
@@ -50,7 +50,7 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
 
 
 def check_unit_interval(name: str, value: float) -> None:
-    """Refuse a discount outside [0, 1]."""
+    """Refuse a number outside [0, 1]."""
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {value}.")
 
@@ -62,7 +62,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def check_positive_integer(name: str, value: object) -> int:
-    """Refuse what is not an integer above 0; truth values are none. Gives it as an ``int``."""
+    """Refuse anything but an integer above 0 (bools too); return it as an ``int``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
     return int(value)
@@ -71,9 +71,9 @@ def check_positive_integer(name: str, value: object) -> int:
 def check_clip_epsilon(
     clip_epsilon: float | tuple[float, float], most: float = 1.0
 ) -> tuple[float, float]:
-    """Refuse bounds that are out of range, and write them as ``(low, high)``.
+    """Refuse clip bounds that are out of range; return them as ``(low, high)``.
 
-    ``most`` is the largest lower one that means something.
+    ``most`` is the largest lower bound.
     """
     pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon,) * 2
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in pair)
@@ -94,7 +94,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Refuse what is not a finite number; NaN, infinity, text and truth values are none."""
+    """Refuse anything but a finite number (bools too)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not math.isfinite(value):
@@ -102,7 +102,7 @@ def check_finite(name: str, value: float) -> None:
 
 
 def check_positive_finite(name: str, value: float) -> None:
-    """Refuse what is not a finite number above 0."""
+    """Refuse anything but a finite number above 0."""
     check_finite(name, value)
     check_positive(name, value)
 
@@ -110,7 +110,7 @@ def check_positive_finite(name: str, value: float) -> None:
 def find_functions(
     name: str, given: str | Callable | Sequence[str | Callable], known: Mapping[str, Callable]
 ) -> tuple[Callable, ...]:
-    """Look up functions by name: of one, or of several; functions stay what they are.
+    """Look up one or several functions by name; functions are returned as they are.
 
     Examples:
         >>> find_functions("norm", ["abs", max], {"abs": abs})

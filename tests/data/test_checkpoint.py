@@ -114,7 +114,7 @@ def parts(make, rb):
         "ordinals": (table.oldest, table.next),
         "schema": rb.storage.schema,
         "open": [(key, make.steps(steps)) for key, steps in writer.open_episodes.items()],
-        "told by": writer._told_by,
+        "id source": writer._id_source,
         "written": rb.write_count,
         "generator": None if rb._rng is None else rb._rng.get_state().tolist(),
         "transform": rb.transform[0].count.item(),

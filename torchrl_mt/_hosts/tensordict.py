@@ -8,41 +8,42 @@ from typing import Any, TypeVar
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-# ---- made without checks, and when they are read ------------------------------------------------
+# ---- TensorDicts built without checks, or when first read ---------------------------------------
 
 
 def tensordict_of(data: Any) -> Any:
-    """The TensorDict in a tensorclass, which shares its entries: no public name gives it."""
+    """Return the TensorDict inside a tensorclass; no public name returns it."""
     return data._tensordict
 
 
 def new_tensordict(
     values: dict[str, Any], batch_size: torch.Size, device: torch.device | None
 ) -> TensorDict:
-    """A TensorDict of these very values, unchecked: checks take longer than reading a small sample."""
+    """Build a TensorDict without checks, which take longer than reading a small sample."""
     return TensorDict._new_unsafe(values, batch_size=batch_size, device=device, nested=False)
 
 
 def new_stack(nodes: Sequence[Any], device: torch.device | None) -> LazyStackedTensorDict:
-    """A lazy stack of TensorDicts without batch size, unchecked."""
+    """Build a lazy stack of TensorDicts of batch size ``[]`` without checks."""
     return LazyStackedTensorDict._new_lazy_unsafe(*nodes, batch_size=torch.Size([]), device=device)
 
 
 class Unread:
-    """A stack whose elements are made when somebody first asks for them.
+    """Mixin of a stack whose elements are built on first access.
 
-    From then on it is what its other base class says and nothing else.
+    The object then becomes an instance of its other base class alone.
     """
 
-    __slots__ = ()  # or it could not become the other class
+    __slots__ = ()  # Otherwise ``__class__`` could not be assigned.
 
     tree: Any
-    """What the elements are made of."""
+    """The columns that the elements are built from."""
     make: Callable[[], list[Any]]
+    """Builds the elements."""
 
     @classmethod
     def of(cls, tree: Any, size: torch.Size, make: Callable[[], list[Any]]) -> Any:
-        """A stack of ``size`` elements that ``make`` gives."""
+        """Create a stack of batch size ``size`` whose elements ``make`` builds."""
         new: Any = cls._new_lazy_unsafe(batch_size=[])  # type: ignore[attr-defined]
         new.__dict__.update(tree=tree, make=make, _batch_size=size)
         del new.__dict__["tensordicts"]
@@ -56,18 +57,18 @@ class Unread:
 
     @property
     def is_unread(self) -> bool:
-        """Whether nobody has asked yet; not so of what its methods make of it."""
+        """Whether the elements are not built yet; False for stacks derived from this one."""
         return "tensordicts" not in self.__dict__
 
     def read(self) -> None:
-        """Become the other class."""
+        """Build the elements and become the other base class."""
         if self.is_unread:
             self.__dict__["tensordicts"] = self.make()
             del self.tree, self.make
         self.__class__ = type(self).__bases__[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.read()  # What is copied or sent elsewhere is not of this class.
+        self.read()  # Copies and pickles are of the other class.
         return self.__reduce_ex__(protocol)
 
 
@@ -89,5 +90,5 @@ _Record = TypeVar("_Record", bound=Any)
 
 
 def with_tensor_fields(record: _Record, fields: TensorDict) -> _Record:
-    """A record of the same class with other tensors and the same objects that are no tensors."""
+    """Copy a record with other tensors; its other fields stay the same objects."""
     return type(record)._from_tensordict(fields, dict(record._non_tensordict))

@@ -6,32 +6,32 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-# ---- tensors that may be changed in place -------------------------------------------------------
+# ---- tensors ------------------------------------------------------------------------------------
 
 
 def times_changed(tensor: Tensor) -> int:
-    """How often torch saw a tensor change in place; 0 in inference mode, where it does not count."""
+    """Count the in-place changes of a tensor; 0 for inference tensors, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-# ---- models that score rows -----------------------------------------------------------------------
+# ---- modules --------------------------------------------------------------------------------------
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps a module or compiles its calls: then hooks may be passed by."""
+    """Whether ``torch.compile`` wraps a module or compiles its calls, which may skip hooks."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether hooks, or another ``forward``, make a module's calls more than its class says."""
+    """Whether a module has hooks or a ``forward`` of its own that change what its class does."""
     hooks = bool(module._forward_hooks) or bool(module._forward_pre_hooks)
     return hooks or "forward" in vars(module)
 
 
 class ExactBuffers(nn.Module):
-    """A module whose buffers move between devices but keep their type: ``half()`` leaves them exact.
+    """A module whose buffers move between devices but keep their dtype, also after ``half()``.
 
-    All of ``to``, ``half``, ``cuda`` and so on go through ``_apply``, which casts floating buffers.
+    ``to``, ``half``, ``cuda`` and so on all call ``_apply``, which casts floating buffers.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExactBuffers:

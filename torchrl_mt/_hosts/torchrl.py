@@ -14,33 +14,33 @@ from torchrl.objectives import LossModule
 
 
 def buffers_on(storage: Any) -> list[Any]:
-    """The buffers, and what else, that are attached to a storage: no public name lists them."""
+    """List the buffers and other objects attached to a storage; no public name lists them."""
     return list(storage._attached_entities_iter())
 
 
 def writer_of(buffer: Any) -> Any:
-    """The writer of what is attached to a storage; None if it has none.
+    """Return the writer of an object attached to a storage; None if it has none.
 
-    The public property makes the writer of a buffer with ``delayed_init``, which is not always wanted.
+    The public property would create the writer of a buffer with ``delayed_init``.
     """
     return getattr(buffer, "_writer", None)
 
 
 def sampler_of(buffer: Any) -> Any:
-    """The sampler of what is attached to a storage, as :func:`writer_of`."""
+    """Return the sampler of an object attached to a storage, as :func:`writer_of`."""
     return getattr(buffer, "_sampler", None)
 
 
 def forget(sampler: Any) -> None:
-    """Have a sampler begin anew, as ``buffer.empty()`` does to its own."""
+    """Reset a sampler, as ``buffer.empty()`` does."""
     sampler._empty()
 
 
 @contextmanager
 def buffer_held(buffer: Any) -> Iterator[None]:
-    """Keep other threads from writing to a buffer and from sampling from it.
+    """Lock a buffer against writing and sampling by other threads.
 
-    The locks are taken in the buffer's own order: batches that are being prefetched wait for the second.
+    The locks are taken in the buffer's own order: batches being prefetched wait for the second.
     """
     with buffer._futures_lock:
         buffer.synchronize()
@@ -49,7 +49,7 @@ def buffer_held(buffer: Any) -> Iterator[None]:
 
 
 def prefetched_batches(buffer: Any) -> Any:
-    """The futures of the batches that a buffer prefetched: a deque, which may be changed."""
+    """Return the futures of a buffer's prefetched batches: a deque, which may be changed."""
     return buffer._prefetch_queue
 
 
@@ -57,11 +57,11 @@ def prefetched_batches(buffer: Any) -> Any:
 def without_unreadable_prefetched_batches(
     buffer: Any, warn: Callable[[str, Exception], Any]
 ) -> Iterator[None]:
-    """Have ``buffer.loads`` leave out saved batches that are on a device that is not here.
+    """Make ``buffer.loads`` skip prefetched batches whose device does not exist here.
 
     Args:
         buffer: the buffer.
-        warn: called with a format and the error if they are left out.
+        warn: called with a format and the error if batches are skipped.
     """
     given = buffer._load_prefetch_state
 
@@ -83,9 +83,9 @@ def without_unreadable_prefetched_batches(
 
 
 class ConstructorSignature:
-    """The ``__signature__`` of a class: the arguments of its ``__init__``, of a subclass's its own.
+    """Descriptor for ``__signature__``: the arguments of a class's (or subclass's) ``__init__``.
 
-    The host's metaclasses, and a ``__new__``, take any arguments and would hide them from ``help``.
+    TorchRL's metaclasses, and a ``__new__``, take any arguments and hide them from ``help``.
 
     Examples:
         >>> class Host(type):
@@ -110,7 +110,7 @@ class ConstructorSignature:
 
 
 def loss_mask_keys(loss: LossModule) -> tuple[NestedKey, ...]:
-    """Where a loss looks for masks of what counts: ``loss_mask_key``, or the host's usual places."""
+    """Return the keys under which a loss looks for its mask."""
     return loss._loss_mask_keys()
 
 
@@ -118,7 +118,7 @@ def loss_mask_keys(loss: LossModule) -> tuple[NestedKey, ...]:
 
 
 def min_batch_size(wrapper: Any) -> int | None:
-    """How many requests an ``LLMWrapperBase`` waits for by itself; ``None``: it does not.
+    """Return how many requests an ``LLMWrapperBase`` batches; None if it does not batch.
 
     No public attribute has it.
     """

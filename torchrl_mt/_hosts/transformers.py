@@ -1,4 +1,4 @@
-"""Private names of transformers: what its models say of attention and of rotary frequencies."""
+"""Private names of transformers: attention and rotary frequencies of its models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from torch import Tensor, inference_mode, nn
 __all__ = ["RotaryFrequencies", "attention_implementation", "rotary_frequencies"]
 
 
-# --- Models that score rows -----------------------------------------------------------------------
-
-
 def attention_implementation(model: nn.Module) -> str | None:
-    """Name of a model's attention: the keyword can be read back from no public attribute."""
+    """Return the name of a model's attention; no public attribute has it."""
     for module in model.modules():
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if isinstance(kind, str):
@@ -25,23 +22,23 @@ def attention_implementation(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class RotaryFrequencies:
-    """Frequencies of a rotary embedding that depend on the longest row of a pass.
+    """Rotary frequencies that depend on the longest row of a forward pass.
 
-    transformers keeps them in a buffer ``inv_freq`` that a forward pass changes: dynamic NTK puts
-    another tensor in its place with each greater length, LongRoPE writes into it.
+    A forward pass changes their buffer ``inv_freq``: dynamic NTK replaces it with each greater length,
+    LongRoPE writes into it.
     """
 
     module: nn.Module
-    """Whose buffer they are."""
+    """The module with the buffer."""
     prefix: str
-    """Of its attributes' names; not empty where layers of several types have their own."""
+    """Prefix of the attributes' names; not empty if types of layers have their own frequencies."""
     dynamic: bool
     """Whether they change with each length, rather than once."""
     original: int
-    """Most tokens of a row that has the model's own frequencies."""
+    """Most tokens of a row with the model's own frequencies."""
 
     def reset(self) -> Callable[[], None]:
-        """Forget the rows of earlier passes; what is returned puts the frequencies back."""
+        """Reset to before any pass; return a function that restores the frequencies."""
         name, cached = f"{self.prefix}inv_freq", f"{self.prefix}max_seq_len_cached"
         frequencies, length = getattr(self.module, name), vars(self.module).get(cached)
         values = frequencies.clone()
@@ -64,7 +61,7 @@ class RotaryFrequencies:
 
 
 def rotary_frequencies(model: nn.Module) -> list[RotaryFrequencies]:
-    """All frequencies of a model that depend on lengths; none of most models."""
+    """List the frequencies of a model that depend on lengths; most models have none."""
     out = []
     for module in model.modules():
         kinds = vars(module).get("rope_type")
@@ -84,7 +81,7 @@ def rotary_frequencies(model: nn.Module) -> list[RotaryFrequencies]:
 
 
 def _short_frequencies(config: Any, layer: str) -> int:
-    """Most tokens of a row that has LongRoPE's short frequencies."""
+    """Most tokens of a row with LongRoPE's short frequencies."""
     parameters = getattr(config, "rope_parameters", None)
     if parameters is None:  # transformers 4
         own = getattr(config, "original_max_position_embeddings", None)

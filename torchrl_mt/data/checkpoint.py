@@ -1,7 +1,7 @@
-"""Saving to disk what is there whole or not at all, and loading it whole or not at all.
+"""Checkpoints of storages and buffers, which are saved and loaded whole or not at all.
 
 A buffer is saved as it is at one moment, with its storage, sampler, writer, transforms, generator
-and prefetched batches, while other threads write to it and sample from it.
+and prefetched batches, even while other threads write to it and sample from it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Result = TypeVar("Result")
 
 _STATE = "state.pt"
 _STORAGE = "storage"
-"""The folder of a storage's files in a checkpoint: TorchRL's name."""
+"""Folder of a storage's files in a checkpoint: TorchRL's name."""
 _MADE_BY = "made_by.json"
-"""The file that tells what sampler's state is saved, and how many episodes."""
+"""File with the class of the saved sampler and the number of saved episodes."""
 
 
 def save_state(state: Any, path: str | Path) -> None:
-    """Write ``state`` to a file in the folder ``path``; an older one stays until this is done."""
+    """Write ``state`` to a file in the folder ``path``; an older file is replaced at the end."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / (_STATE + ".tmp")
@@ -69,7 +69,7 @@ def load_state(path: str | Path) -> Any:
 
 
 class SavesState:
-    """Saves in a file what ``state_dict`` gives, as TorchRL asks of samplers and writers."""
+    """Mixin that saves a ``state_dict`` to a file, for samplers and writers."""
 
     def dumps(self, path: Any) -> None:
         """Save the state in the folder ``path``."""
@@ -81,9 +81,9 @@ class SavesState:
 
 
 class FileCheckpointer(StorageCheckpointerBase):
-    """Saves a storage in files, column by column: it takes no memory, and no more disk than is held.
+    """Saves a storage in files, column by column, without a copy in memory.
 
-    A changed bit in any of them is found when it is loaded.
+    Loading finds any damaged file.
     """
 
     def dumps(self, storage: Any, path: str | Path) -> None:
@@ -101,9 +101,9 @@ class FileCheckpointer(StorageCheckpointerBase):
             save_version(path, lambda version: write(version / _STORAGE))
 
     def loads(self, storage: Any, path: str | Path) -> None:
-        """Load ``storage`` from the folder ``path``; nothing, if that fails.
+        """Load ``storage`` from the folder ``path``; if that fails, change nothing.
 
-        Of more than its budgets allow, the newest whole episodes are kept, and a warning says so.
+        If its budgets are exceeded, the newest whole episodes are kept, and a warning says so.
 
         Raises:
             FileNotFoundError: if a file is missing.
@@ -125,11 +125,11 @@ class FileCheckpointer(StorageCheckpointerBase):
 def read_storage(
     path: str | Path, read: Callable[[Path], Result], *, verify: bool = True
 ) -> Result:
-    """What ``read`` makes of a storage's files, of a buffer's checkpoint or of the storage's own.
+    """Read the files of a storage from its own checkpoint or that of a buffer.
 
     Args:
-        path: what ``dumps`` was given.
-        read: called with the folder of the files; see
+        path: the folder that was given to ``dumps``.
+        read: called with the folder of the files; its result is returned. See
             :func:`~torchrl_mt.data._store.files.versions.read_version`.
         verify: see there.
 
@@ -153,10 +153,10 @@ def read_storage(
 
 
 def save_as_one(buffer: Any, storage: Any) -> None:
-    """Have a buffer saved and loaded as one, as long as it keeps this storage.
+    """Make a ``ReplayBuffer`` save and load whole or not at all, as long as it has this storage.
 
     Args:
-        buffer: what is attached to the storage; nothing is done unless it is a ``ReplayBuffer``.
+        buffer: what is attached to the storage; anything but a ``ReplayBuffer`` is left as it is.
         storage: an :class:`~torchrl_mt.data.EpisodeStorage`.
     """
     if isinstance(buffer, ReplayBuffer):
@@ -165,7 +165,7 @@ def save_as_one(buffer: Any, storage: Any) -> None:
 
 
 class _AsOne:
-    """Takes the place of a method of one buffer, to save or load all of it or nothing."""
+    """Replaces a method of one buffer, to save or load all of it or nothing."""
 
     def __init__(self, buffer: ReplayBuffer, storage: Any, name: str) -> None:
         self.buffer = buffer
@@ -178,7 +178,7 @@ class _AsOne:
         return self.method(*args, **kwargs)
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
-        """The method as the buffer's class has it."""
+        """Call the method of the buffer's class."""
         return getattr(type(self.buffer), self.name)(self.buffer, *args, **kwargs)
 
     def _dumps(self, path: str | Path) -> None:
@@ -188,7 +188,7 @@ class _AsOne:
                 (folder / _MADE_BY).write_text(json.dumps(self.made_by()), encoding="utf-8")
                 state = copy(self.buffer.transform.state_dict())
                 if any(isinstance(v, Tensor) and not v.is_cpu for v in state.values()):
-                    # TorchRL reads it back to the devices that it came from, here or not.
+                    # TorchRL loads tensors to their saved devices, which may not exist here.
                     for name, value in state.items():
                         state[name] = value.cpu() if isinstance(value, Tensor) else value
                     torch.save(state, folder / "transform.t")
@@ -202,8 +202,8 @@ class _AsOne:
             folder = version or path
             if not (folder / "buffer_metadata.json").exists():
                 raise FileNotFoundError(f"no checkpoint of a replay buffer: {_contents(path)}")
-            told = folder / _MADE_BY
-            made_by = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {}
+            file = folder / _MADE_BY
+            made_by = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             with (
                 self.loading(made_by),
                 without_unreadable_prefetched_batches(self.buffer, _logger.warning),
@@ -215,7 +215,9 @@ class _AsOne:
     def _state_dict(self) -> Any:
         with self.held():
             state = self.method()
-            state["_transforms"] = deepcopy(state["_transforms"])  # Modules give what they hold.
+            state["_transforms"] = deepcopy(
+                state["_transforms"]
+            )  # Modules return their own tensors.
             return state | {"_made_by": self.made_by()}
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -224,25 +226,25 @@ class _AsOne:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every thread from writing to the buffer, sampling from it, or to its storage.
+        """Lock the buffer and its storage against writing and sampling.
 
-        The storage's lock is taken last, as by the buffer: batches being prefetched wait for it.
+        The storage's lock is taken last, as the buffer does: batches being prefetched wait for it.
         """
         with buffer_held(self.buffer), self.storage.lock:
             yield
 
     @contextmanager
     def loading(self, made_by: dict[str, Any]) -> Iterator[None]:
-        """Hold the buffer; put it back as it is now if the body fails.
+        """Lock the buffer, and restore it if the body fails.
 
-        A sampler's state that does not fit is left out, and so are batches that were prefetched then.
+        A sampler's state that does not fit is left out, and so are its prefetched batches.
         """
         with self.held(), self.undone_on_error(), self.fitting(made_by):
             yield
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Put the buffer back as it is now if the body fails."""
+        """Restore the buffer if the body fails."""
         buffer, batches = self.buffer, prefetched_batches(self.buffer)
         sampler, transform = buffer.sampler, buffer.transform
         queue = list(batches)
@@ -265,16 +267,16 @@ class _AsOne:
             raise
 
     def made_by(self) -> dict[str, Any]:
-        """What a state is told to be of, for :meth:`fitting`."""
+        """Describe the sampler and storage whose state is saved, for :meth:`fitting`."""
         sampler = type(self.buffer.sampler).__qualname__
         return {"sampler": sampler, "episodes": self.storage.num_episodes}
 
     @contextmanager
     def fitting(self, made_by: dict[str, Any]) -> Iterator[None]:
-        """Leave out the sampler's state, and batches that it prefetched, if it does not fit.
+        """Leave out the sampler's state and its prefetched batches if they do not fit.
 
         Args:
-            made_by: what :meth:`made_by` gave; TorchRL's own checkpoints have none.
+            made_by: what :meth:`made_by` returned; {} for TorchRL's own checkpoints.
         """
         sampler, name = self.buffer.sampler, self.name
         given = getattr(sampler, name)
@@ -303,7 +305,7 @@ class _AsOne:
             prefetched_batches(self.buffer).clear()
 
     def _misfit(self, made_by: dict[str, Any]) -> str | None:
-        """Why a saved sampler's state does not fit; None if it does."""
+        """Say why a saved sampler's state does not fit; None if it does."""
         cls = type(self.buffer.sampler)
         if made_by.get("sampler", cls.__qualname__) != cls.__qualname__:
             return f"it is of a {made_by['sampler']}"
@@ -314,9 +316,9 @@ class _AsOne:
 
 
 def _check_made(path: Path) -> None:
-    """Refuse to take the storage's part of a checkpoint that is saved and loaded as one.
+    """Refuse to save or load only the storage of a whole buffer's checkpoint.
 
-    The first call of a buffer with ``delayed_init=True``, before it has its storage, ends here.
+    This happens if a buffer with ``delayed_init=True`` is saved or loaded before it has its storage.
     """
     if path.name == _STORAGE and newest(path.parent) is not None:
         raise RuntimeError(
@@ -326,7 +328,7 @@ def _check_made(path: Path) -> None:
 
 
 def _contents(path: Path) -> str:
-    """What a folder holds, for an error."""
+    """List what a folder holds, for an error."""
     if not path.is_dir():
         return f"there is no folder {path}."
     found = sorted(each.name for each in path.iterdir())

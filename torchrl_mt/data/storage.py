@@ -1,7 +1,6 @@
 """A storage of whole episodes within budgets of steps, tokens and episodes.
 
-An episode is stored whole or not at all, and leaves whole, the oldest first; a refused write
-changes nothing.
+Episodes are stored whole and evicted whole, the oldest first. A refused write changes nothing.
 """
 
 from __future__ import annotations
@@ -44,51 +43,51 @@ __all__ = ["EpisodeStorage"]
 
 _logger = logging.getLogger("torchrl_mt")
 
-_TOLD_AT_ONCE = 1 << 20
-"""Steps that buffers are told of in one call when all of them are others."""
+_NOTIFY_AT_ONCE = 1 << 20
+"""Most handles in one call to the buffers when all stored steps are replaced."""
 
 
 class EpisodeStorage(LazyStackStorage):
     """A storage of whole episodes, at most ``max_steps`` steps of them.
 
-    ``len(storage)`` counts steps, and index ``i`` is the ``i``-th oldest stored step. What the writer
-    and the samplers give out as ``"index"`` are handles: integers from ``HANDLES`` on that stay with
-    a step; see :meth:`get`. When a new episode does not fit, the oldest whole episodes leave until it
-    does, and no more than needed. A write in which some leave for later ones of the same write is
-    warned of, once for each storage.
-    The first episode fixes the keys, per-step shapes and dtypes.
+    Use it with :class:`~torchrl_mt.data.EpisodeWriter`. ``len(storage)`` counts steps, and index ``i``
+    is the ``i``-th oldest step. The writer and the samplers give out handles as ``"index"``: integers
+    from ``HANDLES`` on that stay with a step; see :meth:`get`. When a new episode does not fit, just
+    enough of the oldest episodes are evicted. If a write evicts episodes of its own, a warning says so
+    once. The first episode fixes the keys, shapes per step and dtypes.
 
-    A ``("next", k)`` entry that equals ``k`` one step later is stored with it, as ``T + 1`` rows an
-    episode instead of ``2 T``. An episode in which the two differ has rows of its own for that entry;
-    once more than eight episodes do, and more than a quarter of all, every episode has. Tensors whose
-    shape varies from step to step come in lazy stacks and are read as such. Every entry is read as it
-    was written; sub-TensorDicts come back with the batch size of the steps, empty ones do not come back.
-    Tensorclasses below the root and tensors among Python objects are copied; other objects, such as
-    a dict with tensors in it, are kept by reference: whoever changes one changes what is stored.
+    Entries are read as they were written:
 
-    Of each turn's ``("tokens", "prompt")`` only what it adds to the turn before (its prompt and
-    ``("tokens", "response")``) is stored; where it does not go on from there, all that differs. Read
-    together, the prompts of an episode are views of one tensor: clone one to change it in place.
+    - A ``("next", k)`` that equals ``k`` one step later shares its rows: an episode takes ``T + 1``
+      rows instead of ``2 T``. An episode in which the two differ has its own rows for the entry; once
+      more than eight episodes and more than a quarter of all do, every episode has.
+    - Tensors whose shape varies from step to step come in lazy stacks and are read as such.
+    - Sub-TensorDicts are read with the batch size of the steps, and empty ones are dropped.
+    - Tensorclasses below the root and tensors among Python objects are copied. Other objects, such as
+      a dict with tensors, are kept by reference: changing one changes what is stored.
+    - Of a turn's ``("tokens", "prompt")``, only the tokens that do not repeat an earlier turn (its
+      prompt and ``("tokens", "response")``) are stored. Read together, the prompts of an episode are
+      views of one tensor: clone one to change it in place.
 
-    Compose it with :class:`~torchrl_mt.data.EpisodeWriter`. A ``ReplayBuffer`` on it is saved and
-    loaded whole or not at all: one that is killed in ``dumps`` leaves the checkpoint that was there.
+    A ``ReplayBuffer`` on this storage is saved and loaded whole or not at all: if the process dies in
+    ``dumps``, the earlier checkpoint remains.
 
     Args:
         max_steps: the budget, in steps.
-        device: where tensors are kept.
-        scratch_dir: a folder for files that hold the tensors, mapped into memory; None holds them
-            in the device's memory. The files have no name: the folder looks empty, and the disk
-            space comes back with the process, however it ends, or before it with the storage. To
-            keep what is stored, use the buffer's ``dumps``.
-        max_tokens: a second budget, in tokens: the elements of the entries under ``"tokens"`` (of
-            a prompt those that it adds), or, where there are none, of the largest entry whose shape
+        device: device of the stored tensors.
+        scratch_dir: folder for memory-mapped files that hold the tensors; None keeps them in the
+            device's memory. The files have no name: the folder looks empty, and the disk space is
+            freed with the storage, or with the process, however it ends. To keep the data, use the
+            buffer's ``dumps``.
+        max_tokens: a second budget, in tokens: the stored elements of the entries under ``"tokens"``
+            (of a prompt only what it adds), or, without such entries, of the largest entry whose shape
             varies from step to step.
         max_episodes: a third budget, in episodes; ``max_steps`` must be large enough for them.
         share_next: whether ``("next", k)`` may share the rows of ``k``.
 
     Raises:
-        ValueError: if a budget is not positive, or ``scratch_dir`` is given for another device than
-            the CPU.
+        ValueError: if a budget is not a positive integer, or ``scratch_dir`` is used with another
+            device than the CPU.
 
     Examples:
         >>> import torch
@@ -116,7 +115,7 @@ class EpisodeStorage(LazyStackStorage):
     _default_checkpointer = FileCheckpointer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EpisodeStorage:
-        """Refuse ``max_size``, the budget's name in TorchRL's storages, and name ``max_steps``."""
+        """Refuse ``max_size``, TorchRL's name of the budget."""
         if "max_size" in kwargs:
             raise TypeError("EpisodeStorage has no argument max_size: give max_steps, the budget.")
         return super().__new__(cls)
@@ -146,7 +145,7 @@ class EpisodeStorage(LazyStackStorage):
         self._revision = 0
         self._has_warned = False
         self._warned_of: frozenset[Path] = frozenset()
-        """Shared entries of which a warning told that episodes disagree."""
+        """Shared entries for which a warning said that episodes disagree."""
         self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
@@ -160,7 +159,7 @@ class EpisodeStorage(LazyStackStorage):
             self.scratch_dir,
         )
 
-    # ---- what is stored -------------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         with self.lock:
@@ -168,23 +167,23 @@ class EpisodeStorage(LazyStackStorage):
 
     @property
     def _is_full(self) -> bool:
-        """False: read in order of age, the stored steps never wrap around."""
+        """False: ordered by age, the stored steps never wrap around."""
         return False
 
     @property
     def _last_cursor(self) -> tuple[int, int]:
-        """A value that changes with every write, by which HERReplayBuffer notices it."""
+        """A value that changes with every write, for HERReplayBuffer."""
         with self.lock:
             return self._revision, self.table.end
 
     @property
     def table(self) -> EpisodeTable:
-        """The stored episodes' lengths and rows; hold ``lock`` while using it."""
+        """Lengths and rows of the stored episodes; hold ``lock`` while using it."""
         return self._store.table
 
     @property
     def schema(self) -> Schema | None:
-        """What every stored step looks like; None as long as nothing was stored."""
+        """Schema of the stored steps; None before the first write."""
         return self._store.schema
 
     @property
@@ -206,42 +205,42 @@ class EpisodeStorage(LazyStackStorage):
 
     @property
     def revision(self) -> int:
-        """Changes whenever the stored steps do."""
+        """A number that grows whenever the stored steps change."""
         return self._revision
 
     def places(self, index: Any) -> Tensor:
-        """Where steps are now, by age: 0 is the oldest stored step.
+        """Return the current positions of steps by age: 0 is the oldest stored step.
 
         Args:
-            index: handles, or what else :meth:`get` takes, ``N`` steps of any shape.
+            index: handles of any shape, or another index that :meth:`get` takes.
 
         Returns:
             int64 on the CPU, of the same shape.
 
         Raises:
-            IndexError: if one of the steps is not stored (any more).
+            IndexError: if a step is not stored (any more).
         """
         with self.lock:
             places, shape = resolve_index(index, self.table.first, self.table.num_steps)
         return places.reshape(() if shape is None else shape)
 
     def num_clips(self, span: int) -> int:
-        """Number of stored clips of ``span`` consecutive steps of one episode.
+        """Count the stored clips: runs of ``span`` consecutive steps of one episode.
 
-        Args:
-            span: steps per clip, positive.
+        Raises:
+            ValueError: if ``span`` is not a positive integer.
         """
         check_positive_integer("span", span)
         with self.lock:
             return self.table.total(Choice(span))
 
     def entry(self, key: NestedKey) -> Entry | None:
-        """What the entry ``key`` looks like in every stored step; None if it is not stored."""
+        """Return the schema of the entry ``key``; None if it is not stored."""
         return None if self.schema is None else self.schema.entries.get(path_of(key))
 
     @property
     def shared_keys(self) -> list[NestedKey]:
-        """The next entries that share the rows of their root entry."""
+        """The ``("next", k)`` entries that share the rows of ``k``."""
         return [unravel_key(path) for path, entry in self._entries() if entry.shared]
 
     @property
@@ -251,22 +250,25 @@ class EpisodeStorage(LazyStackStorage):
 
     @property
     def growing_keys(self) -> list[NestedKey]:
-        """The entries of which each step keeps what it adds to the step before."""
+        """The entries of which each step stores only what it adds to an earlier one."""
         return [PROMPT] if self.schema is not None and self.schema.growing else []
 
     def _entries(self) -> Iterable[tuple[Path, Entry]]:
-        """The entries of the schema."""
         return () if self.schema is None else self.schema.entries.items()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns hold, Python objects not counted."""
+        """Bytes of the stored tensors; Python objects are not counted."""
         return self._store.nbytes
 
     # ---- reading --------------------------------------------------------------------------------
 
     def episode(self, i: int) -> Any:
-        """The ``i``-th oldest episode, as a TED TensorDict of batch size ``[T]``."""
+        """Return the ``i``-th oldest episode as a TED TensorDict of batch size ``[T]``.
+
+        Raises:
+            IndexError: if there is no such episode. A negative ``i`` counts from the newest.
+        """
         with self.lock:
             episodes = self.num_episodes
             if not -episodes <= i < episodes:
@@ -276,7 +278,7 @@ class EpisodeStorage(LazyStackStorage):
             return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
 
     def episodes(self) -> Iterator[Any]:
-        """The stored episodes, oldest first; those that leave meanwhile are skipped."""
+        """Iterate over the stored episodes, oldest first; skip those that are evicted meanwhile."""
         ordinal = self.table.oldest
         while True:
             with self.lock:
@@ -288,22 +290,21 @@ class EpisodeStorage(LazyStackStorage):
             ordinal += 1
 
     def rows_of(self, index: Any) -> Tensor:
-        """The ring rows of stored steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
+        """Return the ring rows of steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
         return self._rows(index)[0]
 
     def _rows(self, index: Any) -> tuple[Tensor, torch.Size | None]:
-        """The ring rows of stored steps, and the shape that was asked for."""
+        """Return the ring rows of steps and the shape of ``index``; None as shape of one step."""
         steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
         _, rows = self.table.places(*self.table.find(steps.numpy()))
         return torch.from_numpy(rows), shape
 
     def get(self, index: Any) -> Any:
-        """The steps at ``index``: an int, a slice, a mask or integers.
+        """Read the steps at ``index``: an int, a slice, a mask or integers of any shape.
 
-        Integers from ``HANDLES`` (``2 ** 52``) on are handles, as samples and writes give them out:
-        ``HANDLES`` plus the number of steps that were stored before this one, ever. A handle stays
-        with its step, wherever it is copied or sent, and no other step ever has it. Smaller integers
-        count the stored steps by age, from 0 for the oldest or -1 for the newest.
+        Integers from ``HANDLES`` (``2 ** 52``) on are handles, which samples and writes give out: a
+        step's handle is ``HANDLES`` plus the number of steps ever stored before it, and no other step
+        ever has it. Smaller integers count the stored steps by age: 0 is the oldest, -1 the newest.
 
         Raises:
             IndexError: if a step is not stored (any more).
@@ -322,7 +323,7 @@ class EpisodeStorage(LazyStackStorage):
         return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
-        """The selection that a sampler made with this very index, once."""
+        """Return the selection that a sampler made for this index tensor, the first time."""
         known = self._selections.pop(id(index), None)
         if known is None or known[0]() is not index:
             return None
@@ -333,7 +334,7 @@ class EpisodeStorage(LazyStackStorage):
             yield self.get(i)
 
     def contains(self, item: Any) -> Any:
-        """Whether ``item`` is the index of a stored step, or its handle; elementwise for a tensor."""
+        """Whether ``item`` is the index or handle of a stored step; elementwise for a tensor."""
         if not isinstance(item, Tensor):
             return bool(self.contains(torch.tensor(int(item), device="cpu")))
         with self.lock:
@@ -341,7 +342,7 @@ class EpisodeStorage(LazyStackStorage):
         by_age = (item < stored) & (item >= -stored)
         return by_age | ((item >= handle) & (item < handle + stored))
 
-    # ---- choosing -------------------------------------------------------------------------------
+    # ---- selecting ------------------------------------------------------------------------------
 
     def select(
         self,
@@ -354,7 +355,7 @@ class EpisodeStorage(LazyStackStorage):
         padded_to: int | None = None,
         mark: Callable[[Steps], None] | None = None,
     ) -> tuple[Tensor, Selection]:
-        """Select runs of consecutive steps; ``get(index)`` then reads them at once.
+        """Select runs of consecutive steps, which ``get(index)`` then reads without a search.
 
         Args:
             episodes: int64 ``[n]``, positions of the episodes (0 is the oldest).
@@ -362,15 +363,15 @@ class EpisodeStorage(LazyStackStorage):
             spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
             stride: how many stored steps are read as one; see
                 :class:`~torchrl_mt.data.samplers.strides.StridePlan`.
-            rectangular: whether to give ``[n, spans]`` steps, a run per row, instead of ``[N]``.
-            padded_to: steps that shorter runs are padded to, by their last one again.
-            mark: what to do to the steps once they are read.
+            rectangular: whether the index is ``[n, spans]``, a run per row, instead of ``[N]``.
+            padded_to: length to which shorter runs are padded, by repeating their last step.
+            mark: called with the steps once they are read; may change them.
 
         Returns:
-            the handles (of the first of each ``stride`` steps), int64 ``[N]`` on the storage's
-            device, one run after the other, and the selection, which lives as long as they do.
-            Handles that are changed in place are read as they are then, unless torch cannot tell
-            (through ``.data`` or NumPy, or in inference mode).
+            The index: handles of the first of each ``stride`` steps, int64 ``[N]`` on the storage's
+            device, one run after the other. And the selection, which lives as long as the index. An
+            index that is changed in place is looked up anew, unless torch does not notice (changes
+            through ``.data`` or NumPy, or in inference mode).
         """
         with self.lock:
             numbers, rows = self.table.places(episodes, offsets)
@@ -386,15 +387,12 @@ class EpisodeStorage(LazyStackStorage):
                 index = to_device(index, self.device)
             selection = Selection(plan, times_changed(index), mark)
             key, selections = id(index), self._selections
-            # Whoever looks for the key has the index, so that it cannot be another's.
+            # While the index lives, no other object has its id.
             selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
             return index, selection
 
     def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
-        """One entry of selected steps; None if it is not stored.
-
-        What is read here is not read again when the selection is.
-        """
+        """Read one entry of selected steps, once; None if it is not stored."""
         path, read = path_of(key), selection.read
         with self.lock:
             if path not in read and path in self._store.columns:
@@ -402,10 +400,10 @@ class EpisodeStorage(LazyStackStorage):
             return read.get(path)
 
     def first_values(self, key: NestedKey) -> Column:
-        """The entry ``key`` at the first step of each episode, oldest first.
+        """Read the entry ``key`` at the first step of each episode, oldest first.
 
         Raises:
-            KeyError: if there is no such entry.
+            KeyError: if it is not stored.
         """
         with self.lock:
             column = self._store.columns.get(path_of(key))
@@ -417,7 +415,7 @@ class EpisodeStorage(LazyStackStorage):
     # ---- writing --------------------------------------------------------------------------------
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Not supported: steps are stored by whole episodes, and never changed afterwards."""
+        """Refuse to write single steps (``TypeError``): episodes are stored whole."""
         raise TypeError(
             "EpisodeStorage takes whole episodes and never changes stored steps: use it with "
             "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write."
@@ -435,6 +433,7 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if it is empty, has another batch size, exceeds a budget or does not fit the
                 schema.
+            TypeError: if it is no TensorDict.
         """
         if is_tensor_collection(episode) and episode.ndim != 1:
             raise ValueError(
@@ -445,48 +444,48 @@ class EpisodeStorage(LazyStackStorage):
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
 
     def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
-        """Store whole episodes in the given order: all of them, or none if one is refused.
+        """Store whole episodes, oldest first: all of them, or none if one is refused.
 
         Args:
             steps: the episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
 
         Returns:
-            int64 ``[N]``: the handles of their steps that are stored now.
+            int64 ``[N]``: the handles of those of their steps that are still stored.
 
         Raises:
             ValueError: if one is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock, _lasting():
+        with self.lock, _not_inference():
             if not lengths.shape[0]:
                 return torch.zeros(0, dtype=torch.int64, device="cpu")
-            # Whatever can go wrong has gone wrong before anything is changed.
+            # Check everything that can fail before changing anything.
             steps = steps.on(self.device)
             admitted = self._store.admit(steps, lengths)
-            self._settle()
+            self._read_selections()
             first, before = self.table.next, self.schema
             self._store.append(admitted)
             if admitted.odd or before is not self.schema:
-                self._tell_of_rows(before, admitted)
-            left = self.table.oldest > first  # Not all of them are stored still.
-            index = self._changed(len(self) if left else steps.length)
-            if left and not self._has_warned:
+                self._warn_of_disagreement(before, admitted)
+            evicted = self.table.oldest > first  # Some of these very episodes.
+            index = self._notify_change(len(self) if evicted else steps.length)
+            if evicted and not self._has_warned:
                 self._has_warned = True
                 self._warn_of_too_much(admitted)
             return index
 
     def check(self, episode: Steps) -> None:
-        """Raise what :meth:`append_all` would of one whole episode; nothing is changed.
+        """Check that one whole episode can be stored; nothing is changed.
 
         Raises:
             ValueError: if it is empty, exceeds a budget or does not fit the schema.
         """
-        with self.lock, _lasting():
+        with self.lock, _not_inference():
             length = torch.tensor([episode.length], device="cpu")
             self._store.admit(episode.on(self.device), length)
 
-    def _tell_of_rows(self, before: Schema | None, written: Admission) -> None:
-        """Warn of entries that disagree with the rows that they shared, once for each."""
+    def _warn_of_disagreement(self, before: Schema | None, written: Admission) -> None:
+        """Warn once for each ``("next", k)`` that differs from ``k`` one step later."""
         for path in written.odd:
             if path not in self._warned_of:
                 self._warned_of |= {path}
@@ -507,7 +506,7 @@ class EpisodeStorage(LazyStackStorage):
             )
 
     def _warn_of_too_much(self, written: Admission) -> None:
-        """Warn of a write that exceeds a budget by itself."""
+        """Warn of a write that alone exceeds a budget."""
         count = written.lengths.shape[0]
         took = {
             "max_steps": written.steps.length,
@@ -527,40 +526,36 @@ class EpisodeStorage(LazyStackStorage):
             ),
         )
 
-    def _changed(self, new: int) -> Tensor:
-        """Tell everybody that the stored steps changed: the handles of the ``new`` last ones."""
+    def _notify_change(self, new: int) -> Tensor:
+        """Notify the buffers that the ``new`` last steps were written; return their handles."""
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
-        return self._told(end - new, end)
+        return self._notify(end - new, end)
 
-    def _replaced(self) -> None:
-        """Tell everybody that all stored steps were replaced."""
+    def _notify_replaced(self) -> None:
+        """Notify the buffers that all stored steps were replaced."""
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
-        # Not all handles at once: they would take much memory.
-        for first in range(end - len(self), end, _TOLD_AT_ONCE) or [end]:
-            self._told(first, min(first + _TOLD_AT_ONCE, end))
+        # All handles at once would take much memory.
+        for first in range(end - len(self), end, _NOTIFY_AT_ONCE) or [end]:
+            self._notify(first, min(first + _NOTIFY_AT_ONCE, end))
 
-    def _told(self, first: int, end: int) -> Tensor:
-        """Tell every buffer on this storage that steps were written, for its sampler's caches.
-
-        Returns:
-            their handles, from ``first`` to before ``end``.
-        """
-        index = torch.from_numpy(np.arange(first, end))  # sooner begun than torch's
+    def _notify(self, first: int, end: int) -> Tensor:
+        """Mark the handles from ``first`` to before ``end`` as updated in every buffer."""
+        index = torch.from_numpy(np.arange(first, end))  # Faster for few than torch.arange.
         for buffer in buffers_on(self):
             buffer.mark_update(index)
         return index
 
     @torch.inference_mode(False)
     def _empty(self) -> None:
-        """Let every episode leave; allocations and schema stay."""
+        """Evict every episode; keep allocations and schema."""
         with self.lock:
-            self._settle()
+            self._read_selections()
             self._store.evict(self.num_episodes)
-            self._changed(0)
+            self._notify_change(0)
 
     # ---- changing stored steps: ReplayBuffer.update_if_present ----------------------------------
 
@@ -579,18 +574,18 @@ class EpisodeStorage(LazyStackStorage):
     @torch.inference_mode(False)
     def _apply_conditional_patch(self, index: Tensor, patch: Mapping[NestedKey, Tensor]) -> None:
         with self.lock:
-            self._settle()
+            self._read_selections()
             write_patch(self, index, patch)
-            self._changed(0)
+            self._notify_change(0)
 
-    # ---- reading, inside ------------------------------------------------------------------------
+    # ---- reading rows ---------------------------------------------------------------------------
 
     def _pack(self, plan: ReadPlan, batch_size: torch.Size | None = None) -> Any:
-        """The steps of ``plan``."""
+        """Read the steps of ``plan`` as a TensorDict."""
         return pack(self._store.read(plan), self.device, batch_size=batch_size)
 
-    def _settle(self) -> None:
-        """Read pending selections before the rows change."""
+    def _read_selections(self) -> None:
+        """Read pending selections before their rows change."""
         for _, selection in list(self._selections.values()):
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
@@ -607,22 +602,22 @@ class EpisodeStorage(LazyStackStorage):
         scratch_dir: str | FilePath | None = None,
         verify: bool = False,
     ) -> EpisodeStorage:
-        """A storage on the files of a checkpoint, which are mapped into memory and not read.
+        """Open a checkpoint as a storage whose files are memory-mapped.
 
-        What is sampled is read when it is sampled. Nothing that happens to the storage changes the
-        files. The first write that needs room copies all that is stored to new memory, or to files
-        in ``scratch_dir``; a storage that is only read needs none. Python objects are read at once.
+        Steps are read from the files when they are sampled; Python objects are read at once. The files
+        never change. The first write that needs room copies everything to new memory, or to files in
+        ``scratch_dir``.
 
         Args:
             path: a folder that a buffer's or a storage's ``dumps`` wrote. It may be replaced or
                 deleted once this returns (not on Windows).
-            max_steps: the budget, in steps; None takes what the saved storage had. In a smaller one
-                the newest whole episodes are kept.
-            max_tokens: likewise.
-            max_episodes: likewise.
-            scratch_dir: where what is written later on is kept; None for memory.
-            verify: read all files once, to see whether one is damaged. Without it, only their sizes
-                are compared, and the hashes of the small ones.
+            max_steps: the budget, in steps; None takes that of the saved storage. A smaller one keeps
+                the newest whole episodes.
+            max_tokens: likewise, in tokens.
+            max_episodes: likewise, in episodes.
+            scratch_dir: folder for steps that are written later; None keeps them in memory.
+            verify: whether to read all files once and compare their hashes. Without it, only sizes
+                and the hashes of small files are compared.
 
         Raises:
             FileNotFoundError: if there is no such folder, or a file is missing.
@@ -655,21 +650,21 @@ class EpisodeStorage(LazyStackStorage):
         return read_storage(path, load, verify=verify)
 
     def attach(self, buffer: Any) -> None:
-        """Tell ``buffer`` of changes, and have it saved and loaded as one, whole or not at all."""
+        """Attach ``buffer``: notify it of changes, and save and load it whole or not at all."""
         super().attach(buffer)
         save_as_one(buffer, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything stored, as copies."""
+        """Return everything stored, as copies."""
         with self.lock:
             return self._store.state_dict()
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace everything stored by what :meth:`state_dict` gave; nothing, if that fails.
+        """Replace everything stored by a saved state; if that fails, change nothing.
 
-        Entries that shared rows do so here if this storage's ``share_next`` allows it. Of more than
-        the budgets allow, the newest whole episodes are kept, and a warning says so.
+        Entries that shared rows share them here if ``share_next`` is True. If the budgets are exceeded,
+        the newest whole episodes are kept, and a warning says so.
 
         Raises:
             ValueError: if not even the newest episode fits.
@@ -678,19 +673,18 @@ class EpisodeStorage(LazyStackStorage):
 
     @torch.inference_mode(False)
     def _restore(self, load: Callable[[EpisodeStore], int]) -> None:
-        """Replace everything stored by what ``load`` loads into a new store; nothing, if that fails.
+        """Replace everything stored by what ``load`` loads; if that fails, change nothing.
 
-        Args:
-            load: gives the number of oldest episodes that the budgets had no room for.
+        ``load`` gets an empty store and returns how many of the oldest episodes were left out.
         """
         with self.lock:
             store = self._new_store(self._store.share_next)
             left_out = load(store)
-            # Handles that were given out before must not come to mean other steps.
+            # Earlier handles must never mean other steps.
             store.table.number_from(self.table.end)
-            self._settle()
+            self._read_selections()
             self._store = store
-            self._replaced()
+            self._notify_replaced()
         if left_out:
             _logger.warning(
                 "the newest %d of %d saved episodes are loaded: the others do not fit in "
@@ -704,16 +698,16 @@ class EpisodeStorage(LazyStackStorage):
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """Put back what is stored now if the body loads other steps and then fails."""
+        """Restore what is stored now if the body loads other steps and then fails."""
         with self.lock:
             store = self._store
             try:
                 yield
             except BaseException:
                 if self._store is not store:
-                    self._settle()
+                    self._read_selections()
                     self._store = store
-                    self._replaced()
+                    self._notify_replaced()
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
@@ -746,6 +740,6 @@ class EpisodeStorage(LazyStackStorage):
         )
 
 
-def _lasting() -> AbstractContextManager[Any]:
-    """A context, also in inference mode, in which tensors are made that can be changed later."""
+def _not_inference() -> AbstractContextManager[Any]:
+    """Return a context that leaves inference mode, so that tensors made in it can change later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -1,7 +1,6 @@
-"""A writer that stores whole episodes, whatever pieces they arrive in.
+"""A writer that stores whole episodes, in whatever pieces they arrive.
 
-A step is stored once its episode has ended; until then it is kept aside. A call that is refused
-changes nothing.
+It keeps the steps of an episode aside until the episode ends. A refused call changes nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = ["EpisodeWriter"]
 
 _logger = logging.getLogger("torchrl_mt")
 
-_OF_SAMPLES: frozenset[Path] = frozenset(
+_SAMPLE_ENTRIES: frozenset[Path] = frozenset(
     [("index",), ("index_generation",), ("priority_weight",), ("_weight",)]
     + [("next", flag) for flag in FLAGS]
 )
@@ -60,13 +59,13 @@ _ID_KEYS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
 
 
 @dataclass(frozen=True)
-class _ToldBy:
-    """How the steps of a batch are told apart."""
+class _IdSource:
+    """What identifies the episodes of a batch: an id entry, or rows and done flags."""
 
     key: Path | None
-    """Where the episode ids are; None if the done flags tell."""
+    """Entry with the episode ids; None for rows and done flags."""
     rows: int = 0
-    """Rows of the batch, if the done flags tell."""
+    """Rows of the batch, if ``key`` is None."""
 
     def __str__(self) -> str:
         if self.key is not None:
@@ -74,9 +73,9 @@ class _ToldBy:
         return f"the done flags of {self.rows} rows"
 
 
-_NOTHING_COUNTED = {"breaks": 0, "truncated": 0, "dropped": 0}
-_NO_FORM: tuple[Any, ...] = (None, None, ((), ()))
-_WHAT_BECOMES = {
+_ZERO_COUNTS = {"breaks": 0, "truncated": 0, "dropped": 0}
+_EMPTY_CACHE: tuple[Any, ...] = (None, None, ((), ()))
+_BREAK_OUTCOMES = {
     "truncate": ", and that one is stored as truncated",
     "discard": ", and that one is dropped",
     "apart": ", and that one stays open for its own steps",
@@ -84,60 +83,56 @@ _WHAT_BECOMES = {
 
 
 class EpisodeWriter(SavesState, Writer):
-    """Gathers steps into episodes and stores each episode once it has ended.
+    """Gathers steps into episodes and stores each episode when it ends.
 
-    It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes, of
-    several environments in turn. Steps are told apart by the episode id under ``traj_key``, or, if
-    there is none, by the done flags, each row of a ``[B, T]`` batch being one environment and a
-    ``[N]`` batch a single one. An episode ends with the first step of which a flag under ``end_key``
-    is true. The padding of split trajectories (where ``("collector", "mask")`` is false) is left out.
+    It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes of
+    several environments. Steps belong to the episode whose id they have under ``traj_key``. Data
+    without ids is split by done flags: each row of ``[B, T]`` is one environment, and ``[N]`` is one
+    row. An episode ends with the first step at which a flag under ``end_key`` is true. Padding
+    (``("collector", "mask")`` is false) is left out.
 
-    Two episodes are never stored as one: steps join an open episode only if they go on from it. Their
-    first one has no true ``"is_init"``, and its entries equal the ``"next"`` entries of the episode's
-    last step, bit for bit. Which entries hold to that is learned (see
-    :mod:`torchrl_mt.data._writing.continuity`); Python objects, tensors of varying shape and done flags
-    are not compared. Where nothing can be compared, ids and rows alone tell. Steps of one id that
-    follow each other in a row of a batch are taken at their word, ``"is_init"`` apart. Steps that go
-    on from no open episode of their id begin another:
+    Steps join an open episode only if they continue it: their first step has no true ``"is_init"``,
+    and its entries equal the ``"next"`` entries of the episode's last step, bit for bit. The writer
+    learns which entries follow this rule (see :mod:`torchrl_mt.data._writing.continuity`). It does not
+    compare Python objects, tensors of varying shape and done flags; without comparable entries, ids or
+    rows decide alone. Consecutive steps of one id in a row of a batch always continue each other,
+    unless ``"is_init"`` is true. Steps that continue no open episode of their id begin another one:
 
-    - Episodes told apart by ids are kept apart, each open until its own steps come again, as two
-      collectors may both count from 0. At most 32 of one id are open: beyond that, the one that has
-      waited longest for a step is given up.
-    - Of those told apart by done flags, a row has one: it is given up when another is to be open, as
-      the environment was reset.
+    - With ids, both episodes stay open, as two collectors may both count from 0. At most 32 episodes
+      of one id are open; beyond that, the one that waited longest for a step is given up.
+    - With done flags, a row has one open episode. It is given up, as the environment was reset.
 
-    An id that stops coming without a done flag leaves its episode open until :meth:`flush`, or until the
-    open steps are more than ``max_open_steps``: so do the episodes that TorchRL's
-    ``Collector(reset_at_each_iter=True)`` breaks off after each batch.
+    An episode whose id stops coming without a done flag stays open until :meth:`flush`, or until
+    ``max_open_steps`` is exceeded. TorchRL's ``Collector(reset_at_each_iter=True)`` leaves such
+    episodes after each batch.
 
     Args:
-        traj_key: where the episode ids are; by default ``("collector", "traj_ids")`` or
-            ``"episode"`` if the data has one.
+        traj_key: entry with the episode ids; by default ``("collector", "traj_ids")`` or
+            ``"episode"``, if the data has one.
         transform: called once with a copy of each whole episode (a TensorDict of batch size
-            ``[T]``), which it may change; what it returns is stored. Prompts that extend each other are
-            views of one tensor there: put others in their place rather than change their tokens in
-            place. One with a true attribute
-            ``takes_many_episodes``, such as :class:`~torchrl_mt.transforms.DiscountedReturn`, is
-            called once for all episodes that end in a batch, one after the other in one
-            TensorDict, which is faster.
-        end_key: the flag that ends an episode, or several; by default ``("next", "done")``,
-            ``("next", "terminated")`` and ``("next", "truncated")``, those that there are.
-        done_on_any: of a flag per agent (``[T, A, 1]``), whether one true flag ends the episode, or all
-            of them together.
-        on_break: what becomes of an episode that is given up: ``"truncate"`` stores it, its last step
-            marked truncated, ``"discard"`` drops it, and ``"raise"`` refuses a batch with steps that do
-            not go on from the open episode of their id or row.
-        max_open_steps: the budget of all open episodes together, in steps; by default the storage's
-            ``max_steps``. Beyond it, those that have waited longest for a step are stored as truncated,
-            or dropped if they cannot be stored, until the rest fits or one is left. An open episode
-            never has more than the storage's ``max_steps``, unless a ``transform`` may yet make it
-            shorter: what came before is stored as truncated, and it goes on as another.
-        track_generations: whether samples get an ``"index_generation"``, for TorchRL's
-            ``ReplayBuffer.update_if_present``, which replaces values of the steps that are stored
-            still. Handles tell those by themselves: it is 0 for a stored step and -1 for any other.
+            ``[T]``), which it may change; its result is stored. Prompts that extend each other are
+            views of one tensor: replace them, do not change their tokens in place. A transform with a
+            true attribute ``takes_many_episodes``, such as
+            :class:`~torchrl_mt.transforms.DiscountedReturn`, is called once for all episodes that end
+            in a batch, concatenated in one TensorDict, which is faster.
+        end_key: one flag that ends an episode, or several; by default those of ``("next", "done")``,
+            ``("next", "terminated")`` and ``("next", "truncated")`` that the data has.
+        done_on_any: for one flag per agent (``[T, A, 1]``): True ends the episode when any flag is
+            true, False when all are.
+        on_break: what to do with an episode that is given up: ``"truncate"`` stores it with its last
+            step marked truncated, ``"discard"`` drops it, and ``"raise"`` refuses a batch with steps
+            that do not continue the open episode of their id or row.
+        max_open_steps: budget of all open episodes together, in steps; by default the storage's
+            ``max_steps``. Beyond it, the episodes that waited longest for a step are stored as
+            truncated, or dropped if they cannot be stored, until the rest fits or one is left. Without
+            a ``transform``, which could still shorten it, an open episode that exceeds the storage's
+            ``max_steps`` is stored as truncated too, and its new steps begin another.
+        track_generations: whether samples get an ``"index_generation"``: 0 for a stored step, -1 for
+            any other. TorchRL's ``ReplayBuffer.update_if_present`` asks for it to replace values of
+            stored steps.
 
     Raises:
-        ValueError: if ``on_break`` or ``max_open_steps`` is none of these.
+        ValueError: if ``on_break`` is another name, or ``max_open_steps`` is not a positive integer.
 
     Examples:
         >>> import torch
@@ -180,11 +175,11 @@ class EpisodeWriter(SavesState, Writer):
 
     @property
     def tracks_generations(self) -> bool:
-        """Whether samples come with what ``ReplayBuffer.update_if_present`` asks for."""
+        """Whether samples have the ``"index_generation"`` for ``ReplayBuffer.update_if_present``."""
         return self._track_generations
 
     def generations_of(self, index: int | Tensor) -> Tensor:
-        """0 for the handle of a stored step, -1 for anything else.
+        """Return 0 for the handle of a stored step and -1 for anything else.
 
         Args:
             index: integers of any shape.
@@ -196,43 +191,43 @@ class EpisodeWriter(SavesState, Writer):
         return torch.where((index >= HANDLES) & self._storage.contains(index), 0, -1)
 
     def _forget(self) -> None:
-        """Drop the open episodes and what was learned and counted."""
+        """Reset the open episodes, learned continuity and counts."""
         self._open = OpenSteps()
-        self._told_by: _ToldBy | None = None
+        self._id_source: _IdSource | None = None
         self._write_count = 0
         self._continuity = Continuity()
-        self._counts = dict(_NOTHING_COUNTED)
-        self._said: set[str] = set()
-        self._last_form = self._fits = _NO_FORM
+        self._counts = dict(_ZERO_COUNTS)
+        self._warned: set[str] = set()
+        self._entries_cache = self._schema_cache = _EMPTY_CACHE
 
     @property
     def open_episodes(self) -> dict[Label, Any]:
-        """The unfinished episodes, by their id: copies of the steps so far, as TensorDicts.
+        """Copies of the unfinished episodes as TensorDicts, by label.
 
-        An episode that began while another of its id was open is called ``(id, 2)``, and so on; an
-        episode told apart by done flags is called by its row.
+        The label is the episode's id, or its row if the data has no ids. An episode that began while
+        another with its id was open has the label ``(id, 2)``, and so on.
         """
-        with self._held():
+        with self._locked():
             opened = self._open
             return {opened.labels[slot]: pack(opened.episode(slot)) for slot in opened.by_age()}
 
     @property
     def open_lengths(self) -> dict[Label, int]:
-        """How many steps came so far of each of the :attr:`open_episodes`."""
-        with self._held():
+        """Number of steps so far of each of the :attr:`open_episodes`, by label."""
+        with self._locked():
             opened = self._open
             return {opened.labels[slot]: int(opened.length[slot]) for slot in opened.by_age()}
 
     def stats(self) -> dict[str, int]:
-        """What the writer holds, and what became of what it was given.
+        """Count open, broken, truncated and dropped episodes.
 
         Returns:
-            ``"open_episodes"`` and ``"open_steps"``, what waits now; ``"breaks"``, how often steps did
-            not go on from the open episode of their id or row; ``"truncated"`` and ``"dropped"``, the
-            episodes that were given up, after breaks or for a budget, and stored as truncated or not
-            stored. They count from the beginning, or since ``rb.empty()``.
+            ``"open_episodes"`` and ``"open_steps"``: how many are open now. Since the beginning or the
+            last ``rb.empty()``: ``"breaks"``, how often steps did not continue the open episode of
+            their id or row; ``"truncated"`` and ``"dropped"``, how many episodes were given up after a
+            break or for a budget, and stored as truncated or not stored.
         """
-        with self._held():
+        with self._locked():
             opened = self._open
             return {
                 "open_episodes": len(opened.slots),
@@ -241,7 +236,7 @@ class EpisodeWriter(SavesState, Writer):
             }
 
     def register_storage(self, storage: Storage) -> None:
-        """Take the storage to write to; called by the replay buffer."""
+        """Set the storage to write to; the replay buffer calls this."""
         if not isinstance(storage, EpisodeStorage):
             raise TypeError(
                 f"EpisodeWriter writes to an EpisodeStorage, got {type(storage).__name__}: use "
@@ -250,26 +245,25 @@ class EpisodeWriter(SavesState, Writer):
         super().register_storage(storage)
 
     def extend(self, data: Any) -> Tensor:
-        """Take a batch of steps, and store the episodes that end in it.
+        """Add a batch of steps and store the episodes that end in it.
 
-        Entries that a buffer adds to a sample are left out if the stored steps have none, so that a
-        sample can be written back: its clips are episodes then.
+        A sample can be written back: its clips become episodes. Entries that a buffer adds to a sample
+        are left out if the stored steps have none.
 
         Args:
             data: TED TensorDict or tensorclass, ``[N]`` or ``[B, T]``.
 
         Returns:
             int64 ``[K]``: the handles of the steps stored by this call, oldest first (see
-            :meth:`EpisodeStorage.get`). A
-            ``TensorDictReplayBuffer`` sets the indices in ``data``: for it they have the batch
-            size of ``data``, with -1 for a step that is not stored (yet), and for one whose episode
-            the transform made longer or shorter: which of its steps is which is not known.
+            :meth:`EpisodeStorage.get`). For a ``TensorDictReplayBuffer``, which sets the indices in
+            ``data``, they have the batch size of ``data``, with -1 for a step that is not stored (yet)
+            or whose episode the transform made longer or shorter.
 
         Raises:
             TypeError: if ``data`` is no TensorDict.
-            ValueError: if ``data`` is empty, has no done flag, has one id in two rows, has steps
-                that do not fit those of the open episodes, an episode is refused by the storage, or,
-                with ``on_break="raise"``, steps do not go on from the open episode of their id.
+            ValueError: if ``data`` is empty, has no done flag, has one id in two rows or does not fit
+                the open episodes; if the storage refuses an episode; or, with ``on_break="raise"``, if
+                steps do not continue the open episode of their id or row.
             KeyError: if ``traj_key`` is not in ``data``.
         """
         _check_data(data)
@@ -281,13 +275,13 @@ class EpisodeWriter(SavesState, Writer):
             return self._write(data)
 
     def add(self, data: Any) -> int | Tensor | None:
-        """Take one step, or one step of each of ``B`` environments.
+        """Add one step, or one step of each of ``B`` environments.
 
         Args:
             data: TED TensorDict of batch size ``[]`` or ``[B]``.
 
         Returns:
-            as :meth:`extend`; of a single step its own index, or None if it is not stored yet.
+            As :meth:`extend`; for a single step its handle, or None if it is not stored yet.
         """
         _check_data(data)
         if data.ndim:
@@ -298,15 +292,15 @@ class EpisodeWriter(SavesState, Writer):
         return None if last < 0 else last
 
     def flush(self) -> Tensor:
-        """Store the open episodes as they are, as truncated.
+        """Store all open episodes as truncated.
 
         Returns:
             int64 ``[K]``: the handles of their steps.
 
         Raises:
-            ValueError: if their steps have no flag to mark, such as ``("next", "truncated")`` or
-                ``("next", "done")``, or one is refused by the storage: none is stored then, and
-                :meth:`discard` gets rid of that one.
+            ValueError: if the steps have no flag to mark, such as ``("next", "truncated")`` or
+                ``("next", "done")``, or if the storage refuses an episode. None is stored then;
+                :meth:`discard` drops a refused one.
         """
         with self._storage.lock:
             opened = self._open
@@ -320,111 +314,111 @@ class EpisodeWriter(SavesState, Writer):
                 self.transform, steps_of(closed, opened, self._end_flags), closed, self._end_flags
             )
             with interrupts_deferred():
-                stored, _, _ = self._stored(episodes, lengths, closed)
+                stored, _, _ = self._store_episodes(episodes, lengths, closed)
                 self._open = OpenSteps()
                 self._write_count += int(lengths.sum())
             return stored
 
     def discard(self, episode: Label) -> None:
-        """Drop an open episode: what came of it is never stored.
+        """Drop an open episode without storing it.
 
         Args:
-            episode: what it is called in :attr:`open_episodes`.
+            episode: its label in :attr:`open_episodes`.
 
         Raises:
             KeyError: if no such episode is open.
         """
-        with self._held():
+        with self._locked():
             if episode not in self._open.slots:
                 known = [*self.open_lengths]
                 raise KeyError(f"no episode {episode!r} is open; the open ones are {known}.")
             self._open.discard(self._open.slots[episode])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the open episodes, of what was learned and of the counts."""
-        with self._held():
+        """Return copies of the open episodes, learned continuity and counts."""
+        with self._locked():
             opened = self._open
             return {
                 "open": [
                     (int(opened.ids[slot]), opened.labels[slot], opened.episode(slot))
                     for slot in opened.by_age()
                 ],
-                "told_by": self._told_by,
+                "id_source": self._id_source,
                 "write_count": self._write_count,
                 "continuity": self._continuity.records(),
                 "counts": dict(self._counts),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` gave."""
-        with self._held():
+        """Restore what :meth:`state_dict` returned."""
+        with self._locked():
             self._restore(state_dict)
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        """Do what :meth:`load_state_dict` says; the caller holds the lock."""
+        """Restore a state; the caller holds the lock."""
         opened = OpenSteps()
         for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps)
         self._open, self._continuity = opened, Continuity(state_dict["continuity"])
-        self._told_by = state_dict["told_by"]
+        self._id_source = state_dict["id_source"]
         self._write_count = state_dict["write_count"]
         self._counts = dict(state_dict["counts"])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Drop the open episodes."""
-        with self._held():
+        with self._locked():
             count = 0 if empty_write_count else self._write_count
             self._forget()
             self._write_count = count
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._held():
+        with self._locked():
             state = super().__getstate__()
-            for name in ("_open", "_continuity", "_last_form", "_fits"):
+            for name in ("_open", "_continuity", "_entries_cache", "_schema_cache"):
                 del state[name]
             return {**state, "_saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_saved")
         self.__dict__.update(state)
-        self._last_form = self._fits = _NO_FORM
+        self._entries_cache = self._schema_cache = _EMPTY_CACHE
         self._restore(saved)  # without the lock: the storage may have none as yet
 
-    def _held(self) -> AbstractContextManager[Any]:
-        """The lock of the storage, once there is one."""
+    def _locked(self) -> AbstractContextManager[Any]:
+        """Return the storage's lock; no lock before there is a storage."""
         return nullcontext() if self._storage is None else self._storage.lock
 
     def _write(self, data: Any) -> Tensor:
-        """Do what :meth:`extend` says; the caller holds the lock."""
+        """Write a batch for :meth:`extend`; the caller holds the lock."""
         shape = data.batch_size
         steps, form = flatten(data)
         if form is None and self.transform is None:
             steps.check_values()
-        added, paths = self._known(steps, form)
-        told_by = self._told(steps, shape)
-        ids = None if told_by.key is None else read_ids(steps, told_by.key)
+        added, paths = self._added_and_compared(steps, form)
+        id_source = self._find_id_source(steps, shape)
+        ids = None if id_source.key is None else read_ids(steps, id_source.key)
         learn = not self._continuity.knows(paths)
         batch, continuity = self._segmented(steps, ids, shape, learn, added, paths)
         if added:
             form = None
         keys, opened = batch.segments.keys, self._open
         self._check_lengths(batch)
-        apart = bool(opened.slots) and told_by != self._told_by
+        apart = bool(opened.slots) and id_source != self._id_source
         if batch.ended.all() and (apart or opened.newest.keys().isdisjoint(keys)):
-            # None of it concerns the open episodes.
+            # All episodes are whole, and no open one is concerned.
             whole = [Closed(-1, batch.positions(i), key) for i, key in enumerate(keys)]
             whole.sort(key=lambda episode: int(episode.rows[-1]))
-            return self._settle(batch, shape, whole, continuity)
+            return self._commit(batch, shape, whole, continuity)
         if apart:
             raise ValueError(
-                f"episodes are open that were told apart by {self._told_by}, this batch "
-                f"would be by {told_by}: send one kind of batch, or flush() first."
+                f"episodes are open that were told apart by {self._id_source}, this batch "
+                f"would be by {id_source}: send one kind of batch, or flush() first."
             )
         first = opened.put(batch.steps, self._schema_with(batch, form))
-        by_rows = told_by.key is None
+        by_rows = id_source.key is None
         found = self._matched(batch, first, by_rows, paths, continuity)
         if found.breaks and not learn:
-            # Perhaps the environment no longer holds to what was learned.
+            # The environment may no longer follow what was learned.
             batch, continuity = self._segmented(steps, ids, shape, True, added, paths)
             found = self._matched(batch, first, by_rows, paths, continuity)
         if found.breaks and self.on_break == "raise":
@@ -434,7 +428,7 @@ class EpisodeWriter(SavesState, Writer):
                 f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
         closed = self._closed(batch, found, first)
-        return self._settle(batch, shape, closed, continuity, found, told_by)
+        return self._commit(batch, shape, closed, continuity, found, id_source)
 
     def _segmented(
         self,
@@ -445,7 +439,7 @@ class EpisodeWriter(SavesState, Writer):
         added: tuple[Path, ...],
         paths: tuple[Path, ...],
     ) -> tuple[Batch, Continuity]:
-        """The segments of a batch, without what a buffer added to a sample; what is known then."""
+        """Cut a batch into segments, without its ``added`` entries; also return what was learned."""
         continuity = Continuity(self._continuity.records())
         batch = segment(steps, ids, shape, self._end_flags, paths, continuity, learn=learn)
         if added:
@@ -461,7 +455,7 @@ class EpisodeWriter(SavesState, Writer):
         paths: tuple[Path, ...],
         continuity: Continuity,
     ) -> Matches:
-        """The episodes to which the segments of a batch belong."""
+        """Match the segments of a batch to episodes."""
         return Matcher(
             self._open,
             batch,
@@ -472,37 +466,39 @@ class EpisodeWriter(SavesState, Writer):
             max_length=self._max_length,
         ).match(self.max_open_steps or self._storage.max_size)
 
-    def _known(self, steps: Steps, form: Form | None) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """The entries that a buffer added to a sample, and those to compare."""
+    def _added_and_compared(
+        self, steps: Steps, form: Form | None
+    ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """Find the entries that a buffer added to a sample, and the entries to compare."""
         schema = self._storage.schema if self.transform is None else None
-        known_form, known_schema, known = self._last_form
+        known_form, known_schema, known = self._entries_cache
         if form is None or known_form != form or known_schema is not schema:
             added: tuple[Path, ...] = ()
             if schema is not None:
-                added = tuple((_OF_SAMPLES & steps.columns.keys()) - schema.entries.keys())
+                added = tuple((_SAMPLE_ENTRIES & steps.columns.keys()) - schema.entries.keys())
             known = (added, compared(steps, self._end_flags.keys))
-            self._last_form = (form, schema, known)
+            self._entries_cache = (form, schema, known)
         return known
 
-    def _told(self, steps: Steps, shape: torch.Size) -> _ToldBy:
-        """How steps are told apart."""
+    def _find_id_source(self, steps: Steps, shape: torch.Size) -> _IdSource:
+        """Find what identifies the episodes of a batch."""
         if self.traj_key is None:
             for key in _ID_KEYS:
                 if key in steps.columns:
-                    return _ToldBy(key)
-            return _ToldBy(None, shape[:-1].numel())
+                    return _IdSource(key)
+            return _IdSource(None, shape[:-1].numel())
         key = path_of(self.traj_key)
         if key not in steps.columns:
             raise KeyError(f"traj_key {self.traj_key!r} is not in the data: {names_of(steps)}.")
-        return _ToldBy(key)
+        return _IdSource(key)
 
     @property
     def _max_length(self) -> int | None:
-        """Steps that an open episode may have: a transform may yet make it shorter."""
+        """Most steps of an open episode; None with a transform, which may still shorten it."""
         return self._storage.max_size if self.transform is None else None
 
     def _check_lengths(self, batch: Batch) -> None:
-        """Refuse an episode that is longer than the storage."""
+        """Refuse an episode that exceeds the storage's ``max_steps``."""
         budget = self._max_length
         if budget is None or batch.steps.length <= budget or batch.segments.sizes.max() <= budget:
             return
@@ -514,14 +510,14 @@ class EpisodeWriter(SavesState, Writer):
         )
 
     def _schema_with(self, batch: Batch, form: Form | None) -> Schema:
-        """What the open steps look like with those of a batch.
+        """Merge the schema of a batch into that of the open steps.
 
         Raises:
-            ValueError: if they do not fit the stored ones, or those of the open episodes.
+            ValueError: if the batch does not fit the stored or the open steps.
         """
         stored = self._storage.schema if self.transform is None else None
         fits = (form, stored, self._open.schema)
-        if form is not None and self._fits == fits and self._open.schema is not None:
+        if form is not None and self._schema_cache == fits and self._open.schema is not None:
             return self._open.schema
         length = torch.tensor([batch.steps.length], device="cpu")
         schema = Schema.of(batch.steps, length, share_next=False)
@@ -536,51 +532,42 @@ class EpisodeWriter(SavesState, Writer):
                 raise ValueError(f"the steps of {of} must be as its first ones: {error}") from error
         elif schema == self._open.schema:
             schema = self._open.schema
-        self._fits = (form, stored, schema)
+        self._schema_cache = (form, stored, schema)
         return schema
 
     def _closed(self, batch: Batch, found: Matches, first: int) -> list[Closed]:
-        """The episodes that are no longer open after a batch, by their last steps."""
+        """List the episodes that a batch closes, ordered by their last steps."""
         opened, slots, keys = self._open, found.slots, batch.segments.keys
         opened.assign(batch.segments, batch.order, slots)
         ended = np.flatnonzero(batch.ended).tolist()
-        whys: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
+        reasons: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
         for slot in found.broken:
-            whys[slot] = "break"
+            reasons[slot] = "break"
         for slot in found.over_budget:
-            whys[slot] = "budget"
-        if not whys:
+            reasons[slot] = "budget"
+        if not reasons:
             return []
         closed = []
-        rows_of = opened.rows_of([*whys], first + batch.steps.length)
-        for (slot, why), rows in zip(whys.items(), rows_of, strict=True):
+        rows_of = opened.rows_of([*reasons], first + batch.steps.length)
+        for (slot, reason), rows in zip(reasons.items(), rows_of, strict=True):
             known = slot in opened.labels
-            name = opened.labels[slot] if known else keys[found.fresh[slot]]
-            closed.append(Closed(slot, rows, name, why))
+            label = opened.labels[slot] if known else keys[found.fresh[slot]]
+            closed.append(Closed(slot, rows, label, reason))
         closed.sort(key=lambda episode: int(episode.rows[-1]))
         return closed
 
-    def _settle(
+    def _commit(
         self,
         batch: Batch,
         shape: torch.Size,
         closed: list[Closed],
         continuity: Continuity,
         found: Matches | None = None,
-        told_by: _ToldBy | None = None,
+        id_source: _IdSource | None = None,
     ) -> Tensor:
-        """Store the episodes that ended, and accept the batch.
+        """Store the closed episodes and accept the batch; return the index to give out.
 
-        Args:
-            batch: the batch.
-            shape: its batch size.
-            closed: the episodes that are no longer open.
-            continuity: what was learned.
-            found: where its segments go; None if they are whole and not among the open steps.
-            told_by: how its episodes are told apart, if they are.
-
-        Returns:
-            the index to give out.
+        ``found`` is None if all segments are whole episodes and none is among the open steps.
         """
         first, kept, episodes = 0 if found is None else self._open.tail, closed, batch.steps
         if found is None:
@@ -596,27 +583,27 @@ class EpisodeWriter(SavesState, Writer):
             episodes, lengths = transformed(self.transform, episodes, kept, self._end_flags)
         with interrupts_deferred():
             if kept:
-                stored, kept, lengths = self._stored(episodes, lengths, kept)
+                stored, kept, lengths = self._store_episodes(episodes, lengths, kept)
                 self._write_count += sum(lengths.tolist())
             else:
                 stored = lengths = _nothing()
             if found is not None:
                 left = {episode.slot: episode.rows for episode in closed}
                 self._open.accept(batch.segments, batch.order, found.slots, found.fresh, left)
-                self._count(batch, found, closed, len(kept))
-                self._told_by = told_by
+                self._count_given_up(batch, found, closed, len(kept))
+                self._id_source = id_source
             self._continuity = continuity
         if self._sets_indices():
             return handles_of_batch(batch, shape, kept, lengths, stored, first)
         return stored
 
-    def _stored(
+    def _store_episodes(
         self, episodes: Steps, lengths: Tensor, closed: list[Closed]
     ) -> tuple[Tensor, list[Closed], Tensor]:
-        """Store whole episodes, all or none; but those that are given up may be dropped.
+        """Store all episodes or none, except that refused ones that were given up are dropped.
 
         Returns:
-            the indices of the stored steps; the episodes, and the lengths, that were stored.
+            The handles of the stored steps; the stored episodes and their lengths.
         """
         storage: EpisodeStorage = self._storage
         try:
@@ -628,14 +615,14 @@ class EpisodeWriter(SavesState, Writer):
             for i, (part, episode) in enumerate(zip(parts, closed, strict=True)):
                 try:
                     storage.check(part)
-                except ValueError as reason:
-                    if episode.why in ("break", "budget"):
+                except ValueError as refusal:
+                    if episode.reason in ("break", "budget"):
                         refused.append(i)
                         continue
-                    drop = f" To drop it: writer.discard({episode.name!r})."
-                    drop = drop if episode.name in self._open.slots else ""
+                    drop = f" To drop it: writer.discard({episode.label!r})."
+                    drop = drop if episode.label in self._open.slots else ""
                     raise ValueError(
-                        f"episode {episode.name} is refused: {reason}{drop}"
+                        f"episode {episode.label} is refused: {refusal}{drop}"
                     ) from error
             if not refused:
                 raise
@@ -643,29 +630,31 @@ class EpisodeWriter(SavesState, Writer):
         if not left:
             return _nothing(), [], _nothing()
         rest = Steps.concat([parts[i] for i in left])
-        return self._stored(rest, lengths[left], [closed[i] for i in left])
+        return self._store_episodes(rest, lengths[left], [closed[i] for i in left])
 
-    def _count(self, batch: Batch, found: Matches, closed: list[Closed], stored: int) -> None:
-        """Count the episodes that were given up, and warn of them once."""
-        given_up = [episode for episode in closed if episode.why != "ended"]
+    def _count_given_up(
+        self, batch: Batch, found: Matches, closed: list[Closed], stored: int
+    ) -> None:
+        """Count the episodes that were given up; warn the first time."""
+        given_up = [episode for episode in closed if episode.reason != "ended"]
         if not given_up and not found.breaks:
             return
         dropped = len(closed) - stored
         self._counts["breaks"] += len(found.breaks)
         self._counts["dropped"] += dropped
         self._counts["truncated"] += len(given_up) - dropped
-        if found.breaks and "break" not in self._said:
-            self._said.add("break")
+        if found.breaks and "break" not in self._warned:
+            self._warned.add("break")
             i, reason = found.breaks[0]
             _logger.warning(
                 "steps of episode %s do not go on from the open one: %s. They begin another episode%s. "
                 "This is said once for each writer; writer.stats() counts.",
                 batch.segments.keys[i],
                 reason,
-                _WHAT_BECOMES[self.on_break if found.broken else "apart"],
+                _BREAK_OUTCOMES[self.on_break if found.broken else "apart"],
             )
-        if found.over_budget and "budget" not in self._said:
-            self._said.add("budget")
+        if found.over_budget and "budget" not in self._warned:
+            self._warned.add("budget")
             _logger.warning(
                 "the open episodes were to have more than max_open_steps=%s steps, or one of them more "
                 "than the storage's max_steps=%s: %s was ended as truncated, or dropped where it cannot "
@@ -674,11 +663,11 @@ class EpisodeWriter(SavesState, Writer):
                 "This is said once for each writer; writer.stats() counts.",
                 self.max_open_steps or self._storage.max_size,
                 self._storage.max_size,
-                next(episode.name for episode in closed if episode.why == "budget"),
+                next(episode.label for episode in closed if episode.reason == "budget"),
             )
 
     def _sets_indices(self) -> bool:
-        """Whether the buffer that this writer belongs to sets indices in the data."""
+        """Whether this writer's buffer sets indices in the data."""
         return any(
             isinstance(buffer, TensorDictReplayBuffer) and writer_of(buffer) is self
             for buffer in buffers_on(self._storage)
@@ -695,12 +684,12 @@ def _check_data(data: Any) -> None:
 
 
 def _nothing() -> Tensor:
-    """The indices of no steps, or the lengths of no episodes."""
+    """Return an empty int64 tensor."""
     return torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def _paths(keys: NestedKey | Sequence[NestedKey] | None) -> tuple[Path, ...]:
-    """One key or several as paths; a tuple of strings is one key."""
+    """Convert one key or several to paths; a tuple of strings is one key."""
     if keys is None:
         return ()
     if isinstance(keys, str) or (

@@ -1,4 +1,4 @@
-"""Changes of several assignments that Ctrl-C does not tear apart."""
+"""Defer Ctrl-C during changes that must not stop halfway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from signal import SIGINT
 from typing import Any
 
 try:
-    # Those of the signal module look every handler up in an enum, which takes as long as a small write.
+    # Those of the signal module convert handlers to enums, which takes as long as a small write.
     from _signal import getsignal, signal
 except ImportError:
     from signal import getsignal, signal
@@ -18,7 +18,7 @@ __all__ = ["interrupts_deferred"]
 
 
 class _Pending:
-    """A handler that takes note of Ctrl-C."""
+    """A signal handler that records Ctrl-C."""
 
     args: tuple[Any, ...] | None = None
 
@@ -30,8 +30,8 @@ class _Pending:
 def interrupts_deferred() -> Iterator[None]:
     """Raise Ctrl-C after the body, not in it.
 
-    Ctrl-C is raised in the main thread only, so in other threads this does nothing. A write copies into
-    rows that the oldest episodes had: half of it cannot be undone, so it must not stop halfway.
+    A write overwrites rows of evicted episodes, which cannot be undone. Python raises Ctrl-C in the
+    main thread only, so in other threads this does nothing.
 
     Examples:
         >>> import os, signal
@@ -44,7 +44,7 @@ def interrupts_deferred() -> Iterator[None]:
         True
     """
     before = getsignal(SIGINT)
-    if isinstance(before, _Pending):  # The body of another defers them already.
+    if isinstance(before, _Pending):  # An outer context already defers them.
         yield
         return
     if threading.current_thread() is not threading.main_thread() or not callable(before):

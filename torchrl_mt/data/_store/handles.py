@@ -1,7 +1,7 @@
-"""What an index of stored steps means: handles, which stay with a step, or places by age.
+"""Indices of stored steps: handles, which stay with a step, or positions by age.
 
-Every step has a number: how many steps were stored before it, ever. Its handle is ``HANDLES`` plus
-that number: no other step ever has it. Smaller integers count the stored steps from the oldest.
+Every step has a number: how many steps were ever stored before it. Its handle is ``HANDLES`` plus that
+number, and no other step ever has it. Smaller integers count the stored steps from the oldest.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from torch import Tensor
 __all__ = ["HANDLES", "integers", "resolve_index"]
 
 HANDLES = 1 << 52
-"""Handles begin here: above every place by age, and exact as a float64."""
+"""The smallest handle: above every position by age, and exact as a float64."""
 
 
 def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Size | None]:
-    """The steps that an index stands for.
+    """Resolve an index to positions by age.
 
     Args:
         index: an int, a slice, a range, a mask ``[stored]`` or integers of any shape: handles, or
-            places by age, from 0 for the oldest or -1 for the newest step.
+            positions by age, from 0 for the oldest or -1 for the newest step.
         first: number of the oldest stored step.
         stored: number of stored steps.
 
     Returns:
-        int64 ``[n]`` on the CPU, places in ``[0, stored)``; and the shape that was asked for, None
-        for a single step.
+        int64 ``[n]`` on the CPU, positions in ``[0, stored)``; and the shape of the index, None for a
+        single step.
+
+    Raises:
+        TypeError: if ``index`` is none of these.
+        IndexError: if a step is not stored (any more), or a mask has another shape.
 
     Examples:
         >>> resolve_index([-1, 0, HANDLES + 12], 10, 5)
@@ -72,7 +76,7 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
 
 
 def integers(values: Tensor, name: str) -> Tensor:
-    """The values as int64."""
+    """Convert integers to int64; raise ``TypeError`` for another dtype."""
     if not values.numel():
         return values.long()
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:

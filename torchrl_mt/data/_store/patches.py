@@ -1,7 +1,7 @@
-"""Patches: values of stored steps that are replaced, as TorchRL's ``update_if_present`` does.
+"""Patches: new values for stored steps, from TorchRL's ``update_if_present``.
 
-A patch is checked whole before any of it is written. Entries that share rows cannot be patched: to
-change one would change the other.
+A patch is checked completely before it is written. Entries that share rows cannot be patched, as
+changing one would change the other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ __all__ = ["PatchedEntry", "check_patch", "write_patch"]
 
 
 class PatchedEntry:
-    """A stored entry that may be patched; what TorchRL's ``update_if_present`` asks of it.
+    """A stored entry that may be patched, in the form that ``update_if_present`` expects.
 
     Args:
-        storage: where it is stored.
+        storage: the storage.
         key: the entry.
+
+    Raises:
+        KeyError: if it is not stored.
+        ValueError: if it shares rows with another entry, or has no fixed shape.
     """
 
     def __init__(self, storage: EpisodeStorage, key: NestedKey) -> None:
@@ -55,12 +59,12 @@ class PatchedEntry:
         self.device = storage.device
 
     def __getitem__(self, handles: Any) -> Tensor:
-        """The values at some steps, by their handles."""
+        """Read the values of steps by handle."""
         (handles,) = handles if isinstance(handles, tuple) else (handles,)
         return self.data[self._storage.rows_of(handles).to(self.device)]
 
     def values(self, given: Any, steps: int) -> Tensor:
-        """New values for so many steps."""
+        """Check new values for ``steps`` steps; return them on the storage's device."""
         values = torch.as_tensor(given)
         shape = (steps, *self.shape[1:])
         if values.dtype != self.data.dtype or values.numel() != torch.Size(shape).numel():
@@ -74,18 +78,18 @@ class PatchedEntry:
 def check_patch(
     storage: EpisodeStorage, index: Tensor, patch: Mapping[NestedKey, Any]
 ) -> dict[NestedKey, Tensor]:
-    """The values of a patch, if they can be written."""
+    """Check a patch; return its values, ready to write."""
     steps = index.numel()
     return {key: PatchedEntry(storage, key).values(given, steps) for key, given in patch.items()}
 
 
 def write_patch(storage: EpisodeStorage, index: Tensor, patch: Mapping[NestedKey, Tensor]) -> None:
-    """Write values of stored steps; of several for one step, the last counts.
+    """Write new values of stored steps; if a step has several, the last counts.
 
     Args:
-        storage: where they are stored.
+        storage: the storage.
         index: int64 ``[n]``, handles.
-        patch: what :func:`check_patch` gave, of these steps.
+        patch: what :func:`check_patch` returned for these steps.
     """
     rows = storage.rows_of(index)
     last = {row: i for i, row in enumerate(rows.tolist())}

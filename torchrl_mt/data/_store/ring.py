@@ -18,7 +18,7 @@ __all__ = ["Blocks", "Moves", "Ring", "runs", "within"]
 
 
 def runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Every row of some blocks, one block after the other.
+    """List the rows of blocks, one block after the other.
 
     Args:
         starts: int64 ``[n]``, first row of each block.
@@ -37,7 +37,7 @@ def runs(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def within(lengths: np.ndarray) -> np.ndarray:
-    """Each row's place in its block, one block after the other.
+    """Return each row's offset in its block, one block after the other.
 
     Examples:
         >>> within(np.array([2, 3]))
@@ -49,16 +49,16 @@ def within(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows; data for them comes one block after the other."""
+    """Blocks of rows, in the order of their data."""
 
     starts: list[int]
     """First row of each block."""
     lengths: list[int]
-    """Rows of each block that data is for."""
+    """Rows with data of each block."""
 
     @cached_property
     def rows(self) -> Tensor:
-        """int64: every row."""
+        """int64 ``[sum(lengths)]``: every row."""
         starts, lengths = (
             torch.tensor(values, dtype=torch.int64, device="cpu")
             for values in (self.starts, self.lengths)
@@ -67,7 +67,7 @@ class Blocks:
 
     @cached_property
     def pieces(self) -> list[tuple[int, int, int]]:
-        """``(row, first, last + 1)`` of the data, as few pieces as the rows allow."""
+        """Runs of consecutive rows, as few as possible: (row, first, last + 1) with data positions."""
         pieces: list[tuple[int, int, int]] = []
         done = 0
         for start, length in zip(self.starts, self.lengths, strict=True):
@@ -81,7 +81,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Moves:
-    """Where the live rows of a ring went when it was laid out anew.
+    """Where the live rows of a ring move when it is laid out anew.
 
     The live rows are one piece ``[start, start + upper)``, or that piece followed by the rows
     ``[0, lower)`` if the ring had wrapped. They now fill ``[0, upper + lower)`` in order of age.
@@ -92,7 +92,7 @@ class Moves:
     lower: int
 
     def pieces(self, old: Tensor) -> list[Tensor]:
-        """The live rows of ``old``, oldest first, as views."""
+        """Return views of the live rows of ``old``, oldest first."""
         return [old[self.start : self.start + self.upper], old[: self.lower]]
 
     def rows(self, old: Tensor, new: Tensor) -> None:
@@ -102,13 +102,13 @@ class Moves:
         new[self.upper : self.upper + self.lower].copy_(lower)
 
     def laid_out(self, old: Tensor, capacity: int) -> Tensor:
-        """The live rows of ``old`` at their new places, in new memory of ``capacity`` rows."""
+        """Copy the live rows of ``old`` to their new places in new memory of ``capacity`` rows."""
         new = torch.empty((capacity, *old.shape[1:]), dtype=old.dtype, device=old.device)
         self.rows(old, new)
         return new
 
     def positions(self, old: Tensor) -> Tensor:
-        """The new places of the live rows ``old``."""
+        """Return the new places of the live rows ``old``."""
         return torch.where(old >= self.start, old - self.start, old + self.upper)
 
 
@@ -116,10 +116,10 @@ class Moves:
 class Ring:
     """Places blocks of rows first in, first out, each in one piece.
 
-    Every block has at least one row: where a block begins tells it from its neighbours. A block
-    that does not fit before the end of the ring starts at row 0, once the rows there are free.
-    Why ``M + L`` rows suffice (``M`` bounds the live rows with the new block, ``L`` every block,
-    ``b <= L`` is the new block, so at most ``M - b`` rows are live):
+    Every block has at least one row. A block that does not fit before the end of the ring starts at
+    row 0, once the rows there are free. ``M + L`` rows suffice, where ``M`` bounds the live rows with
+    the new block, ``L`` bounds every block and ``b <= L`` is the new block. At most ``M - b`` rows are
+    live before it:
 
     - Not wrapped: the free rows lie after the newest block and before the oldest. If neither gap
       held ``b`` rows, fewer than ``2 b`` rows would be free, yet at least
@@ -151,13 +151,13 @@ class Ring:
     """Whether the newest block lies before the oldest."""
 
     def copy(self) -> Ring:
-        """The same ring, to try something on."""
+        """Copy the ring."""
         new = object.__new__(Ring)
         new.__dict__.update(self.__dict__)
         return new
 
     def push(self, size: int) -> int | None:
-        """Place a block of ``size`` rows; its first row, or None if no gap is long enough."""
+        """Place a block of ``size`` rows; return its first row, or None if no gap is long enough."""
         if size < 1:
             raise ValueError(f"size must be a positive number of rows, got {size}.")
         limit = self.head if self.wrapped else self.capacity
@@ -173,7 +173,7 @@ class Ring:
         return start
 
     def push_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """Place several blocks: their first rows, or None if one finds no place (none is placed)."""
+        """Place all blocks or none; return their first rows, or None if one does not fit."""
         if len(sizes) == 1:
             start = self.push(sizes[0])
             return None if start is None else [start]
@@ -207,17 +207,20 @@ class Ring:
         self.wrapped = False
 
     def layout(self) -> Moves:
-        """Where the live rows are, as the moves that would lay them out from row 0."""
+        """Return the moves that would lay the live rows out from row 0."""
         return Moves(self.head, self.upper_end - self.head, self.tail if self.wrapped else 0)
 
     def resize(self, capacity: int) -> Moves:
         """Change the number of rows; the live rows are laid out from row 0.
 
         Args:
-            capacity: the new number of rows, at least the rows between the live blocks' ends.
+            capacity: the new number of rows, at least the live ones.
 
         Returns:
-            the moves to apply to whatever the rows hold.
+            The moves to apply to the data of the rows.
+
+        Raises:
+            ValueError: if ``capacity`` is too small.
         """
         moves = self.layout()
         live = moves.upper + moves.lower

@@ -1,8 +1,8 @@
-"""The schema of stored steps: what every entry of every episode looks like.
+"""The schema of stored steps: kind, shape and dtype of every entry.
 
-The first episode fixes it. An episode that does not fit is refused by name before anything is
-written; what may change (a variable length shows up, a next entry stops agreeing) is returned as a
-new schema.
+The first episode fixes it. An episode that does not fit is refused before anything is written, with
+the name of the entry. Two things may change and make a new schema: a shape turns out to vary, or a
+``("next", k)`` no longer equals ``k`` one step later.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Kind = Literal["dense", "ragged", "object"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What one entry looks like in every step."""
+    """Kind, shape and dtype of one entry."""
 
     kind: Kind
     shape: tuple[int, ...] = ()
-    """Per-step shape; of a ragged entry, as many -1 as it has dimensions."""
+    """Shape per step; for a ragged entry, one -1 per dimension."""
     dtype: torch.dtype | None = None
     lazy: bool = False
-    """Came in a lazy stack once: its shape may yet turn out to vary."""
+    """Whether it ever came in a lazy stack, so that its shape may turn out to vary."""
     shared: bool = False
     """A ``("next", k)`` that is read from the rows of ``k``."""
 
@@ -71,8 +71,9 @@ class Schema:
 
     @cached_property
     def has_turns(self) -> bool:
-        """Whether there are prompts and responses, as vectors of tokens: a prompt then counts what it
-        adds to an earlier turn.
+        """Whether there are prompts and responses, as vectors of integers.
+
+        The tokens of a prompt are then those that it adds to an earlier turn.
         """
         prompt, response = self.entries.get(PROMPT), self.entries.get(RESPONSE)
         if prompt is None or response is None or prompt.dtype is None:
@@ -84,19 +85,17 @@ class Schema:
 
     @cached_property
     def growing(self) -> bool:
-        """Whether each turn's prompt is stored as what it adds to an earlier turn: once prompts are
-        seen to differ in length.
-        """
+        """Whether prompts, which differ in length, are stored as what each adds to an earlier turn."""
         return self.has_turns and self.entries[PROMPT].kind == "ragged"
 
     @staticmethod
     def of(steps: Steps, lengths: Tensor, *, share_next: bool) -> Schema:
-        """The schema of the first episodes.
+        """Return the schema of the first episodes.
 
         Args:
             steps: whole episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
-            share_next: whether a ``("next", k)`` that agrees with ``k`` is to be shared.
+            share_next: whether a ``("next", k)`` that agrees with ``k`` shares its rows.
         """
         entries = {path: _entry(path, column) for path, column in steps.columns.items()}
         if share_next:
@@ -111,7 +110,7 @@ class Schema:
         return Schema(entries, steps.root_class)
 
     def unshared(self, paths: Iterable[Path] | None = None) -> Schema:
-        """The schema in which these entries have rows of their own; None stands for all."""
+        """Return the schema in which these entries (None for all) have their own rows."""
         alone = set(self.entries if paths is None else paths)
         return self._with(
             {
@@ -121,8 +120,7 @@ class Schema:
         )
 
     def odd(self, steps: Steps, lengths: Tensor) -> dict[Path, Tensor]:
-        """Which episodes disagree with the rows that an entry shares: bool ``[E]`` for each entry
-        of which some do.
+        """Find the episodes that disagree with a shared entry: bool ``[E]``, by entry.
 
         Args:
             steps: whole episodes, one after the other, that this schema admits.
@@ -137,10 +135,13 @@ class Schema:
         return found
 
     def merge(self, other: Schema) -> Schema:
-        """The schema of the steps of both: this one, unless an entry has to change its kind.
+        """Return the schema of the steps of both: this one, unless an entry changes its kind.
 
         Args:
-            other: what has to fit; whether it shares entries does not matter.
+            other: schema of more steps; which entries it shares does not matter.
+
+        Raises:
+            ValueError: if it does not fit; names the entry.
         """
         missing = self.entries.keys() - other.entries.keys()
         if missing:
@@ -170,11 +171,11 @@ class Schema:
 
     @cached_property
     def shared(self) -> tuple[Path, ...]:
-        """The entries that are read from the rows of others."""
+        """The ``("next", k)`` entries that are read from the rows of ``k``."""
         return tuple(path for path, entry in self.entries.items() if entry.shared)
 
     def fits(self, steps: Steps, lengths: Tensor) -> bool:
-        """Whether episodes of dense tensors are as this schema says; False may yet be admitted."""
+        """Check quickly whether episodes of dense tensors fit; :meth:`admit` decides if not."""
         columns = steps.columns
         if steps.root_class is not self.root_class or columns.keys() != self.entries.keys():
             return False
@@ -187,11 +188,14 @@ class Schema:
         return all(_agrees(steps, lengths, path) for path in self.shared)
 
     def admit(self, steps: Steps, lengths: Tensor) -> Schema:
-        """The schema after more episodes: this one, unless an entry has to change its kind.
+        """Return the schema after more episodes: this one, unless an entry changes its kind.
 
         Args:
             steps: whole episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
+
+        Raises:
+            ValueError: if they do not fit; names the entry.
         """
         entries = self.merge(Schema.of(steps, lengths, share_next=False)).entries
         return self._with(
@@ -205,23 +209,21 @@ class Schema:
         )
 
     def _with(self, entries: dict[Path, Entry]) -> Schema:
-        """This schema with other entries; itself if they are the same."""
+        """Return this schema with other entries; itself if they are the same."""
         if all(entry is self.entries[path] for path, entry in entries.items()):
             return self
         return replace(self, entries=entries)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's memory as integers, which every operation takes as they are."""
+    """View the tensor's memory as integers, which operations copy and compare bit for bit."""
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def as_array(tensor: Tensor) -> np.ndarray | None:
-    """The tensor's memory as an array, of its bits where NumPy has no such dtype; None if it is not in
-    the CPU's memory.
-    """
+    """View a CPU tensor as an array, of its bits if NumPy lacks the dtype; None if impossible."""
     if not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     try:
@@ -234,12 +236,12 @@ def as_array(tensor: Tensor) -> np.ndarray | None:
 
 
 def _source(path: Path) -> Path:
-    """The entry that ``path`` is the next of; () if none."""
+    """Return ``k`` for the path ``("next", k)``; () for another path."""
     return path[1:] if path[0] == "next" else ()
 
 
 def _compared(steps: Steps, path: Path) -> tuple[Tensor, Tensor] | None:
-    """The bits of the source of ``path`` and of ``path``; None if they cannot be compared."""
+    """Return the bits of the source of ``path`` and of ``path``; None if they cannot be compared."""
     here, following = steps.columns[_source(path)], steps.columns[path]
     if isinstance(here, Rows) and isinstance(following, Rows):
         if len({(x.shape, x.dtype) for column in (here, following) for x in column.items}) > 1:
@@ -253,8 +255,10 @@ def _compared(steps: Steps, path: Path) -> tuple[Tensor, Tensor] | None:
 
 
 def _disagreeing(steps: Steps, lengths: Tensor, path: Path) -> Tensor | None:
-    """In which episodes ``path`` is not its source one step later: bool ``[E]`` on the CPU; None if
-    they cannot be compared.
+    """Find the episodes in which ``path`` differs from its source one step later.
+
+    Returns:
+        Bool ``[E]`` on the CPU; None if the two cannot be compared.
     """
     compared = _compared(steps, path)
     if compared is None:
@@ -272,7 +276,7 @@ def _disagreeing(steps: Steps, lengths: Tensor, path: Path) -> Tensor | None:
 
 
 def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
-    """Whether ``path`` at each step is its source at the episode's next one, bit for bit."""
+    """Whether ``path`` equals its source one step later in all episodes, bit for bit."""
     compared = _compared(steps, path)
     if compared is None:
         return False
@@ -288,7 +292,7 @@ def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
 
 
 def _entry(path: Path, column: Column) -> Entry:
-    """What one column of one episode looks like."""
+    """Return the entry of a column."""
     if isinstance(column, Objects):
         return Entry("object")
     if isinstance(column, Tensor):
@@ -307,7 +311,7 @@ def _entry(path: Path, column: Column) -> Entry:
 
 
 def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
-    """What the entry is once this episode is stored."""
+    """Merge an entry with that of another episode; ``ValueError`` if they do not fit."""
     same_form = len(expected.shape) == len(got.shape) and expected.dtype == got.dtype
     if expected.kind == "ragged" and got.kind != "object" and same_form:
         return expected

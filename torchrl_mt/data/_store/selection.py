@@ -1,6 +1,6 @@
-"""What a sampler chose and the buffer is about to read.
+"""Selections: steps that a sampler chose and the buffer is about to read.
 
-Reading it costs no search, and gives the steps that were chosen also when they leave before that.
+Reading one needs no search, and works even if its steps are evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Selection:
     """Stored steps that a sampler chose and the buffer is about to read."""
 
     plan: ReadPlan
-    """Where the steps are read: ring rows."""
+    """The ring rows to read."""
     given: int
-    """How often torch had seen the index change in place: one changed since is read anew."""
+    """In-place changes of the index so far; an index that changes later is looked up anew."""
     mark: Callable[[Steps], None] | None = None
-    """Puts marks in what was read."""
+    """Adds marks to the steps that were read."""
     read: dict[Path, Column] = field(default_factory=dict)
     """Columns read so far."""
 
@@ -46,18 +46,18 @@ def plan_runs(
     rectangular: bool,
     padded_to: int | None = None,
 ) -> tuple[Tensor, ReadPlan]:
-    """How runs of consecutive steps are read.
+    """Plan the read of runs of consecutive steps.
 
     Args:
         steps: int64 ``[n]``, number of the first step of each run.
-        rows: int64 ``[n]``, its ring row.
+        rows: int64 ``[n]``, ring row of the first step of each run.
         spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
         stride: how many stored steps are read as one.
-        rectangular: whether to give ``[n, spans]`` handles, a run per row, instead of ``[N]``.
-        padded_to: steps that shorter runs are padded to, by their last one again; None pads nothing.
+        rectangular: whether the handles are ``[n, spans]``, a run per row, instead of ``[N]``.
+        padded_to: length to which shorter runs are padded with their last step; None pads nothing.
 
     Returns:
-        the handles of the steps (the first of each ``stride``), and what reads them.
+        The handles of the steps (the first of each ``stride``), and the plan that reads them.
     """
     widths = spans if padded_to is None else padded_to
     if isinstance(spans, int):
@@ -77,5 +77,5 @@ def plan_runs(
 
 @lru_cache(4)
 def _offsets(runs: int, span: int, stride: int) -> np.ndarray:
-    """Stored steps from the beginning of its run to each step of as many runs: ``[runs * span]``."""
+    """Return the offset of each step from the start of its run: ``[runs * span]``."""
     return np.tile(np.arange(0, span * stride, stride), runs)

@@ -1,8 +1,7 @@
-"""Steps as flat columns: the form in which data travels between TensorDicts and storage.
+"""Steps as flat columns: the form of data between TensorDicts and the storage.
 
-``pack(unpack(data))`` has the entries of ``data``, for TensorDicts, lazy stacks and tensorclasses
-alike. Entries count, not the nodes above them: a sub-TensorDict comes back with batch size ``[T]``,
-one without entries does not.
+``pack(unpack(data))`` has the entries of ``data``, for TensorDicts, lazy stacks and tensorclasses.
+Nodes are not kept: sub-TensorDicts come back with batch size ``[T]``, and empty ones are dropped.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ __all__ = [
 ]
 
 _FOR_NUMPY = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes that torch does not index."""
+"""Dtypes that torch cannot index."""
 
 Path = tuple[str, ...]
-"""An entry of a nested TensorDict."""
+"""Key of an entry of a nested TensorDict, as a tuple of names."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Steps:
     """The tensorclass that the steps came in, if any."""
 
     def __getitem__(self, part: slice) -> Steps:
-        """Steps ``part.start`` to ``part.stop``, as views."""
+        """Return the steps of a slice, as views."""
         start, stop, _ = part.indices(self.length)
         if (start, stop) == (0, self.length):
             return self
@@ -92,7 +91,7 @@ class Steps:
         return replace(self, length=stop - start, columns=columns)
 
     def take(self, order: Tensor) -> Steps:
-        """The steps at the positions ``order``, int64 ``[N]``."""
+        """Copy the steps at the positions ``order``, int64 ``[N]``."""
         places = order.tolist()
 
         def taken(column: Column) -> Column:
@@ -106,20 +105,20 @@ class Steps:
         return replace(self, length=len(places), columns=columns)
 
     def on(self, device: torch.device) -> Steps:
-        """The steps with every tensor on ``device``; objects as :func:`own` gives them."""
+        """Return the steps with every tensor on ``device``; tensors among objects are copied."""
         if all(_is_on(column, device) for column in self.columns.values()):
             return self
         columns = {path: _moved(path, column, device) for path, column in self.columns.items()}
         return replace(self, columns=columns)
 
     def check_values(self) -> None:
-        """Refuse what cannot be stored."""
+        """Refuse sparse and meta tensors (``ValueError``)."""
         for path, column in self.columns.items():
             if not isinstance(column, Objects):
                 _check_values(path, column)
 
     def clone(self) -> Steps:
-        """A copy that shares no tensor's memory with this one; see :func:`own`."""
+        """Copy all tensors; for objects see :func:`own`."""
 
         def copied(column: Column) -> Column:
             if isinstance(column, Tensor):
@@ -133,7 +132,7 @@ class Steps:
 
     @staticmethod
     def concat(parts: Sequence[Steps]) -> Steps:
-        """One after the other, in the given order."""
+        """Concatenate steps; ``ValueError`` if their keys, shapes or dtypes do not fit."""
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
@@ -151,15 +150,19 @@ class Steps:
 
 
 def unpack(data: Any) -> Steps:
-    """Take steps apart into columns.
+    """Convert a TensorDict to columns.
 
-    Tensors are not copied. A tensorclass below the root stays whole: it counts as an object.
+    Tensors are not copied. A tensorclass below the root stays whole, as an object.
 
     Args:
         data: TensorDict, lazy stack of TensorDicts or tensorclass of batch size ``[T]``.
 
     Returns:
-        the columns, detached.
+        The columns, detached.
+
+    Raises:
+        TypeError: if ``data`` is something else.
+        ValueError: if the steps of a lazy stack have different keys or kinds of values.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -190,21 +193,20 @@ def pack(
     batch_size: torch.Size | None = None,
     unread: bool = False,
 ) -> Any:
-    """Put columns together again: the inverse of :func:`unpack`.
+    """Convert columns to a TensorDict: the inverse of :func:`unpack`.
 
-    A node that holds a column of :class:`Rows` becomes a ``LazyStackedTensorDict`` of its steps,
-    so ``td.get(key, as_list=True)`` gives the list of their tensors; every other node is a
-    TensorDict.
+    A node with a column of :class:`Rows` becomes a ``LazyStackedTensorDict`` of its steps, so that
+    ``td.get(key, as_list=True)`` returns the list of their tensors. Every other node is a TensorDict.
 
     Args:
-        steps: what to put together.
+        steps: the columns.
         device: the device that the TensorDicts declare.
-        batch_size: how the ``T`` steps are arranged; None for ``[T]``.
-        unread: put the parts that take long together when somebody first looks into them. Where
-            nobody does, :func:`unpack` finds the very columns there.
+        batch_size: shape of the ``T`` steps; None for ``[T]``.
+        unread: whether to build slow parts (lazy stacks, objects) only when they are first accessed.
+            :func:`unpack` of a part that never was returns the same columns.
 
     Returns:
-        a TensorDict of that batch size, or the tensorclass that the steps came in.
+        A TensorDict of that batch size, or the tensorclass that the steps came in.
     """
     tree: dict[str, Any] = {}
     for path, column in steps.columns.items():
@@ -224,7 +226,7 @@ def pack(
 
 
 def name_of(path: Path) -> str:
-    """An entry as one writes it in code.
+    """Format a path as one writes it in code.
 
     Examples:
         >>> name_of(("a",)), name_of(("next", "b"))
@@ -234,16 +236,16 @@ def name_of(path: Path) -> str:
 
 
 def path_of(key: NestedKey) -> Path:
-    """A key as a tuple of names."""
+    """Convert a key to a tuple of names."""
     if not isinstance(key, str):
         key = unravel_key(key)
     return (key,) if isinstance(key, str) else key
 
 
 def own(item: Any, device: torch.device | None = None) -> Any:
-    """An object of a step, with memory of its own if it is a tensor or has tensors as entries.
+    """Copy a tensor or tensorclass, to ``device`` if given; return other objects as they are.
 
-    Other objects, those in a tensorclass included, are taken as they are.
+    Python objects inside a tensorclass are not copied either.
     """
     if not isinstance(item, Tensor):
         if not is_tensor_collection(item):
@@ -255,12 +257,12 @@ def own(item: Any, device: torch.device | None = None) -> Any:
 
 
 def step_tensors(column: Any) -> Sequence[Tensor]:
-    """One tensor per step of a column that holds tensors."""
+    """Return one tensor per step of a column of tensors."""
     return column.items if isinstance(column, Rows) else column.unbind(0)
 
 
 def has_lazy_stack(data: Any) -> bool:
-    """Whether some node of ``data`` is a lazy stack."""
+    """Whether a node of ``data`` is a lazy stack."""
     if is_tensorclass(data) and not is_non_tensor(data):
         data = tensordict_of(data)
     if isinstance(data, LazyStackedTensorDict):
@@ -271,7 +273,7 @@ def has_lazy_stack(data: Any) -> bool:
 
 
 def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column]) -> None:
-    """Take apart a node whose entries carry the batch dimension."""
+    """Unpack a node whose entries have the batch dimension."""
     for name, value in data.items():
         where = (*path, name)
         if isinstance(value, Tensor):
@@ -292,7 +294,7 @@ def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column])
 
 
 def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> None:
-    """Take apart a node that is given as one TensorDict per step."""
+    """Unpack a node given as one TensorDict per step."""
     if not nodes:
         return
     if is_tensorclass(nodes[0]):
@@ -325,7 +327,7 @@ def _unpack_rows(path: Path, nodes: list[Any], columns: dict[Path, Column]) -> N
 
 
 def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
-    """Take the columns of a tree of them."""
+    """Collect the columns of a tree of columns."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             _unpack_tree((*path, name), value, columns)
@@ -336,9 +338,9 @@ def _unpack_tree(path: Path, tree: Any, columns: dict[Path, Column]) -> None:
 def _pack_node(
     tree: dict[str, Any], size: torch.Size, device: torch.device | None, unread: bool = False
 ) -> TensorDictBase:
-    """A TensorDict, or the lazy stack of its steps if one of its own columns has :class:`Rows`.
+    """Build a TensorDict, or a lazy stack if a column of the node itself is :class:`Rows`.
 
-    Its batch size is ``[T]``, unless all columns are tensors.
+    ``size`` must be ``[T]``, unless all columns are tensors.
     """
     if Rows in map(type, tree.values()):
         if unread and size[0]:
@@ -365,7 +367,7 @@ def _pack_node(
 def _whole(
     column: Objects, size: torch.Size, device: torch.device | None, unread: bool = False
 ) -> Any:
-    """A column of objects as one value with the batch dimension."""
+    """Convert a column of objects to one value with the batch dimension."""
     items = column.items
     if not items:
         return NonTensorData(None, batch_size=[0], device=device)
@@ -379,7 +381,7 @@ def _whole(
 
 
 def _items(value: Any, size: torch.Size, device: torch.device | None) -> Sequence[Any]:
-    """A node's entry as one value per step."""
+    """Convert an entry of a node to one value per step."""
     if isinstance(value, dict):
         return _pack_node(value, size, device).unbind(0)
     if isinstance(value, Objects):
@@ -391,7 +393,7 @@ def _items(value: Any, size: torch.Size, device: torch.device | None) -> Sequenc
 
 
 def _part(column: Column, start: int, stop: int) -> Column:
-    """Steps ``start`` to ``stop`` of one column."""
+    """Slice a column."""
     if isinstance(column, Tensor):
         return column[start:stop]
     return type(column)(column.items[start:stop])
@@ -405,7 +407,7 @@ def _is_on(column: Column, device: torch.device) -> bool:
 
 
 def _moved(path: Path, column: Column, device: torch.device) -> Column:
-    """A column on ``device``."""
+    """Move a column to ``device``."""
     if isinstance(column, Objects):
         return Objects([own(item, device) for item in column.items])
     if _is_on(column, device):
@@ -417,7 +419,7 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
 
 
 def _check_values(path: Path, column: Tensor | Rows) -> None:
-    """Refuse tensors without values in memory, and sparse ones."""
+    """Refuse sparse and meta tensors."""
     for tensor in column.items if isinstance(column, Rows) else [column]:
         if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(
@@ -427,12 +429,12 @@ def _check_values(path: Path, column: Tensor | Rows) -> None:
 
 
 def kinds(items: Sequence[Tensor]) -> set[tuple[Any, ...]]:
-    """Number of dimensions, dtype, layout and device of tensors, each that there is."""
+    """Return the distinct (dimensions, dtype, layout, device) of tensors."""
     return {(item.ndim, item.dtype, item.layout, item.device) for item in items}
 
 
 def _copies(items: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors, as parts of one where they are vectors of one kind, which is faster."""
+    """Copy tensors; vectors of one kind become parts of one tensor, which is faster."""
     found = [(ndim, layout) for ndim, _, layout, _ in kinds(items)]
     if found == [(1, torch.strided)]:
         return list(torch.cat(items).split([len(item) for item in items]))
@@ -440,12 +442,12 @@ def _copies(items: list[Tensor]) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor detached, and with a pending conjugation or negation carried out."""
+    """Detach a tensor and resolve a pending conjugation or negation."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _concat(path: Path, parts: list[Column]) -> Column:
-    """One column after the other."""
+    """Concatenate columns."""
     if all(isinstance(part, Objects) for part in parts):
         return Objects([item for part in parts for item in part.items])  # type: ignore[union-attr]
     if any(isinstance(part, Objects) for part in parts):
@@ -466,5 +468,5 @@ def _concat(path: Path, parts: list[Column]) -> Column:
 
 
 def _signature(column: Any) -> str:
-    """Per-step shape and dtype of a dense column."""
+    """Format the shape per step and dtype of a dense column."""
     return f"{tuple(column.shape[1:])} {column.dtype}"

@@ -1,13 +1,10 @@
-"""Episodes in columns: what the storage holds, without TorchRL.
+"""Episodes in columns: the contents of a storage, without TorchRL.
 
-Whole episodes come in at one end and leave at the other, the oldest first, so that three budgets
-hold: of steps, of tokens and of episodes. ``admit`` refuses and changes nothing; ``append`` only
-stores what was admitted.
+Whole episodes are appended and evicted, the oldest first, within budgets of steps, tokens and
+episodes. ``admit`` checks episodes and changes nothing; ``append`` stores admitted ones.
 
-An episode's rows are one block of the ring. What is written names its rows as ``Blocks``, the
-blocks in the order of the data; what is read as a ``RowPlan``, windows of rows in any order; a
-``Selection`` of the storage is a plan with the columns read so far; ``runs`` lists the rows of
-either one by one.
+An episode's rows are one block of the ring. Writes name their rows as ``Blocks``, in the order of the
+data. Reads name theirs as a ``RowPlan``, windows of rows in any order.
 """
 
 from __future__ import annotations
@@ -48,38 +45,38 @@ from torchrl_mt.data._store.token_count import count_tokens
 __all__ = ["Admission", "EpisodeStore"]
 
 _USUAL_LENGTH = 32
-"""Episodes are taken to be at least this long on average until they prove shorter."""
+"""Assumed least mean length of episodes; the ring grows if they are shorter."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Episodes that can be stored, one after the other."""
+    """Checked episodes that can be stored."""
 
     schema: Schema
     """The schema once they are stored."""
     steps: Steps
     """Their steps, each column in the form in which it is stored."""
     lengths: Tensor
-    """int64 ``[E]``: steps of each."""
+    """int64 ``[E]``: steps of each episode."""
     tokens: Tensor
-    """int64 ``[E]``: tokens of each."""
+    """int64 ``[E]``: tokens of each episode."""
     odd: Mapping[Path, Tensor] = field(default_factory=dict)
-    """Which of them disagree with the rows that such an entry shares; see :meth:`Schema.odd`."""
+    """Bool ``[E]`` by shared entry: episodes that disagree with it; see :meth:`Schema.odd`."""
 
 
 class EpisodeStore:
-    """At most ``max_episodes`` whole episodes, ``max_steps`` steps of them and ``max_tokens`` tokens.
+    """Whole episodes within budgets of steps, tokens and episodes.
 
-    Every episode has one block of rows in a ring, of ``T`` rows, or ``T + 1`` where next entries
-    share the rows of their root entries; every column keeps its values by these rows.
+    Every episode has one block of rows in a ring: ``T`` rows, or ``T + 1`` if a ``("next", k)`` shares
+    the rows of ``k``. Every column stores its values by these rows.
 
     Args:
         max_steps: the budget, in steps.
-        device: where tensors are kept.
-        share_next: whether next entries may be shared.
-        max_tokens: the budget, in tokens; None for none.
-        max_episodes: the budget, in episodes; None for none.
-        scratch_dir: the folder for files that hold the tensors; None to hold them in memory.
+        device: device of the stored tensors.
+        share_next: whether ``("next", k)`` may share the rows of ``k``.
+        max_tokens: the budget, in tokens; None for no limit.
+        max_episodes: the budget, in episodes; None for no limit.
+        scratch_dir: folder for files that hold the tensors; None keeps them in memory.
     """
 
     def __init__(
@@ -103,13 +100,13 @@ class EpisodeStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns hold, Python objects not counted."""
+        """Bytes of the stored tensors; Python objects are not counted."""
         columns = sum(column.nbytes for column in self.columns.values())
         return columns + sum(record.nbytes for record in self.records)
 
     @property
     def records(self) -> set[Record]:
-        """Where the small entries are, several in one record."""
+        """The records that hold the small entries."""
         return {c.record for c in self.columns.values() if isinstance(c, RecordColumn)}
 
     def admit(self, steps: Steps, lengths: Tensor) -> Admission:
@@ -118,6 +115,9 @@ class EpisodeStore:
         Args:
             steps: the episodes, one after the other, on the store's device.
             lengths: int64 ``[E]``, steps of each, at least one episode.
+
+        Raises:
+            ValueError: if an episode is empty, exceeds a budget or does not fit the schema.
         """
         sizes = lengths.tolist()
         if min(sizes) < 1:
@@ -141,7 +141,7 @@ class EpisodeStore:
         return replace(self._admitted(schema, steps, lengths), odd=odd)
 
     def _is_rule(self, path: Path, odd: Tensor) -> bool:
-        """Whether too many episodes disagree, with these, to keep their rows aside."""
+        """Whether, with these, too many episodes disagree to store them as exceptions."""
         column = self.columns.get(path)
         if not isinstance(column, NextColumn):
             return False
@@ -149,16 +149,13 @@ class EpisodeStore:
         return are_too_many(disagreeing, self.table.num_episodes + len(odd))
 
     def append(self, admitted: Admission) -> None:
-        """Store what :meth:`admit` gave, after the oldest have made room.
-
-        Nothing is changed if that fails, or if it is interrupted.
-        """
+        """Evict the oldest episodes and store admitted ones; if that fails, change nothing."""
         commit = self._plan(admitted)
         with interrupts_deferred():
             commit()
 
     def evict(self, episodes: int) -> None:
-        """Let the oldest ``episodes`` leave; allocations stay."""
+        """Evict the oldest ``episodes``; keep allocations."""
         if not episodes:
             return
         first, blocks = self._first_after(episodes), self._oldest(episodes)
@@ -169,7 +166,11 @@ class EpisodeStore:
                 column.release(blocks, first)
 
     def read(self, plan: ReadPlan, known: Mapping[Path, Column] | None = None) -> Steps:
-        """The steps of ``plan``; columns that are ``known`` are not read again."""
+        """Read the steps of ``plan``; ``known`` columns are not read again.
+
+        Raises:
+            IndexError: if nothing was ever stored.
+        """
         if self.schema is None:
             raise IndexError("nothing is stored yet.")
         known = known or {}
@@ -180,7 +181,7 @@ class EpisodeStore:
         return Steps(len(plan), columns, self.schema.root_class)
 
     def parts(self) -> dict[str, Any]:
-        """What the store is made of, of each column by name; nothing is copied."""
+        """Return the state with the parts of each column; nothing is copied."""
         live = self._rows.ring.layout()
         return {
             "schema": self.schema,
@@ -200,7 +201,7 @@ class EpisodeStore:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything stored, as copies; entries that share rows do so there, too."""
+        """Return everything stored, as copies; entries that share rows share them there too."""
 
         def copied(part: Part | Objects) -> Tensor | Objects:
             return part.whole() if isinstance(part, Part) else Objects([*map(own, part.items)])
@@ -213,11 +214,7 @@ class EpisodeStore:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> int:
-        """Store what :meth:`state_dict` gave, in a store that holds nothing yet.
-
-        Returns:
-            how many of the oldest episodes are left out, since the budgets are smaller.
-        """
+        """Load what :meth:`state_dict` returned into an empty store; arguments as :meth:`load`."""
         columns = {
             path: SavedColumn(parts, self.memory.device)
             for path, parts in state_dict["columns"].items()
@@ -227,15 +224,18 @@ class EpisodeStore:
     def load(
         self, state: Mapping[str, Any], columns: Mapping[Path, SavedColumn], *, mapped: bool = False
     ) -> int:
-        """Store what :meth:`parts` gave, in a store that holds nothing yet.
+        """Load a saved state into an empty store.
 
         Args:
-            state: as there; its columns are not looked at.
-            columns: the saved parts of each.
-            mapped: whether they come in memory of their own, without room for more.
+            state: what :meth:`parts` returned; its columns are ignored.
+            columns: the saved columns.
+            mapped: whether columns stay in mapped files, which have no room for more rows.
 
         Returns:
-            how many of the oldest episodes are left out, since the budgets are smaller.
+            Number of oldest episodes that are left out because the budgets are smaller.
+
+        Raises:
+            ValueError: if not even the newest episode fits.
         """
         schema: Schema | None = state["schema"]
         left_out = self._beyond_budgets(state["lengths"], state["tokens"])
@@ -258,12 +258,12 @@ class EpisodeStore:
         return left_out
 
     def _number(self, state: Mapping[str, Any], left_out: int) -> None:
-        """Give the loaded episodes the ordinals, and their steps the numbers, that they had."""
+        """Restore the saved ordinals of episodes and numbers of steps."""
         oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
         self.table.renumber(oldest, first, state["renumbered"])
 
     def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
-        """How many of the oldest saved episodes exceed the budgets; an error if all do."""
+        """Count the oldest saved episodes that exceed the budgets; ``ValueError`` if all do."""
         left_out = max(self.not_kept(lengths, tokens).values())
         if left_out and left_out == len(lengths):
             budget = "max_steps" if int(lengths[-1]) > self.max_steps else "max_tokens"
@@ -275,11 +275,11 @@ class EpisodeStore:
         return left_out
 
     def _admitted(self, schema: Schema, steps: Steps, lengths: Tensor) -> Admission:
-        """Episodes that fit the schema, in the form in which they are stored."""
-        taken_apart = _with_additions(schema, steps, lengths)
-        tokens = count_tokens(schema, taken_apart, lengths)
+        """Convert episodes that fit the schema to the form in which they are stored."""
+        with_additions = _with_additions(schema, steps, lengths)
+        tokens = count_tokens(schema, with_additions, lengths)
         if schema.growing:
-            steps = taken_apart
+            steps = with_additions
         if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
             raise ValueError(
                 f"an episode of {int(tokens.max())} tokens does not fit in "
@@ -288,7 +288,7 @@ class EpisodeStore:
         return Admission(schema, steps, lengths, tokens)
 
     def _plan(self, admitted: Admission) -> Callable[[], None]:
-        """A function that stores the episodes and cannot fail: what can fail is done here."""
+        """Do everything that can fail; return a function that stores the episodes."""
         schema, table = admitted.schema, self.table
         steps, lengths, tokens = admitted.steps, admitted.lengths, admitted.tokens
         skipped = max(self.not_kept(lengths, tokens).values()) if len(lengths) > 1 else 0
@@ -337,7 +337,7 @@ class EpisodeStore:
         return commit
 
     def _leaving(self, episodes: int, steps: int, tokens: Tensor, recount: Tensor | None) -> int:
-        """How many of the stored episodes must leave for others, of so many steps and tokens."""
+        """Count the stored episodes to evict for new ones of so many steps and tokens."""
         table = self.table
         leaving = table.episodes_holding(table.num_steps + steps - self.max_steps)
         if self.max_episodes is not None:
@@ -352,7 +352,7 @@ class EpisodeStore:
         return max(leaving, int(torch.searchsorted(held, surplus)) + 1 if surplus > 0 else 0)
 
     def not_kept(self, lengths: Tensor, tokens: Tensor) -> dict[str, int]:
-        """How many of the oldest of such episodes do not fit beside the later ones, for each budget."""
+        """Count, by budget, the oldest of these episodes that do not fit with the later ones."""
 
         def beyond(sizes: Tensor, budget: int) -> int:
             if sum(sizes.tolist()) <= budget:
@@ -367,17 +367,17 @@ class EpisodeStore:
         return skipped
 
     def _oldest(self, episodes: int) -> Blocks:
-        """The rows of the oldest episodes."""
+        """Return the rows of the oldest ``episodes``."""
         table = self.table
         return Blocks(table.starts[:episodes].tolist(), table.lengths[:episodes].tolist())
 
     def _first_after(self, episodes: int) -> int | None:
-        """The first row of the oldest episode but so many; None if there is none."""
+        """Return the first row of the episode after the oldest ``episodes``; None if there is none."""
         stays = episodes < self.table.num_episodes
         return int(self.table.starts[episodes]) if stays else None
 
     def _new_rows(self, schema: Schema, lengths: Tensor, pad: int | None = None) -> _RingRows:
-        """Rows for a store that begins with episodes of these lengths."""
+        """Create rows for a store whose first episodes have these lengths."""
         if pad is None:
             pad = int(any(entry.shared for entry in schema.entries.values()))
         if not len(lengths):
@@ -391,7 +391,7 @@ class EpisodeStore:
     def _columns_for(
         self, schema: Schema, capacity: int, *, packed: bool = True
     ) -> dict[Path, StoredColumn]:
-        """Columns that fit ``schema``, with what is stored; those that fit already as they are."""
+        """Return columns for ``schema`` with the stored values; columns that fit are reused."""
         records: dict[Path, Record] = {}
         if packed and not self.columns:
             records = records_for(schema.entries, capacity, self.memory)
@@ -413,7 +413,7 @@ class EpisodeStore:
         return columns
 
     def _new_column(self, path: Path, entry: Entry, capacity: int) -> StoredColumn:
-        """An empty column for ``entry``."""
+        """Create an empty column for ``entry``."""
         if entry.shared:
             return NextColumn(path, self.memory)
         if entry.kind == "object":
@@ -425,7 +425,7 @@ class EpisodeStore:
     def _as_ragged(
         self, dense: DenseColumn | RecordColumn, entry: Entry, capacity: int
     ) -> RaggedColumn:
-        """A dense column's episodes, stored as ragged ones."""
+        """Convert a dense column to a ragged one."""
         ragged = RaggedColumn(entry, capacity, self.memory)
         if self.table.num_episodes:
             stored = self._oldest(self.table.num_episodes)
@@ -435,7 +435,7 @@ class EpisodeStore:
     def _as_growing(
         self, columns: Mapping[Path, StoredColumn], entry: Entry, capacity: int
     ) -> PromptColumn:
-        """The prompts of these columns, stored as what they add."""
+        """Convert the prompts to a column of what each one adds."""
         growing = PromptColumn(entry, capacity, self.memory)
         if self.table.num_episodes:
             stored = self._oldest(self.table.num_episodes)
@@ -447,7 +447,7 @@ class EpisodeStore:
         return growing
 
     def _recount(self, schema: Schema, columns: dict[Path, StoredColumn]) -> Tensor | None:
-        """The tokens of the stored episodes under another schema, if they count otherwise."""
+        """Count the stored tokens under another schema; None if that changes nothing."""
         before, lengths = self.schema, self.table.lengths
         if before is None or not len(lengths) or before.counted == schema.counted:
             return None
@@ -458,11 +458,11 @@ class EpisodeStore:
         return count_tokens(schema, _with_additions(schema, stored, lengths), lengths)
 
     def _grow(self, rows: _RingRows, sizes: list[int]) -> Moves:
-        """Make the ring larger, so that blocks of these sizes find a place.
+        """Enlarge the ring so that blocks of these sizes fit.
 
-        The budget counts steps, and a row more per episode where next entries are shared: the
-        ring aims at the rows that episodes of the mean length so far need. The slack for the
-        longest episode grows by half at least, so that the cost per write stays constant.
+        The ring gets the rows that ``max_steps`` steps in episodes of the mean length so far need. The
+        slack for the longest episode grows by at least half, so that the amortized cost per write
+        is constant.
         """
         longest = max(sizes)
         if longest > rows.slack:
@@ -479,24 +479,24 @@ class EpisodeStore:
 
 @dataclass
 class _RingRows:
-    """The ring, and what its size was made for."""
+    """The ring and what its size allows for."""
 
     ring: Ring
     pad: int = 0
-    """Rows that an episode has beyond its steps: 1 where next entries are shared."""
+    """Rows of an episode beyond its steps: 1 if next entries share rows."""
     slack: int = 0
-    """Rows of the longest episode that the ring has room for beside the budget."""
+    """Rows beyond the budget, for an episode of up to so many rows."""
 
 
 def _has_disagreeing(column: StoredColumn) -> bool:
-    """Whether a column keeps rows of disagreeing episodes aside."""
+    """Whether a column has episodes with their own rows."""
     return isinstance(column, NextColumn) and len(column.disagreeing) > 0
 
 
 def _plan_columns(
     change: Change, steps: Steps, columns: Mapping[Path, StoredColumn]
 ) -> list[Callable[[], None]]:
-    """What stores each column of whole episodes; the entries of a record in one go."""
+    """Plan the writes of all columns; the entries of a record are written at once."""
     commits: list[Callable[[], None]] = []
     packed: dict[Record, list[Path]] = {}
     for path, column in columns.items():
@@ -507,7 +507,7 @@ def _plan_columns(
     for record, paths in packed.items():
         if len(paths) == len(record.shapes):
             commits.append(record.plan(change.written, steps.columns))
-        else:  # An entry has become ragged since.
+        else:  # An entry became ragged.
             commits += [columns[path].plan(change, steps.columns[path]) for path in paths]
     return commits
 
@@ -515,7 +515,7 @@ def _plan_columns(
 def _laid_out(
     columns: Mapping[Path, StoredColumn], moves: Moves, capacity: int
 ) -> dict[Path, StoredColumn]:
-    """The columns for a ring of ``capacity`` rows to which the rows have moved."""
+    """Return columns for a ring of ``capacity`` rows, with the rows moved."""
     new = {path: column.laid_out(moves, capacity) for path, column in columns.items()}
     moved: dict[Record, Record] = {}
     for column in new.values():
@@ -528,7 +528,7 @@ def _laid_out(
 
 
 def _link(columns: dict[Path, StoredColumn]) -> None:
-    """Tell the columns that are read from others which those are."""
+    """Link columns to the columns that they read from."""
     for path, column in columns.items():
         if isinstance(column, NextColumn):
             source = columns[path[1:]]
@@ -539,7 +539,7 @@ def _link(columns: dict[Path, StoredColumn]) -> None:
 
 
 def _with_additions(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
-    """The steps with each prompt given by what it adds."""
+    """Replace each prompt by what it adds to an earlier turn."""
     if not schema.has_turns:
         return steps
     grown = cast(Column, additions_of(steps, lengths))

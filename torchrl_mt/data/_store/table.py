@@ -1,7 +1,7 @@
-"""The episode table: which episodes are stored, how long they are and where they begin.
+"""The episode table: length and first row of each stored episode.
 
-First in, first out. Appending and evicting cost amortised O(1), finding the episode of a step or
-of a clip O(log E): no cost grows with the number of stored steps.
+Appending and evicting cost amortized O(1), finding the episode of a step or clip O(log E). No cost
+grows with the number of stored steps.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from torchrl_mt.data._store.ring import Moves
 __all__ = ["Choice", "EpisodeTable", "Unit", "search"]
 
 Unit = Literal["clips", "clips_or_whole", "episodes"]
-"""What is counted; see :class:`Choice`."""
+"""Unit that is counted; see :class:`Choice`."""
 
 _MAX_CHOICES = 8
+"""Choices whose counts are cached."""
 
 
 class Choice(NamedTuple):
-    """What is chosen from: how many units of choice an episode of each length offers."""
+    """What a draw chooses from: the number of units that an episode of each length offers."""
 
     span: int
     """Steps per clip."""
     unit: Unit = "clips"
-    """``"clips"`` counts the clips of ``span`` steps, ``"clips_or_whole"`` counts an episode shorter
-    than that as one clip, ``"episodes"`` counts 1 for each episode that holds a clip.
+    """``"clips"`` counts clips of ``span`` steps; ``"clips_or_whole"`` also counts a shorter episode
+    as one clip; ``"episodes"`` counts episodes that hold a clip.
     """
     least: int = 1
-    """With ``"clips_or_whole"``, episodes of fewer steps count nothing."""
+    """With ``"clips_or_whole"``, shorter episodes count 0."""
     beyond: tuple[int, int] = (0, 0)
-    """How many steps of a clip may lie before its episode, and after it; one at least lies within."""
+    """Steps of a clip that may lie before and after its episode; at least one lies inside."""
 
     def units(self, lengths: np.ndarray) -> np.ndarray:
-        """The units of choice that episodes of these lengths offer: int64 ``[E]``.
+        """Count the units of episodes with these lengths: int64 ``[E]``.
 
         Examples:
             >>> Choice(3).units(np.array([2, 3, 5]))
@@ -60,15 +61,15 @@ class Choice(NamedTuple):
 
 
 def search(before: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The episode of each unit of choice.
+    """Find the episode of each unit.
 
     Args:
-        before: what :meth:`EpisodeTable.before` gives.
+        before: what :meth:`EpisodeTable.before` returns.
         units: int64 ``[n]``, units by age: 0 is the first of the oldest episode.
 
     Returns:
-        int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` units within the
-        episodes.
+        int64 ``[n]``, positions of the episodes (0 is the oldest), and int64 ``[n]``, positions of the
+        units within their episodes.
 
     Examples:
         >>> search(np.array([7, 9, 9, 12]), np.array([0, 1, 2]))
@@ -82,26 +83,26 @@ def search(before: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarra
 class EpisodeTable:
     """Length and first row of every stored episode, oldest first.
 
-    Episodes have *ordinals*, and steps have *numbers*: 0 for the first ever stored, and never used
-    again. Other cumulative counts only matter by their differences, so that evicting changes none.
-    Episodes and steps are chosen by arrays, not tensors: they are few, and torch takes longer to begin.
+    Episodes have *ordinals* and steps have *numbers*: 0 for the first ever stored, and never reused.
+    Only differences of the other cumulative counts matter, so evicting changes none of them. Indices
+    are arrays, not tensors: they are few, and each torch call has more overhead.
     """
 
     def __init__(self) -> None:
         self.oldest = 0
         """Ordinal of the oldest stored episode."""
         self.renumbered = 0
-        """How much larger the numbers of steps are than in the state that was loaded."""
+        """Shift of the step numbers against those in the loaded state."""
         self._head = 0
         self._tail = 0
         self._length = np.zeros(64, dtype=np.int64)
         self._start = np.zeros(64, dtype=np.int64)
         self._steps = np.zeros(65, dtype=np.int64)
-        """Number of the first step of each episode; after the last, of the step that comes next."""
+        """Number of the first step of each episode, then of the step after the last."""
         self._tokens = np.zeros(65, dtype=np.int64)
-        """Tokens before each episode and after the last, counted from anywhere."""
+        """Cumulative tokens before each episode and after the last, up to a constant."""
         self._counts: OrderedDict[Choice, np.ndarray] = OrderedDict()
-        """Units of choice likewise, for the choices last asked for."""
+        """Cumulative units likewise, for recent choices."""
 
     @property
     def num_episodes(self) -> int:
@@ -115,12 +116,12 @@ class EpisodeTable:
 
     @property
     def first(self) -> int:
-        """Number of the oldest stored step; if there is none, of the step that comes next."""
+        """Number of the oldest stored step; if there is none, of the next step."""
         return int(self._steps[self._head])
 
     @property
     def end(self) -> int:
-        """Number of the step that comes next."""
+        """Number that the next step will have."""
         return int(self._steps[self._tail])
 
     @property
@@ -151,14 +152,14 @@ class EpisodeTable:
     def places(
         self, episodes: np.ndarray, offsets: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Number and ring row of steps.
+        """Return the numbers and ring rows of steps.
 
         Args:
             episodes: int64 ``[n]``, positions of their episodes (0 is the oldest).
-            offsets: int64 ``[n]``, steps before them in their episodes; or one number for all.
+            offsets: int64 ``[n]``, offsets in their episodes; or one number for all.
 
         Returns:
-            two times int64 ``[n]``.
+            Two int64 ``[n]``.
         """
         of = episodes + self._head
         return self._steps[of] + offsets, self._start[of] + offsets
@@ -190,17 +191,20 @@ class EpisodeTable:
         self._accumulate(self._tokens, slice(self._head, self._tail), tokens.numpy())
 
     def pass_over(self, episodes: int, steps: int) -> None:
-        """Number episodes that came and left at once, and their steps, while none is stored."""
+        """Skip the ordinals of episodes that were evicted at once, and the numbers of their steps.
+
+        Call it while nothing is stored.
+        """
         self.oldest += episodes
         self._steps[self._head] += steps
 
     def renumber(self, oldest: int, first: int, renumbered: int) -> None:
-        """Give the stored episodes ordinals from ``oldest`` on, and the steps numbers from ``first``."""
+        """Number the stored episodes from ``oldest`` on and their steps from ``first`` on."""
         self.oldest, self.renumbered = oldest, renumbered
         self._steps[self._head : self._tail + 1] += first - self._steps[self._head]
 
     def number_from(self, least: int) -> None:
-        """Give the stored steps higher numbers, unless theirs begin at ``least`` or above."""
+        """Raise the numbers of the stored steps so that they begin at ``least`` or above."""
         more = least - self.first
         if more > 0:
             self.renumber(self.oldest, least, self.renumbered + more)
@@ -214,24 +218,25 @@ class EpisodeTable:
             self._head = self._tail = 0
 
     def episodes_holding(self, steps: int, tokens: int = 0) -> int:
-        """The least number of oldest episodes that together hold so many steps and tokens."""
+        """Return how many of the oldest episodes hold at least so many steps and tokens."""
         return max(self._holding(self._steps, steps), self._holding(self._tokens, tokens))
 
     def find(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The episode of each stored step.
+        """Find the episode of each step.
 
         Args:
-            steps: int64 ``[n]``, places by age: 0 is the oldest stored step.
+            steps: int64 ``[n]``, positions by age: 0 is the oldest stored step.
 
         Returns:
-            int64 ``[n]`` positions of the episodes (0 is the oldest) and int64 ``[n]`` offsets in
+            int64 ``[n]``, positions of the episodes (0 is the oldest), and int64 ``[n]``, offsets in
             the episodes.
         """
         return search(self._steps[self._head : self._tail + 1], steps)
 
     def before(self, choice: Choice) -> np.ndarray:
-        """int64 ``[E + 1]``: units of choice before each episode and after the last, counted from
-        anywhere (a view).
+        """Return cumulative units, up to a constant: int64 ``[E + 1]`` (a view).
+
+        They count the units before each episode and after the last.
         """
         counts = self._counts.get(choice)
         if counts is None:
@@ -245,16 +250,16 @@ class EpisodeTable:
         return counts[self._head : self._tail + 1]
 
     def total(self, choice: Choice) -> int:
-        """Units of choice that the stored episodes offer together."""
+        """Count the units of all stored episodes."""
         before = self.before(choice)
         return int(before[-1] - before[0])
 
     def move(self, moves: Moves) -> None:
-        """Follow the rows to where the ring has moved them."""
+        """Move the first rows as the ring moved them."""
         self.starts.copy_(moves.positions(self.starts))
 
     def _holding(self, counts: np.ndarray, wanted: int) -> int:
-        """The least number of oldest episodes that hold so many, by the counts before each."""
+        """Return how many of the oldest episodes hold at least ``wanted`` by cumulative ``counts``."""
         if wanted <= 0:
             return 0
         before = counts[self._head : self._tail + 1]
@@ -262,11 +267,11 @@ class EpisodeTable:
 
     @staticmethod
     def _accumulate(counts: np.ndarray, new: slice, units: np.ndarray) -> None:
-        """Continue cumulative counts over the episodes at ``new``."""
+        """Continue cumulative counts for the episodes at ``new``."""
         counts[new.start + 1 : new.stop + 1] = counts[new.start] + units.cumsum()
 
     def _compact(self, more: int) -> None:
-        """Make room for ``more`` episodes: move the live part to the front of enough memory."""
+        """Make room for ``more`` episodes, and move the live part to the front."""
         live, head = self.num_episodes, self._head
         size = self._length.shape[0]
         while size < 2 * live + more:

@@ -1,4 +1,4 @@
-"""How many tokens an episode holds: what the budget ``max_tokens`` counts."""
+"""Number of tokens of an episode, as the budget ``max_tokens`` counts them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["count_tokens"]
 
 
 def count_tokens(schema: Schema, steps: Steps, lengths: Tensor) -> Tensor:
-    """The tokens of each episode: int64 ``[E]``.
+    """Count the tokens of each episode: int64 ``[E]``.
 
-    They are the elements of the entries under ``"tokens"``, also if that is a tensorclass, and of a
-    growing prompt those that each turn adds; where there are none, the elements of the largest ragged
-    entry.
+    Tokens are the elements of the entries under ``"tokens"`` (which may be a tensorclass); of a growing
+    prompt, only those that each turn adds. Without such entries, they are the elements of the largest
+    ragged entry.
 
     Args:
-        schema: what the steps look like.
+        schema: the schema of the steps.
         steps: whole episodes, one after the other, in the form in which they are stored.
         lengths: int64 ``[E]``, steps of each.
     """
@@ -46,7 +46,7 @@ def count_tokens(schema: Schema, steps: Steps, lengths: Tensor) -> Tensor:
 
 
 def _sizes(column: Any) -> Tensor:
-    """Elements that each step of a column is stored with: int64 ``[T]``."""
+    """Count the stored elements of each step: int64 ``[T]``."""
     if isinstance(column, Objects):
         sizes = [_elements(item) for item in column.items]
     elif isinstance(column, Additions):
@@ -57,7 +57,7 @@ def _sizes(column: Any) -> Tensor:
 
 
 def _elements(item: Any) -> int:
-    """Elements of an object's tensors, if it is a tensorclass."""
+    """Count the elements of a tensorclass; 0 for another object."""
     if not is_tensor_collection(item):
         return 0
     return sum(value.numel() for value in item.values(True, True) if isinstance(value, Tensor))

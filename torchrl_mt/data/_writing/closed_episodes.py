@@ -1,4 +1,4 @@
-"""Episodes that are no longer open: which are stored, how, and under which handles."""
+"""Closed episodes: which of them are stored, in what form, and under which handles."""
 
 from __future__ import annotations
 
@@ -30,43 +30,48 @@ class Closed:
     """An episode that is no longer open."""
 
     slot: int
+    """Its slot in the open steps; -1 if it was never there."""
     rows: np.ndarray
-    """int64 ``[T]``: its rows."""
-    name: Label
-    """What it was called; its id, if it began in this batch."""
-    why: Reason = "ended"
+    """int64 ``[T]``: its rows in the open steps, or in the batch if it was never there."""
+    label: Label
+    """Its label among the open episodes; its id if it began in this batch."""
+    reason: Reason = "ended"
 
 
 def worth_storing(
     closed: list[Closed], steps: OpenSteps, flags: EndFlags, *, discard_broken: bool
 ) -> list[Closed]:
-    """The episodes that are to be stored."""
-    given_up = [episode for episode in closed if episode.why != "ended"]
+    """Select the episodes to store.
+
+    Episodes that were given up are left out if their steps have no flag to mark, and broken ones with
+    ``discard_broken``.
+    """
+    given_up = [episode for episode in closed if episode.reason != "ended"]
     if not given_up:
         return closed
     lost = []
     if discard_broken:
-        lost = [episode for episode in given_up if episode.why == "break"]
+        lost = [episode for episode in given_up if episode.reason == "break"]
     if not flags.marks(steps.take(given_up[0].rows[:1])):
         lost = given_up
     return [episode for episode in closed if episode not in lost]
 
 
 def steps_of(closed: list[Closed], opened: OpenSteps, flags: EndFlags) -> Steps:
-    """The steps of episodes, one after the other; those that have not ended are marked."""
+    """Concatenate the steps of episodes; mark those that have not ended as truncated."""
     rows = [episode.rows for episode in closed]
     steps = opened.take(np.concatenate(rows) if len(rows) > 1 else rows[0])
-    if all(episode.why == "ended" for episode in closed):
+    if all(episode.reason == "ended" for episode in closed):
         return steps
     lasts = accumulate(map(len, rows))
-    cut = [at - 1 for at, e in zip(lasts, closed, strict=True) if e.why != "ended"]
+    cut = [at - 1 for at, e in zip(lasts, closed, strict=True) if e.reason != "ended"]
     return flags.truncate(steps, cut)
 
 
 def transformed(
     transform: Callable[[Any], Any] | None, episodes: Steps, closed: list[Closed], flags: EndFlags
 ) -> tuple[Steps, Tensor]:
-    """The episodes as they are to be stored, and their lengths."""
+    """Apply the transform to closed episodes; return the steps to store and the episode lengths."""
     lengths = torch.from_numpy(np.array([len(e.rows) for e in closed], dtype=np.int64))
     if transform is None or not closed:
         return episodes, lengths
@@ -88,7 +93,7 @@ def transformed(
             parts.append(unpack(_one_batch(transform(pack(episodes[start:stop], unread=True)))))
         except Exception as error:
             if sys.version_info >= (3, 11):
-                error.add_note(f"The transform of EpisodeWriter was given episode {each.name}.")
+                error.add_note(f"The transform of EpisodeWriter was given episode {each.label}.")
             raise
     return Steps.concat(parts), torch.tensor([part.length for part in parts], device="cpu")
 
@@ -101,14 +106,14 @@ def handles_of_batch(
     stored: Tensor,
     first: int,
 ) -> Tensor:
-    """The handle of each step of the batch, -1 if it is not known or not stored.
+    """Return the handle of each step of the batch; -1 if it is unknown or not stored.
 
     Args:
         batch: the batch.
-        shape: its batch size.
-        closed: the episodes that were stored.
-        lengths: int64 ``[E]``, steps of each as it was stored.
-        stored: int64 ``[K]``, indices of the last of these steps, those that are stored still.
+        shape: batch size, the shape of the result.
+        closed: the stored episodes.
+        lengths: int64 ``[E]``, their stored lengths.
+        stored: int64 ``[K]``, handles of the last ``K`` of their steps, which are still stored.
         first: row of the first step of the batch.
     """
     is_one = batch.places is None and len(closed) == 1 and closed[0].rows[0] == first
@@ -117,7 +122,7 @@ def handles_of_batch(
     if not closed:
         return torch.full(shape, -1, device="cpu")
     index, known, end = np.full(shape.numel(), -1), stored.numpy(), stored.shape[0]
-    # Of all that was stored, the first may have left again.
+    # The first of the stored episodes may already be evicted.
     for episode, length in zip(reversed(closed), reversed(lengths.tolist()), strict=True):
         begin, stop, end = end - length, end, end - length
         if begin < 0 or length != len(episode.rows):
@@ -129,7 +134,7 @@ def handles_of_batch(
 
 
 def _one_batch(result: Any) -> Any:
-    """What a transform returned, if it can be stored."""
+    """Return a transform's result; refuse it if it is not ``[T]`` steps."""
     if is_tensor_collection(result) and result.ndim == 1:
         return result
     raise TypeError(

@@ -1,10 +1,14 @@
-"""Whether a step goes on from another: its entries are the other's next entries, bit for bit.
+"""Continuity: a step continues another if its entries are the other's next entries, bit for bit.
 
-TED says so of every ``k`` with a ``("next", k)``, but not every environment holds to it. Which entries
-do is learned: one is *proven* once its next entry was seen to become the later entry with another value,
-*exempt* once steps that a row of a batch gives one after the other differ in it, more than one in five
-of them, and *unknown* before. A step goes on if no proven entry differs, and no unknown one does unless
-a proven one agrees. Where nothing can be compared, every step goes on.
+TED requires it of every ``k`` with a ``("next", k)``, but not every environment follows it. What each
+entry does is learned from consecutive steps:
+
+- *exempt*: more than one pair in five differ in it;
+- *proven*: otherwise, once its next entry became the later entry with a changed value;
+- *unknown*: before that.
+
+A step continues another if no proven entry differs, and if no unknown one differs or some proven one
+agrees. Without comparable entries, every step continues.
 """
 
 from __future__ import annotations
@@ -23,23 +27,23 @@ from torchrl_mt.data._writing.ted import FLAGS
 __all__ = ["Continuity", "Values", "Verdict", "bits_at", "compared"]
 
 _TRUST = 4
-"""How many pairs must agree for each that does not."""
+"""Pairs that must agree for each pair that differs."""
 
 _ENOUGH = 256
-"""Pairs that agree, after which no more are looked at until something does not go on."""
+"""After so many agreeing pairs, learning stops until a step does not continue."""
 
 Values = Callable[[Path], "np.ndarray | None"]
-"""The bits of an entry at ``n`` steps, ``[n, w]``; None where they cannot be compared."""
+"""Function from an entry to its bits at ``n`` steps, ``[n, w]``; None if they cannot be compared."""
 
 
 @dataclass
 class _Record:
-    """What was seen of an entry."""
+    """Counts of step pairs for one entry."""
 
     agreed: int = 0
-    """Pairs in which the next entry became the later one, once that was seen with another value."""
+    """Pairs in which the next entry became the later one, from the first changed value on."""
     differed: int = 0
-    """Pairs that follow each other in a row in which it did not."""
+    """Consecutive pairs of a row in which it did not."""
 
     @property
     def exempt(self) -> bool:
@@ -52,56 +56,56 @@ class _Record:
 
 @dataclass
 class Verdict:
-    """Which of ``n`` steps go on from the step before."""
+    """Which of ``n`` steps continue the step before."""
 
     goes_on: np.ndarray | None = None
     """Bool ``[n]``; None if all do."""
     differing: dict[Path, np.ndarray] = field(default_factory=dict)
-    """Bool ``[n]`` of the entries that count: the steps that differ in them."""
+    """Which steps differ, bool ``[n]``, by entry; without exempt entries."""
 
     def reason(self, i: int) -> Path | None:
-        """An entry in which step ``i`` differs."""
+        """Return an entry in which step ``i`` differs; None if it differs in none."""
         return next((path for path, odd in self.differing.items() if odd[i]), None)
 
 
 class Continuity:
-    """What was learned of the entries of some steps.
+    """Learns which entries follow TED, and judges whether steps continue others.
 
     Args:
-        records: what :meth:`records` gave.
+        records: what :meth:`records` returned, to continue learning.
     """
 
     def __init__(self, records: Mapping[Path, tuple[int, int]] | None = None) -> None:
         self._records = {path: _Record(*seen) for path, seen in (records or {}).items()}
 
     def records(self) -> dict[Path, tuple[int, int]]:
-        """What was learned, as numbers."""
+        """Return the counts of agreeing and differing pairs, by entry."""
         return {path: (seen.agreed, seen.differed) for path, seen in self._records.items()}
 
     def knows(self, paths: Iterable[Path]) -> bool:
-        """Whether enough was seen of some entries."""
+        """Whether enough pairs were seen for all ``paths``."""
         known = map(self._records.get, paths)
         return all(record is not None and record.agreed >= _ENOUGH for record in known)
 
     def learn(self, paths: Iterable[Path], later: Values, earlier: Values) -> None:
-        """Learn from steps that one row of a batch gave one after the other; see :meth:`judge`."""
+        """Learn from consecutive steps of a row of a batch; arguments as :meth:`judge`."""
         for record, _, odd in self._seen(paths, later, earlier):
             record.differed += 0 if odd is None else int(odd.sum())
 
     def judge(self, paths: Iterable[Path], later: Values, earlier: Values) -> Verdict:
-        """Tell which steps go on from the steps before them, and learn from those that do.
+        """Judge which steps continue the steps before them, and learn from agreeing pairs.
 
         Args:
             paths: the entries to compare.
-            later: the steps.
-            earlier: the steps before them.
+            later: values of the steps.
+            earlier: values of the steps before them.
         """
         return _verdict(list(self._seen(paths, later, earlier)))
 
     def _seen(
         self, paths: Iterable[Path], later: Values, earlier: Values
     ) -> Iterator[tuple[_Record, Path, np.ndarray | None]]:
-        """What is known of each entry that can be compared, and where it differs: None for nowhere."""
+        """Compare each comparable entry; yield its counts and which steps differ (None for none)."""
         for path in paths:
             now, told = later(path), earlier(("next", *path))
             if now is None or told is None or now.shape != told.shape or now.dtype != told.dtype:
@@ -119,9 +123,9 @@ class Continuity:
 
 
 def compared(steps: Steps, without: Iterable[Path] = ()) -> tuple[Path, ...]:
-    """The entries ``k`` of some steps that have a ``("next", k)`` to be compared with.
+    """List the entries ``k`` that can be compared with their ``("next", k)``.
 
-    Done flags are left out, and so are Python objects and tensors whose shape varies.
+    Done flags, ``"is_init"``, the entries ``without`` and Python objects are left out.
     """
     found = []
     for path, column in steps.columns.items():
@@ -140,7 +144,7 @@ def compared(steps: Steps, without: Iterable[Path] = ()) -> tuple[Path, ...]:
 
 
 def bits_at(column: Column | None, at: np.ndarray | slice) -> np.ndarray | None:
-    """The bits of a column at some steps: integers ``[n, w]``; None if they are not all alike."""
+    """Return the bits of a column at some steps: integers ``[n, w]``; None if shapes or dtypes vary."""
     if isinstance(column, Rows):
         items = (
             column.items[at] if isinstance(at, slice) else [column.items[i] for i in at.tolist()]
@@ -163,13 +167,13 @@ def bits_at(column: Column | None, at: np.ndarray | slice) -> np.ndarray | None:
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Bool ``[n]``: where two ``[n, w]`` arrays differ."""
+    """Return which rows of two ``[n, w]`` arrays differ: bool ``[n]``."""
     differ: np.ndarray = (a != b).any(1)
     return differ
 
 
 def _verdict(seen: list[tuple[_Record, Path, np.ndarray | None]]) -> Verdict:
-    """What the differences say once they are learned from."""
+    """Judge steps by where each entry differs."""
     wrong: np.ndarray | None = None
     doubted: np.ndarray | None = None
     assured: np.ndarray | bool = False

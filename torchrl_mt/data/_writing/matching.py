@@ -1,8 +1,8 @@
-"""To which open episode each segment of a batch belongs, and which episodes are given up.
+"""Matching: which open episode each segment of a batch continues, and which episodes are given up.
 
-A segment joins an episode of its id that it goes on from, or begins another. A row has one open
-episode: it is given up when another is to be open. Episodes with one id are kept apart, as both may go
-on: two collectors may count from 0.
+A segment joins an open episode of its id that it continues, or begins another. Several episodes of one
+id may be open, as two collectors may both count from 0. A row (without ids) has one open episode,
+which is given up when another begins.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from torchrl_mt.data._writing.segments import IS_INIT, Batch, differs_in
 __all__ = ["MOST_OF_AN_ID", "Matcher", "Matches"]
 
 MOST_OF_AN_ID = 32
-"""Open episodes that may share an id; the one that has waited longest for a step gives way."""
+"""Most open episodes of one id; beyond it, the one that waited longest for a step is given up."""
 
 _Live = dict[int, tuple[int, int]]
-"""Open episodes by slot: the row of the last step, and the number of steps."""
+"""Row of the last step and number of steps of open episodes, by slot."""
 
 
 @dataclass
 class Matches:
-    """Where the segments of a batch go."""
+    """The episodes of a batch's segments."""
 
     slots: np.ndarray
-    """int64 ``[S]``: the slot of each segment's episode."""
+    """int64 ``[S]``: slot of each segment's episode."""
     fresh: dict[int, int] = field(default_factory=dict)
-    """The slots of the episodes that begin in the batch, and the first segment of each."""
+    """First segment of each episode that begins in the batch, by slot."""
     broken: list[int] = field(default_factory=list)
-    """Slots of episodes that nothing goes on from any more."""
+    """Slots of episodes that are given up since no segment continues them."""
     over_budget: list[int] = field(default_factory=list)
-    """Slots of episodes that give way to a budget of steps."""
+    """Slots of episodes that are given up for a budget of steps."""
     breaks: list[tuple[int, str]] = field(default_factory=list)
-    """Segments that do not go on from the open episode of their id, and why."""
+    """Segments that do not continue the open episode of their id, and why."""
 
 
 class Matcher:
-    """Finds the episodes of a batch whose steps :meth:`OpenSteps.put` has written.
+    """Matches the segments of a batch that :meth:`OpenSteps.put` has written to episodes.
 
     Args:
         steps: the open steps.
         batch: the batch.
-        first: the row of its first step.
-        by_rows: whether episodes are told apart by rows.
+        first: row of its first step.
+        by_rows: whether rows identify episodes, rather than ids.
         paths: the entries to compare.
-        continuity: what is known of them.
-        max_length: steps that an open episode may have; None for any number.
+        continuity: what was learned of them.
+        max_length: most steps of an open episode; None for no limit.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class Matcher:
         """Find the episode of each segment.
 
         Args:
-            max_steps: steps that the open episodes may have in all, unless there is one only.
+            max_steps: most steps of all open episodes together; a single one may have more.
         """
         parts = self.batch.segments
         keys, number = parts.keys, len(parts.keys)
         found = self.open.find(parts)
-        # Their segments are looked at one after the other.
+        # Ids whose segments must be matched one after the other.
         odd = set(self.open.several).intersection(keys) if self.open.several else set()
         if not parts.differ:
             again = [i for i in range(1, number) if keys[i] == keys[i - 1]]
-            # After a segment that ends its episode comes the beginning of another.
+            # After a segment that ends its episode, the next one of its id begins another.
             found[again] = -1
             odd.update(keys[i] for i in again if not self.batch.ended[i - 1])
         if odd:
             self._find_among_several(found, odd)
-        odd |= self._not_going_on(found, odd)
+        odd |= self._not_continuing(found, odd)
         result = Matches(found)
         single = np.array([key not in odd for key in keys]) if odd else np.True_
         steps = self.open.num_steps + int(parts.stops[-1])
@@ -116,7 +116,10 @@ class Matcher:
         return result
 
     def _find_among_several(self, found: np.ndarray, odd: set[int]) -> None:
-        """Find the episodes of segments that agree in all with one of several; they are odd no more."""
+        """Match segments that agree in all entries with one of several episodes of their id.
+
+        Their ids are removed from ``odd``.
+        """
         begins = self.batch.begins
         if not self.paths or not self.batch.segments.differ:
             return
@@ -142,15 +145,15 @@ class Matcher:
     def _judge(
         self, here: np.ndarray, there: np.ndarray, continuity: Continuity | None = None
     ) -> Verdict:
-        """Whether the steps in some rows go on from those in others."""
+        """Judge whether the steps in rows ``here`` continue those in rows ``there``."""
         return (continuity or self.continuity).judge(
             self.paths,
             lambda path: self.open.bits_at(path, here),
             lambda path: self.open.bits_at(path, there),
         )
 
-    def _not_going_on(self, found: np.ndarray, odd: set[int]) -> set[int]:
-        """The ids whose only open episode a segment does not go on from."""
+    def _not_continuing(self, found: np.ndarray, odd: set[int]) -> set[int]:
+        """Find the ids with a segment that does not continue their only open episode."""
         at = np.flatnonzero(found >= 0)
         if not len(at):
             return set()
@@ -167,7 +170,7 @@ class Matcher:
         return {keys[i] for i in wrong}
 
     def _one_by_one(self, odd: set[int], result: Matches, unused: Iterator[int]) -> None:
-        """Find the episodes of segments with these ids, each after the other."""
+        """Match the segments of the ids ``odd``, one after the other."""
         live: dict[int, _Live] = {
             key: {
                 slot: (int(self.open.last[slot]), int(self.open.length[slot]))
@@ -179,7 +182,7 @@ class Matcher:
             if key not in odd:
                 continue
             mine, length = live[key], int(self.sizes[i])
-            slot, reason = self._goes_on_from(i, mine)
+            slot, reason = self._find_one(i, mine)
             if slot is not None:
                 before = mine.pop(slot)[1]
                 if self.max_length is not None and before + length > self.max_length:
@@ -190,7 +193,7 @@ class Matcher:
             if reason is not None:
                 result.breaks.append((i, reason))
                 if not self.batch.ended[i]:
-                    self._give_up(mine, result)
+                    self._close_oldest(mine, result)
             if slot is None:
                 slot = next(unused)
                 result.fresh[slot] = i
@@ -198,15 +201,15 @@ class Matcher:
             if not self.batch.ended[i]:
                 mine[slot] = (int(self.batch.lasts()[i]) + self.first, length)
 
-    def _give_up(self, mine: _Live, result: Matches) -> None:
-        """Let go of episodes of an id, of which a segment goes on from none."""
+    def _close_oldest(self, mine: _Live, result: Matches) -> None:
+        """Give up the oldest episodes of an id until one more may be open."""
         while len(mine) >= (1 if self.by_rows else MOST_OF_AN_ID):
             oldest = min(mine, key=lambda slot: mine[slot][0])
             del mine[oldest]
             result.broken.append(oldest)
 
-    def _goes_on_from(self, i: int, mine: _Live) -> tuple[int | None, str | None]:
-        """The open episode that segment ``i`` goes on from; why not, if it is none of them."""
+    def _find_one(self, i: int, mine: _Live) -> tuple[int | None, str | None]:
+        """Find the open episode that segment ``i`` continues; if none, say why."""
         if not mine:
             return None, None
         if self.batch.begins is not None and self.batch.begins[i]:
@@ -228,7 +231,7 @@ class Matcher:
         return slots[best], None
 
     def _over_budget(self, max_steps: int, result: Matches) -> list[int]:
-        """The episodes that give way: those that have waited longest for a step."""
+        """Choose the episodes to give up for the budget: those that waited longest for a step."""
         lengths = {slot: int(self.open.length[slot]) for slot in self.open.slots.values()}
         waited = {slot: int(self.open.batch[slot]) for slot in lengths}
         begun = {slot: int(self.open.first[slot]) for slot in lengths}

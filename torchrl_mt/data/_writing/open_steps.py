@@ -1,9 +1,7 @@
 """The steps of unfinished episodes, in one log.
 
-Batches are written one after the other, so that the rows of an episode increase with time; every row
-knows its episode. Small entries of one dtype lie side by side in one record per row, every other one in
-a tensor (or list) of its own. Rows whose episode has ended are free, and the log is laid out anew
-without them when it is full: it takes memory in proportion to the open steps.
+Batches are appended, so that the rows of an episode increase with time. Rows of closed episodes are
+free, and a full log is compacted: its memory stays in proportion to the open steps.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from torchrl_mt.data._writing.segments import Segments
 __all__ = ["Label", "OpenSteps"]
 
 Label = Hashable
-"""What an open episode is called: its id; or ``(id, 2)``, ``(id, 3)``... if another has that id."""
+"""Name of an open episode: its id; or ``(id, 2)``, ``(id, 3)``... if another has that id."""
 
 _FEW_SLOTS = 4
-"""Slots whose rows are found faster one by one."""
-_FEW = 1024
-"""A log of so few rows is never made smaller."""
+"""Up to so many slots, finding rows slot by slot is faster."""
+_SMALL_LOG = 1024
+"""Rows of a log that never shrinks."""
 
 _MEMORY = Memory(torch.device("cpu"))
 
@@ -39,43 +37,45 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class OpenSteps:
-    """Open episodes, each in a *slot*: a number that another episode has later.
+    """Open episodes, stored by *slot*: a number that later episodes reuse.
 
-    :meth:`put` writes a batch to rows that are not in use yet; :meth:`accept` takes them into use.
+    :meth:`put` writes a batch to unused rows; :meth:`accept` commits them.
     """
 
     def __init__(self) -> None:
         self.schema: Schema | None = None
         self.columns: dict[Path, _Tensors | _Items] = {}
         self._records: list[tuple[Record, _Tensors]] = []
-        """Where the small ones are side by side, as the storage keeps them."""
+        """Small entries of one dtype, side by side in one record per row."""
         self.tail = 0
-        """One past the last row that counts."""
+        """One past the last committed row."""
         self.owner = np.zeros(0, dtype=np.int32)
-        """The slot of each row; -1 if it is free."""
+        """Slot of each row; -1 where the row is free."""
         self.ids = self.first = self.last = self.length = self.batch = _NO_ROWS
-        """By slot: the id, the first and the last row, the number of steps, the batch of the last."""
+        """By slot: id, first row, last row, number of steps, batch of the last step."""
         self.is_open = np.zeros(0, dtype=bool)
-        """By slot: whether it is of an open episode."""
+        """By slot: whether it holds an open episode."""
         self._recent: tuple[np.ndarray, np.ndarray, list[int]] = (_NO_ROWS, _NO_ROWS, [])
-        """Of the last batch's segments: the ids, the slots, and which are open no more."""
+        """Segments of the last batch: ids, slots, and positions of those that are closed."""
         self.slots: dict[Label, int] = {}
-        """The slot of every open episode."""
+        """Slot of every open episode, by label."""
         self.newest: dict[int, int] = {}
-        """For each id, the slot of the episode that began last."""
+        """Slot of the episode that began last, by id."""
         self.several: dict[int, list[int]] = {}
-        """Of ids with more than one episode: the slots, in the order in which the episodes began."""
+        """Slots of ids with more than one episode, oldest episode first."""
         self.labels: dict[int, Label] = {}
-        """What the episode in a slot is called."""
+        """Label of the episode in each slot."""
         self.num_steps = 0
         """Steps of all open episodes."""
         self.batches = 0
-        """How many batches came."""
+        """Number of batches so far."""
         self._free: list[int] = []
 
     def find(self, parts: Segments) -> np.ndarray:
-        """int64 ``[S]``: the slot that an id had in the last batch, if that episode is open still, else
-        that of its newest one; -1 where none is. Of an id with several the caller chooses.
+        """Find a slot for each segment's id: int64 ``[S]``; -1 if the id has no open episode.
+
+        This is the slot that the id had in the last batch, if its episode is still open, else the slot
+        of its newest episode. If an id has several, the caller chooses.
         """
         ids, slots, ended = self._recent
         if len(ids) != len(parts.ids):
@@ -86,23 +86,23 @@ class OpenSteps:
         return found
 
     def with_id(self, key: int) -> list[int]:
-        """The slots of the episodes with an id, in the order in which they began."""
+        """Slots of the episodes with an id, oldest first."""
         if key in self.several:
             return self.several[key]
         return [self.newest[key]] if key in self.newest else []
 
     def by_age(self) -> list[int]:
-        """The slots of the open episodes, by their last steps."""
-        slots = self._all()
+        """Slots of the open episodes, ordered by their last steps."""
+        slots = self._open_slots()
         ordered: list[int] = slots[np.argsort(self.last[slots], kind="stable")].tolist()
         return ordered
 
     def rows(self, slot: int) -> np.ndarray:
-        """int64 ``[T]``: the rows of an open episode."""
+        """Rows of an open episode: int64 ``[T]``."""
         return self.rows_of([slot], self.tail)[0]
 
     def rows_of(self, slots: Sequence[int], stop: int) -> list[np.ndarray]:
-        """int64 ``[T]`` each: the rows before ``stop`` that are of some slots."""
+        """Rows of each slot before row ``stop``: int64 ``[T]`` each."""
         firsts = [int(self.first[slot]) if self.is_open[slot] else self.tail for slot in slots]
         if len(slots) <= _FEW_SLOTS:
             return [
@@ -121,12 +121,12 @@ class OpenSteps:
         return [rows[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
     def take(self, rows: np.ndarray) -> Steps:
-        """The steps in some rows; dense tensors are copies, all else is what is kept."""
+        """Read the steps in ``rows``; dense tensors are copied, other values are not."""
         assert self.schema is not None
         packed: dict[Path, Tensor] = {}
         for record, tensors in self._records:
             packed.update(record.entries(tensors.take(rows)))
-        columns = self._with(packed, lambda column: column.take(rows))
+        columns = self._map_columns(packed, lambda column: column.take(rows))
         return Steps(len(rows), columns, self.schema.root_class)
 
     def episode(self, slot: int) -> Steps:
@@ -134,23 +134,23 @@ class OpenSteps:
         return self.take(self.rows(slot)).clone()
 
     def bits_at(self, path: Path, rows: np.ndarray | slice) -> np.ndarray | None:
-        """The bits of an entry in some rows: integers ``[n, w]``; None if they are not all alike."""
+        """Bits of an entry in ``rows``: integers ``[n, w]``; None if shapes or dtypes vary."""
         column = self.columns.get(path)
         return None if column is None else column.bits_at(rows)
 
     # ---- writing --------------------------------------------------------------------------------
 
     def put(self, steps: Steps, schema: Schema) -> int:
-        """Write a batch to rows that are not in use yet: the first of them.
+        """Write a batch to unused rows; return the first of these rows.
 
         Args:
             steps: the batch.
-            schema: what the steps look like together with those that are there.
+            schema: the schema of the open steps and the batch together.
         """
         if self.tail + steps.length > len(self.owner):
-            self._lay_out(steps.length)
+            self._resize(steps.length)
         if schema is not self.schema:
-            self._take_form(steps, schema)
+            self._add_columns(steps, schema)
         first = self.tail
         for path, column in steps.columns.items():
             held = self.columns[path]
@@ -160,13 +160,13 @@ class OpenSteps:
         return first
 
     def assign(self, parts: Segments, order: np.ndarray | None, slots: np.ndarray) -> None:
-        """Assign the rows that :meth:`put` wrote to slots; see :meth:`accept`."""
+        """Mark the rows that :meth:`put` wrote as belonging to slots; arguments as :meth:`accept`."""
         owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
         place = self.owner[self.tail : self.tail + len(owners)]
         place[slice(None) if order is None else order] = owners
 
     def new_slots(self, number: int) -> list[int]:
-        """Slots for so many episodes; they are free until :meth:`accept`."""
+        """Find ``number`` free slots; :meth:`accept` takes them."""
         lacking = number - len(self._free)
         if lacking > 0:
             known = len(self.ids)
@@ -190,14 +190,14 @@ class OpenSteps:
         fresh: Mapping[int, int],
         gone: Mapping[int, np.ndarray],
     ) -> None:
-        """Take the batch that :meth:`put` wrote and :meth:`assign` assigned into use.
+        """Commit the batch that :meth:`put` wrote and :meth:`assign` assigned.
 
         Args:
             parts: its segments.
-            order: int64 ``[N]``, the order in which they take its steps; None for the one they have.
-            slots: int64 ``[S]``, the slot of each.
-            fresh: the slots of episodes that begin, and the first segment of each.
-            gone: the rows of the episodes that are no longer open, by their slots.
+            order: int64 ``[N]``, the steps in the order of the segments; None if already in order.
+            slots: int64 ``[S]``, slot of each segment.
+            fresh: first segment of each new episode, by slot.
+            gone: rows of each closed episode, by slot.
         """
         self.batches += 1
         first, last = parts.starts, parts.stops - 1
@@ -209,22 +209,22 @@ class OpenSteps:
         if parts.differ:
             self.length[slots] += parts.sizes
         else:
-            np.add.at(self.length, slots, parts.sizes)  # several may be of one slot
+            np.add.at(self.length, slots, parts.sizes)  # A slot may have several segments.
         self.last[slots], self.batch[slots] = last + self.tail, self.batches
         self.num_steps += number
         self.tail += number
         for slot, its in gone.items():
             self._release(its)
             if slot in self.labels:
-                self._end(slot)
+                self._free_slot(slot)
         if fresh:
             self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
         ended = np.flatnonzero(~self.is_open[slots]).tolist() if gone else []
-        self._recent = (parts.ids.copy(), slots, ended)  # They may be the user's own memory.
+        self._recent = (parts.ids.copy(), slots, ended)  # The ids may be the user's own memory.
         self._shrink()
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
-        """Add an open episode that was saved."""
+        """Add a saved open episode."""
         lengths = torch.tensor([steps.length], device="cpu")
         schema = Schema.of(steps, lengths, share_next=False)
         if self.slots and self.schema is not None:
@@ -238,18 +238,18 @@ class OpenSteps:
         self.labels[slot], self.slots[label] = label, slot
 
     def discard(self, slot: int) -> None:
-        """Let go of an open episode."""
+        """Drop an open episode."""
         rows = self.rows(slot)
         with interrupts_deferred():
             self._release(rows)
-            self._end(slot)
+            self._free_slot(slot)
             self._recent = (_NO_ROWS, _NO_ROWS, [])
             self._shrink()
 
     # ---- inside ---------------------------------------------------------------------------------
 
     def _begin(self, episodes: list[tuple[int, int]]) -> None:
-        """Give slots to new episodes with these ids."""
+        """Open episodes, given as pairs of slot and id."""
         taken = {slot for slot, _ in episodes}
         if taken:
             self._free = [slot for slot in self._free if slot not in taken]
@@ -258,18 +258,18 @@ class OpenSteps:
             if key in self.newest:
                 self.several.setdefault(key, [self.newest[key]]).append(slot)
             self.newest[key] = slot
-            label = _unused(key, self.slots)
+            label = _new_label(key, self.slots)
             self.labels[slot], self.slots[label] = label, slot
 
     def _release(self, rows: np.ndarray) -> None:
-        """Let go of rows."""
+        """Free rows."""
         self.owner[rows] = -1
         self.num_steps -= len(rows)
         for column in self.columns.values():
             if isinstance(column, _Items):
                 column.release(rows)
 
-    def _end(self, slot: int) -> None:
+    def _free_slot(self, slot: int) -> None:
         """Free a slot."""
         del self.slots[self.labels.pop(slot)]
         self._free.append(slot)
@@ -285,25 +285,27 @@ class OpenSteps:
             del self.several[key]
 
     def _shrink(self) -> None:
-        """Give memory back that the open steps do not need."""
+        """Return memory that the open steps do not need."""
         if not self.slots:
             self.tail = 0
-        if len(self.owner) > _FEW and len(self.owner) > 12 * self.num_steps:
-            self._lay_out(0)
+        if len(self.owner) > _SMALL_LOG and len(self.owner) > 12 * self.num_steps:
+            self._resize(0)
 
-    def _all(self) -> np.ndarray:
-        """The slots of the open episodes."""
+    def _open_slots(self) -> np.ndarray:
+        """Slots of the open episodes, in no order."""
         return np.fromiter(self.slots.values(), dtype=np.int64, count=len(self.slots))
 
-    def _take_form(self, steps: Steps, schema: Schema) -> None:
-        """Make columns for steps of a schema."""
+    def _add_columns(self, steps: Steps, schema: Schema) -> None:
+        """Add the columns that steps of ``schema`` need."""
         size = len(self.owner)
         records, columns = self._records, dict(self.columns)
         if not self.slots:
             small = {
                 path: schema.entries[path]
                 for path, column in steps.columns.items()
-                if isinstance(column, Tensor) and column.is_cpu and not _is_twin(path, schema)
+                if isinstance(column, Tensor)
+                and column.is_cpu
+                and not _is_next_of_stored(path, schema)
             }
             records = _tensors_of(set(records_for(small, size, _MEMORY).values()))
             columns = _columns_in(records)
@@ -314,28 +316,32 @@ class OpenSteps:
         with interrupts_deferred():
             self._records, self.columns, self.schema = records, columns, schema
 
-    def _with(self, packed: Mapping[Path, Any], other: Callable[[Any], Any]) -> dict[Path, Any]:
-        """The columns, those in records from ``packed`` and the rest made by ``other``."""
+    def _map_columns(
+        self, packed: Mapping[Path, Any], other: Callable[[Any], Any]
+    ) -> dict[Path, Any]:
+        """Take columns from ``packed`` where it has them; make the others with ``other``."""
         return {
             path: packed[path] if path in packed and isinstance(column, _Tensors) else other(column)
             for path, column in self.columns.items()
         }
 
-    def _lay_out(self, more: int) -> None:
-        """Lay the rows that count out anew, with room for ``more``, and twice as much again as both."""
+    def _resize(self, more: int) -> None:
+        """Compact the rows in use into a log of three times their number and ``more`` together."""
         live = np.flatnonzero(self.owner[: self.tail] >= 0)
         size = max(64, 3 * (len(live) + more))
         if size <= len(self.owner) <= 2 * size:
-            size = len(self.owner)  # Memory that is in use already is the fastest.
+            size = len(self.owner)  # Memory that is already in use is the fastest.
         records = _tensors_of(record.like(size) for record, _ in self._records)
         for (_, tensors), (_, before) in zip(records, self._records, strict=True):
             tensors.put(0, before.take(live))
-        columns = self._with(_columns_in(records), lambda column: column.laid_out(live, size))
+        columns = self._map_columns(
+            _columns_in(records), lambda column: column.laid_out(live, size)
+        )
         owner = np.full(size, -1, dtype=np.int32)
         owner[: len(live)] = self.owner[live]
         place = np.zeros(self.tail + 1, dtype=np.int64)
         place[live] = np.arange(len(live))
-        slots, first, last = self._all(), self.first.copy(), self.last.copy()
+        slots, first, last = self._open_slots(), self.first.copy(), self.last.copy()
         first[slots], last[slots] = place[first[slots]], place[last[slots]]
         with interrupts_deferred():
             self._records, self.columns = records, columns
@@ -352,13 +358,13 @@ class _Tensors:
 
     @classmethod
     def like(cls, column: Tensor, size: int) -> _Tensors:
-        """Room for ``size`` steps like those of a column."""
+        """Allocate ``size`` steps like those of a column."""
         with torch.inference_mode(False):
             shape = (size, *column.shape[1:])
             return cls(torch.empty(shape, dtype=column.dtype, device=column.device))
 
     def put(self, first: int, column: Any) -> None:
-        """Write the values of some steps."""
+        """Write values from row ``first`` on."""
         array = None if self._array is None else as_array(column)
         if array is None or self._array is None:
             self.held[first : first + len(column)].copy_(column)
@@ -366,40 +372,40 @@ class _Tensors:
             self._array[first : first + len(array)] = array
 
     def take(self, rows: np.ndarray) -> Tensor:
-        """The values in some rows."""
+        """Copy the values in ``rows``."""
         if self._array is None:
             return self.held.index_select(0, torch.from_numpy(rows).to(self.held.device))
         taken = torch.from_numpy(_rows_at(self._array, rows))
         return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
 
     def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
-        """The bits in some rows: integers ``[n, w]``."""
+        """Bits in ``rows``: integers ``[n, w]``."""
         if self._bits is None:
             return bits_at(self.held, rows)
         return self._bits[rows] if isinstance(rows, slice) else _rows_at(self._bits, rows)
 
     def laid_out(self, rows: np.ndarray, size: int) -> _Tensors:
-        """The values in some rows, with room for ``size``."""
+        """Copy ``rows`` into a column with room for ``size``."""
         new = _Tensors.like(self.held, size)
         new.put(0, self.take(rows))
         return new
 
     def as_items(self) -> _Items:
-        """The values one by one."""
+        """The same values as a list with one tensor per step."""
         items = _Items(Rows, len(self.held))
         items.put(0, self.held)
         return items
 
 
 class _Items:
-    """An entry of tensors of varying shape, or of Python objects."""
+    """An entry with tensors of varying shape or Python objects."""
 
     def __init__(self, kind: type, size: int) -> None:
         self.kind = kind
         self.items: list[Any] = [None] * size
 
     def put(self, first: int, column: Any) -> None:
-        """Write the values of some steps: copies."""
+        """Write copies of values from row ``first`` on."""
         if isinstance(column, Tensor):
             column = Rows(list(step_tensors(column)))
         copies = Steps(len(column.items), {("",): column}).clone().columns[("",)]
@@ -407,33 +413,33 @@ class _Items:
         self.items[first : first + len(copies.items)] = copies.items
 
     def take(self, rows: np.ndarray) -> Column:
-        """The values in some rows: themselves."""
+        """Read the values in ``rows``, not copied."""
         column: Column = self.kind([self.items[row] for row in rows.tolist()])
         return column
 
     def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
-        """The bits in some rows: integers ``[n, w]``; None if they are not all alike."""
+        """Bits in ``rows``: integers ``[n, w]``; None if shapes or dtypes vary."""
         return bits_at(self.kind(self.items), rows)
 
     def laid_out(self, rows: np.ndarray, size: int) -> _Items:
-        """The values in some rows, with room for ``size``."""
+        """Move ``rows`` into a column with room for ``size``."""
         new = _Items(self.kind, size)
         new.items[: len(rows)] = [self.items[row] for row in rows.tolist()]
         return new
 
     def release(self, rows: np.ndarray) -> None:
-        """Let go of the values."""
+        """Drop the values in ``rows``."""
         for row in rows.tolist():
             self.items[row] = None
 
 
 def _tensors_of(records: Iterable[Record]) -> list[tuple[Record, _Tensors]]:
-    """Records with their memory."""
+    """Pair records with their memory."""
     return [(record, _Tensors(record.data)) for record in records]
 
 
 def _columns_in(records: Iterable[tuple[Record, _Tensors]]) -> dict[Path, _Tensors | _Items]:
-    """The entries in records."""
+    """Entries of records, by path."""
     return {
         path: _Tensors(entry)
         for record, _ in records
@@ -442,19 +448,19 @@ def _columns_in(records: Iterable[tuple[Record, _Tensors]]) -> dict[Path, _Tenso
 
 
 def _rows_at(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Some rows of an array: a copy."""
-    # take() is the faster, but first copies the whole of an array that is part of another.
+    """Copy ``rows`` of an array."""
+    # take() is faster, but first copies the whole array if it is not contiguous.
     found: np.ndarray = array.take(rows, 0) if array.flags.c_contiguous else array[rows]
     return found
 
 
-def _is_twin(path: Path, schema: Schema) -> bool:
-    """Whether an entry is the next of another one: the storage reads it from that one's rows."""
+def _is_next_of_stored(path: Path, schema: Schema) -> bool:
+    """Whether an entry is ``("next", k)`` of a stored ``k``, whose rows the storage may share."""
     return path[0] == "next" and path[1:] in schema.entries
 
 
-def _unused(key: int, known: Mapping[Label, int]) -> Label:
-    """A label for an episode whose id others may have."""
+def _new_label(key: int, known: Mapping[Label, int]) -> Label:
+    """Return an unused label for an episode with id ``key``."""
     label: Label = key
     number = 2
     while label in known:

@@ -1,7 +1,7 @@
-"""A batch of steps as a writer reads it: flat, without padding, in segments that go on in themselves.
+"""Segments: a batch of steps, flat and without padding, cut where steps do not continue.
 
-A segment is steps of one id in time, of which none but the last ends the episode, none but the first
-begins one, and each goes on from the one before or follows it in its row.
+A segment is a run of steps of one id in time. Only its last step may end the episode, only its first
+may begin one, and every other step continues the one before or follows it in its row.
 """
 
 from __future__ import annotations
@@ -31,49 +31,51 @@ __all__ = [
 ]
 
 IS_INIT = 'its first step has a true "is_init"'
-"""Why a step does not go on."""
+"""Reason why a step does not continue."""
 
 Form = tuple[tuple[Path, torch.Size, torch.dtype], ...]
-"""Entries, shapes and dtypes of steps that are plain tensors."""
+"""Entries, shapes per step and dtypes of a TensorDict of plain tensors."""
 
 
 @dataclass
 class Segments:
-    """Runs of steps of one id each, which fill the grouped batch one after the other."""
+    """Segments that fill a batch, whose steps are grouped by id, one after the other."""
 
     ids: np.ndarray
-    """int64 ``[S]``: the id of each."""
+    """int64 ``[S]``: id of each segment."""
     starts: np.ndarray
-    """int64 ``[S]``"""
+    """int64 ``[S]``: first position of each."""
     stops: np.ndarray
-    """int64 ``[S]``"""
+    """int64 ``[S]``: one past the last position of each."""
 
     @cached_property
     def keys(self) -> list[int]:
-        """The id of each."""
+        """The ids as a list."""
         return self.ids.tolist()
 
     @cached_property
     def differ(self) -> bool:
-        """Whether no two have one id."""
+        """Whether all ids differ."""
         return len(set(self.keys)) == len(self.keys)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """int64 ``[S]``: steps of each."""
+        """int64 ``[S]``: steps of each segment."""
         return self.stops - self.starts
 
 
 def group_steps(ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray | None:
-    """The order in which steps of one id follow each other, in time.
+    """Group the steps of a batch by id, in time order within each id.
 
     Args:
-        ids: int64 ``[N]``, the id of each step, row after row.
-        rows: int64 ``[N]``, the row of each step; None if there is one row, or each has an id of its
-            own.
+        ids: int64 ``[N]``, id of each step, row after row.
+        rows: int64 ``[N]``, row of each step; None for a single row.
 
     Returns:
-        int64 ``[N]``; None if they do already.
+        int64 ``[N]``, the order of the steps; None if they are already grouped.
+
+    Raises:
+        ValueError: if an id is in more than one row.
 
     Examples:
         >>> group_steps(np.array([7, 4, 7, 4]), None)
@@ -99,11 +101,11 @@ def group_steps(ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray | None:
 
 
 def segments(ids: np.ndarray, linked: np.ndarray) -> Segments:
-    """Cut grouped steps where they do not go on.
+    """Cut grouped steps into segments.
 
     Args:
-        ids: int64 ``[N]``, the id of each grouped step.
-        linked: bool ``[N - 1]``: whether each step goes on with the following one.
+        ids: int64 ``[N]``, id of each grouped step.
+        linked: bool ``[N - 1]``: whether the following step continues each step.
     """
     if linked.all():
         return Segments(ids[:1], np.zeros(1, dtype=np.int64), np.array([len(ids)]))
@@ -113,26 +115,26 @@ def segments(ids: np.ndarray, linked: np.ndarray) -> Segments:
 
 
 def _runs(rows: np.ndarray, other: np.ndarray) -> int:
-    """How many runs of steps of one row and one id there are; ``other`` is where the id changes."""
+    """Count the runs of steps of one row and one id; ``other`` tells where the id changes."""
     return min(len(rows), 1) + int(np.count_nonzero(other | (rows[1:] != rows[:-1])))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The steps of a batch that are no padding."""
+    """The steps of a batch without padding, and their segments."""
 
     steps: Steps
     places: np.ndarray | None
-    """int64 ``[N]``: where each step lies in the flattened batch; None if none is left out."""
+    """int64 ``[N]``: position of each step in the flattened batch; None if nothing is left out."""
     order: np.ndarray | None
-    """int64 ``[N]``: the order in which the segments take the steps; None for the one they have."""
+    """int64 ``[N]``: the steps in the order of the segments; None if already in order."""
     segments: Segments
     ended: np.ndarray
     """Bool ``[S]``: whether the episode ends with the segment."""
     begins: np.ndarray | None
-    """Bool ``[S]``: whether it begins with it for certain."""
+    """Bool ``[S]``: whether the segment's first step has a true ``"is_init"``; None if none has."""
     reasons: dict[int, str]
-    """Of segments that do not go on from the one of their id before them: why."""
+    """Why segments do not continue the previous one of their id, by position of the segment."""
 
     def positions(self, i: int) -> np.ndarray:
         """int64: the steps of segment ``i``."""
@@ -151,9 +153,12 @@ class Batch:
 
 
 def flatten(data: Any) -> tuple[Steps, Form | None]:
-    """The steps of a batch, row after row; and their form, if it is simple.
+    """Flatten a batch, row after row; also return its form if it is a TensorDict of plain tensors.
 
-    Tensors are not copied if their rows lie one after the other.
+    Tensors with consecutive rows in memory are not copied.
+
+    Raises:
+        ValueError: if there is no step, or a nested tensor in a ``[B, T]`` batch.
     """
     shape = data.batch_size
     number = shape.numel()
@@ -178,7 +183,7 @@ def flatten(data: Any) -> tuple[Steps, Form | None]:
 
 
 def read_ids(steps: Steps, key: Path) -> np.ndarray:
-    """int64 ``[N]``: the id of each step."""
+    """Read the id of each step: int64 ``[N]``; ``ValueError`` unless it is one integer per step."""
     ids = stacked(steps.columns[key])
     if ids is not None and ids.dtype == torch.int64 and ids.is_cpu and ids.numel() == steps.length:
         return ids.numpy().reshape(-1)
@@ -199,19 +204,18 @@ def segment(
     *,
     learn: bool,
 ) -> Batch:
-    """Cut a batch in segments.
+    """Cut a batch into segments.
 
-    Steps of one id that follow each other in a row are taken to go on, unless one has a true
-    ``"is_init"``.
+    Consecutive steps of one id in a row always continue each other, unless ``"is_init"`` is true.
 
     Args:
         steps: the flattened batch.
-        ids: int64 ``[N]``, the id of each step; None to have each row be one.
+        ids: int64 ``[N]``, id of each step; None takes the row as id.
         shape: ``[N]`` or ``[B, T]``, its batch size.
-        flags: what ends an episode.
+        flags: the flags that end an episode.
         paths: the entries to compare.
-        continuity: what is known of them.
-        learn: whether to learn from steps that follow each other in a row.
+        continuity: what was learned of them; learns from this batch.
+        learn: whether to learn from consecutive steps of a row.
     """
     if shape[-1] == 1 and not_padding(steps) is None:
         each = np.arange(steps.length)
@@ -259,7 +263,7 @@ def _broken(
     continuity: Continuity,
     learn: bool,
 ) -> dict[int, str]:
-    """Unlink steps that do not go on from those before them: which, and why not."""
+    """Unlink steps that do not continue the step before; return why, by position of the step."""
     links = np.flatnonzero(linked)
     columns = steps.columns
 
@@ -292,7 +296,7 @@ def _broken(
 
 
 def differs_in(path: Path | None) -> str:
-    """Why a step does not go on from another."""
+    """Say that an entry differs from the ``"next"`` entry of the step before."""
     assert path is not None
     return f"its {name_of(path)} is not the {name_of(('next', *path))} before it"
 
@@ -304,7 +308,7 @@ def _plain_columns(
     columns: dict[Path, Tensor],
     form: list[tuple[Path, torch.Size, torch.dtype]],
 ) -> bool:
-    """Take apart a TensorDict of strided tensors; whether it is one."""
+    """Collect the columns and form of a TensorDict; False if it is not made of strided tensors."""
     for name, value in data.items():
         where = (*path, name)
         if isinstance(value, Tensor):

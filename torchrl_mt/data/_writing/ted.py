@@ -1,4 +1,4 @@
-"""What TorchRL's episode data format says of steps: where episodes begin and end; what is padding."""
+"""TorchRL's episode data format (TED): which steps begin and end episodes, and which are padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, name_of
 __all__ = ["FLAGS", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
 
 FLAGS = ("done", "terminated", "truncated")
-"""Names of done flags: at the root of a step that was taken, they are false."""
+"""Names of done flags. At the root of a step they are false, as an ended episode takes no step."""
 
 _END_KEYS: tuple[Path, ...] = tuple(("next", flag) for flag in FLAGS)
 _MASK: Path = ("collector", "mask")
@@ -26,13 +26,12 @@ class EndFlags:
     """The flags that end an episode."""
 
     keys: tuple[Path, ...] = ()
-    """Where they are; () for done, terminated and truncated under ``"next"``, those that there are."""
+    """Where they are; () for those of done, terminated and truncated under ``"next"`` that exist."""
     done_on_any: bool = True
-    """Whether a step with several flags of a kind, one per agent, ends its episode when one is true, or
-    when all are."""
+    """For one flag per agent: whether any true flag ends the episode, rather than all."""
 
     def ended(self, steps: Steps) -> np.ndarray:
-        """Bool ``[N]``: the steps that end their episode."""
+        """Return which steps end their episode: bool ``[N]``."""
         found = [steps.columns[key] for key in self.keys or _END_KEYS if key in steps.columns]
         missing = [key for key in self.keys if key not in steps.columns]
         if missing or not found:
@@ -42,7 +41,7 @@ class EndFlags:
                 f"data must tell where episodes end: {name} {'' if missing else wanted}is "
                 f"missing; the keys are {names_of(steps)}."
             )
-        # Flags of one shape are those of the same agents.
+        # Flags of one width belong to the same agents.
         by_agents: dict[int, np.ndarray] = {}
         for column in found:
             flag = stacked(column)
@@ -62,7 +61,7 @@ class EndFlags:
         return last
 
     def truncate(self, steps: Steps, at: Sequence[int]) -> Steps:
-        """The steps, of which those at the positions ``at`` are marked truncated."""
+        """Mark the steps at the positions ``at`` as truncated; the given steps do not change."""
         columns = dict(steps.columns)
         marked = self.marks(steps)
         if not marked:
@@ -79,7 +78,7 @@ class EndFlags:
         return replace(steps, columns=columns)
 
     def marks(self, steps: Steps) -> list[Path]:
-        """The flags that say of a step that its episode was truncated."""
+        """List the flags to set at the last step of a truncated episode."""
         keys: dict[Path, None] = {}
         for key in self.keys or _END_KEYS:
             if key[-1] != "terminated":
@@ -91,7 +90,7 @@ class EndFlags:
 
 
 def begins(steps: Steps) -> np.ndarray | None:
-    """Bool ``[N]``: the steps with a true ``"is_init"``; None if there is none."""
+    """Return which steps have a true ``"is_init"``: bool ``[N]``; None if none has."""
     column = steps.columns.get(_INIT)
     flag = None if column is None else stacked(column)
     if flag is None or flag.shape[0] != steps.length or not flag.numel():
@@ -102,7 +101,7 @@ def begins(steps: Steps) -> np.ndarray | None:
 
 
 def not_padding(steps: Steps) -> np.ndarray | None:
-    """Bool ``[N]``: the steps that are no padding; None if there is none."""
+    """Return which steps are not padding: bool ``[N]``; None if there is no padding."""
     mask = stacked(steps.columns[_MASK]) if _MASK in steps.columns else None
     if mask is None or bool(mask.all()):
         return None
@@ -110,19 +109,19 @@ def not_padding(steps: Steps) -> np.ndarray | None:
 
 
 def stacked(column: Column) -> Tensor | None:
-    """A column as one tensor; None if it holds objects."""
+    """Stack a column to one tensor; None if it holds objects."""
     if isinstance(column, Rows):
         return torch.stack(column.items)
     return column if isinstance(column, Tensor) else None
 
 
 def names_of(steps: Steps) -> str:
-    """The entries of some steps as one writes them in code."""
+    """List the entries of steps as one writes them in code."""
     return ", ".join(map(name_of, sorted(steps.columns)))
 
 
 def _array(flag: Tensor, length: int) -> np.ndarray:
-    """A flag of steps on the CPU: bool ``[N, *]``."""
+    """Convert a flag to a bool array ``[N, *]``."""
     if flag.dtype != torch.bool or not flag.is_cpu:
         flag = flag.bool().cpu()
     array: np.ndarray = flag.numpy()

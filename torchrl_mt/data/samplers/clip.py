@@ -1,4 +1,4 @@
-"""Clips: runs of consecutive steps that never cross from one episode into another."""
+"""A sampler of clips: runs of consecutive steps of one episode."""
 
 from __future__ import annotations
 
@@ -32,59 +32,57 @@ from torchrl_mt.data.storage import EpisodeStorage
 __all__ = ["ClipSampler", "Selector"]
 
 Selector = Callable[[int, EpisodeStorage, int, int], Tensor]
-"""``selector(step, storage, num_slices, span)``: the clips to sample, int64 ``[num_slices]``."""
+"""``selector(step, storage, num_slices, span)`` returns clip indices, int64 ``[num_slices]``."""
 
 
 class ClipSampler(SavesState, Sampler):
     """Samples clips of consecutive steps, with the conventions of TorchRL's ``SliceSampler``.
 
-    ``batch_size`` counts steps and the sample is flat: ``[num_slices * slice_len]``, one clip after
-    the other; or one clip per row, with ``layout="clips"``. The last step of each clip is marked
-    truncated and done, the first one as ``is_init`` if the data has that entry: in the sample
-    itself, in the shape and dtype that these entries are stored with. The cost of choosing clips does
-    not grow with the number of stored steps.
+    ``batch_size`` counts steps. The sample is flat, ``[num_slices * slice_len]``, one clip after the
+    other, or has one clip per row with ``layout="clips"``. The sample marks the last step of each clip
+    as truncated and done, and the first one as ``is_init`` if the data has that entry. The cost of
+    drawing clips does not grow with the number of stored steps.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
         num_slices: clips per sample, each of ``batch_size // num_slices`` steps.
-        stride: how many stored steps ``K`` make one sampled step, so that a clip spans
-            ``slice_len * K`` stored ones. Entries are those of the first of the ``K`` steps and,
-            under ``"next"``, of the last; ``action`` is all ``K``, one after the other (``[K * A]``
-            for ``[A]``), ``("next", "reward")`` their sum, and a done flag is set if one of the
-            ``K`` is. The sample's ``index`` is that of the first step. A ``("next", "return")``,
-            too, is the last step's: to learn from returns, store them outside ``"next"``, with
+        stride: number ``K`` of stored steps that make one sampled step; a clip spans
+            ``slice_len * K`` stored steps. Entries are those of the first of the ``K`` steps and,
+            under ``"next"``, of the last. ``action`` is the concatenation of all ``K`` (``[K * A]``
+            for ``[A]``), ``("next", "reward")`` their sum, and a done flag is true if one of the
+            ``K`` is. The sample's ``index`` is that of the first step. ``("next", "return")`` is the
+            last step's too: to learn from returns, store them outside ``"next"``, with
             ``DiscountedReturn(gamma, out_key="return")``.
-        strict_length: if False, an episode shorter than a clip's span is sampled whole, and the
-            sample may be shorter than ``batch_size``. Of such an episode a stride takes as many
-            times ``K`` steps as there are; one of fewer than ``K`` is never sampled.
-        pad_output: whether clips that are shorter than others are padded to their length by their
-            last step again; ``("collector", "mask")``, bool, is then true for steps that are no
-            padding. For clips of varying length: ``strict_length=False`` or ``span``.
-        span: whether clips may begin before their episode (they hold fewer steps then, its first
-            ones) and end after it, so that its first and last steps are sampled as often as others:
-            False, True (down to a clip of one step), how many steps may be missing, or one of these
-            for each side. Only with ``stride=1``.
-        burn_in: how many of the first steps of a clip only warm up a recurrent state: ``"burn_in"``,
-            bool, is true for them, and the loss is to leave them out. A clip that begins where its
-            episode does has none, as its state is known there.
-        selector: chooses the clips in place of a random draw: ``selector(step, storage,
-            num_slices, span)`` gives integers ``[num_slices]``, clip indices in
-            ``[0, storage.num_clips(span))``, which count the clips of ``span`` stored steps from
-            the oldest on. ``step`` is how many samples were drawn before. Only with
-            ``strict_length=True``, ``weighting="clip"`` and no ``span``.
-        weighting: ``"clip"`` draws uniformly from all clips, ``"episode"`` an episode first and
-            then one of its clips (as ``SliceSampler`` does).
-        layout: ``"flat"`` gives ``[num_slices * slice_len]`` steps, ``"clips"``
-            ``[num_slices, slice_len]`` (only of clips of one length, or padded ones).
-        truncated_key: where the end of a clip is marked; None marks nothing.
-        init_key: where the start of a clip is marked, and under ``"next"``, too, so that a recurrent
-            network that runs over the next states begins afresh with each clip; None leaves these
-            entries as they are.
+        strict_length: False samples an episode shorter than a clip whole, so that a sample may have
+            fewer than ``batch_size`` steps. With a stride, the remainder of such an episode is left
+            out; an episode of fewer than ``K`` steps is never sampled.
+        pad_output: whether to pad shorter clips to ``slice_len`` by repeating their last step.
+            ``("collector", "mask")``, bool, is then false for padding. Needs
+            ``strict_length=False`` or ``span``.
+        span: whether clips may begin before their episode and end after it; they then hold only the
+            steps inside. So the first and last steps are sampled as often as others. False; True
+            (down to a clip of one step); how many steps may be missing; or a tuple of two, one for
+            each side. Needs ``stride=1``.
+        burn_in: number of steps at the start of a clip that only warm up a recurrent state.
+            ``"burn_in"``, bool, is true for them, and the loss should leave them out. A clip at the
+            start of its episode has none, as the state is known there.
+        selector: chooses the clips instead of a random draw: ``selector(step, storage,
+            num_slices, span)`` returns integers ``[num_slices]``, clip indices in
+            ``[0, storage.num_clips(span))``. They count the clips of ``span`` stored steps, oldest
+            first. ``step`` is the number of samples drawn before. Needs ``strict_length=True``,
+            ``weighting="clip"`` and no ``span``.
+        weighting: ``"clip"`` draws uniformly from all clips; ``"episode"`` draws an episode and
+            then one of its clips, as ``SliceSampler`` does.
+        layout: ``"flat"`` samples ``[num_slices * slice_len]`` steps, ``"clips"``
+            ``[num_slices, slice_len]`` (needs clips of one length, or padded ones).
+        truncated_key: flag that marks the end of a clip; None marks nothing.
+        init_key: flag that marks the start of a clip, also under ``"next"``, so that a recurrent
+            network over the next states starts anew with each clip; None marks nothing.
 
     Raises:
         TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given, or if
-            ``selector`` cannot be called.
-        ValueError: if an argument is out of range, or does not go with another.
+            ``selector`` is not callable.
+        ValueError: if an argument is out of range or does not fit another.
 
     Examples:
         >>> sampler = ClipSampler(slice_len=16)
@@ -173,9 +171,9 @@ class ClipSampler(SavesState, Sampler):
         init_keys = [] if init_key is None else [init_key, ("next", *path_of(init_key))]
         self._marks = ClipMarks(truncated_key, init_keys, burn_in)
         self._least = 1 if strict_length else stride
-        """Stored steps that an episode must have to be sampled whole."""
+        """Fewest stored steps of an episode that is sampled whole."""
         self._step = 0
-        """Samples drawn before the next one."""
+        """Number of samples drawn."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw clips of ``batch_size`` steps in all.
@@ -186,14 +184,14 @@ class ClipSampler(SavesState, Sampler):
 
         Returns:
             int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
-            ``layout="clips"``), and an empty ``info``: the marks are in what is read.
+            ``layout="clips"``), and an empty ``info``: reading the handles adds the marks.
 
         Raises:
-            TypeError: if ``storage`` is another kind of storage, or ``selector`` gives no tensor.
+            TypeError: if ``storage`` is another kind of storage, or ``selector`` returns no tensor.
             RuntimeError: if ``batch_size`` is not divisible into clips, or no stored episode holds
                 a clip.
-            ValueError: if ``selector`` gives another shape or dtype, or clips that are not stored,
-                or ``stride`` meets an action, reward or done flag whose shape varies.
+            ValueError: if ``selector`` returns another shape or dtype, or clips that are not stored,
+                or if an action, reward or done flag has varying shapes and ``stride`` is above 1.
         """
         storage = episode_storage(storage, self)
         num_slices, slice_len, clips = self._clips(batch_size)
@@ -215,7 +213,7 @@ class ClipSampler(SavesState, Sampler):
                 mark=partial(self._marks.mark, cut, storage.device),
             )
             self._step += 1
-            return index, self._facts(storage, episodes, cut, index)
+            return index, self._info(storage, episodes, cut, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -229,7 +227,7 @@ class ClipSampler(SavesState, Sampler):
         return storage.table.total(clips)
 
     def _clips(self, batch_size: int) -> tuple[int, int, Choice]:
-        """Number of clips, steps per clip, and what to draw them from."""
+        """Return the number of clips, the steps per clip and the :class:`Choice` to draw from."""
         name = "slice_len" if self.slice_len is not None else "num_slices"
         divisor = self.slice_len if self.slice_len is not None else self.num_slices
         assert divisor is not None
@@ -250,7 +248,7 @@ class ClipSampler(SavesState, Sampler):
     def _cut(
         self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
     ) -> Cut:
-        """The clips that were drawn, without what lies before and after their episodes."""
+        """Cut drawn clips to the steps inside their episodes."""
         held = table.lengths.numpy()[episodes]
         spans = np.minimum(held // self.stride, slice_len)
         if any(self.span):
@@ -263,7 +261,7 @@ class ClipSampler(SavesState, Sampler):
     def _draw(
         self, storage: EpisodeStorage, num: int, clips: Choice
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of ``num`` episodes and the first step of a clip in each, negative before it."""
+        """Draw clips: episode positions and first steps within the episode, negative before it."""
         table = storage.table
         if self.weighting == "clip":
             before, total = self._units(storage, clips)
@@ -286,14 +284,14 @@ class ClipSampler(SavesState, Sampler):
             offsets = offsets - np.minimum(outside, clips.beyond[0])
         return episodes, offsets
 
-    def _facts(
+    def _info(
         self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
-        """What else the sample's ``info`` says about the clips that were drawn."""
+        """Return the sample's ``info``."""
         return {}
 
     def _units(self, storage: EpisodeStorage, choice: Choice) -> tuple[np.ndarray, int]:
-        """Units to draw from before each episode and in all, at least one."""
+        """Count the units before each episode and in all; ``RuntimeError`` if there are none."""
         before = storage.table.before(choice)
         total = int(before[-1] - before[0])
         if not total:
@@ -307,15 +305,15 @@ class ClipSampler(SavesState, Sampler):
         return before, total
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples were drawn."""
+        """Return the number of samples drawn."""
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the count of samples where :meth:`state_dict` left it."""
+        """Restore what :meth:`state_dict` returned."""
         self._step = state_dict["step"]
 
     def _empty(self) -> None:
-        """Nothing to forget: the count of samples goes on."""
+        """Do nothing: the count of samples continues."""
 
     def __repr__(self) -> str:
         return (
@@ -326,7 +324,7 @@ class ClipSampler(SavesState, Sampler):
 
 
 def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | int]:
-    """How far clips may reach before and after their episode: for both sides, or one each."""
+    """Return how many steps clips may reach before and after their episode; True is no limit."""
     sides = span if isinstance(span, tuple) else (span, span)
     most = (slice_len or sys.maxsize) - 1
     if len(sides) != 2 or any(type(s) not in (bool, int) or not 0 <= s <= most for s in sides):
@@ -338,7 +336,7 @@ def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | in
 
 
 def _check_burn_in(burn_in: int, slice_len: int) -> None:
-    """Refuse clips that would only warm up a state."""
+    """Refuse clips that would be burn-in only."""
     if burn_in >= slice_len:
         raise ValueError(
             f"burn_in must be less than the steps of a clip, {slice_len}, of which it is a part; got "
@@ -350,7 +348,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:
-    """What a selector gave, on the CPU, if it is what a selector must give."""
+    """Check what a selector returned; return it on the CPU as int64."""
     given = torch.from_numpy(clips) if isinstance(clips, np.ndarray) else clips
     if not isinstance(given, Tensor):
         raise TypeError(

@@ -1,7 +1,6 @@
-"""Marks of the clips in a sample: where each begins and ends, what is padding, what only warms up.
+"""Marks in sampled clips: start, end, padding and burn-in steps.
 
-The stored flags stay, beside the marks; each mark has the shape and dtype that its entry is stored
-with.
+Flags keep their stored true values; marks have the shape and dtype of the stored entry.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["ClipMarks", "Cut"]
 MASK = ("collector", "mask")
 BURN_IN = ("burn_in",)
 _FLAG = torch.zeros(0, 1, dtype=torch.bool, device="cpu")
-"""What flags look like if none is stored."""
+"""Shape and dtype of flags if none is stored."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,14 @@ class Cut:
     """How the steps of a sample are cut into clips."""
 
     offsets: np.ndarray
-    """int64 ``[n]``: steps of its episode before each clip."""
+    """int64 ``[n]``: first step of each clip within its episode."""
     spans: int | np.ndarray
     """Steps of each clip: one number for all, or int64 ``[n]``."""
     width: int | None = None
-    """Steps that each takes in the sample, with its padding; None if nothing is padded."""
+    """Steps of each clip in the sample, with its padding; None if nothing is padded."""
 
     def edges(self, device: torch.device) -> tuple[Any, Any]:
-        """Where the first and the last steps of the clips are."""
+        """Return the positions of the first and of the last steps of the clips."""
         if isinstance(self.spans, int):
             return slice(0, None, self.spans), slice(self.spans - 1, None, self.spans)
         if self.width is None:
@@ -49,13 +48,13 @@ class Cut:
         return to_device(first, device), to_device(last, device)
 
     def mask(self) -> Tensor:
-        """Which steps are no padding: bool ``[N]``, of a sample that may be padded."""
+        """Return which steps are no padding: bool ``[N]``; ``width`` must be set."""
         assert self.width is not None
         steps = np.broadcast_to(self.spans, len(self.offsets))
         return torch.from_numpy((np.arange(self.width) < steps[:, None]).reshape(-1))
 
     def first(self, steps: int) -> Tensor:
-        """The first ``steps`` of each clip that does not begin with its episode: bool ``[N]``."""
+        """Return the first ``steps`` of each clip that begins inside its episode: bool ``[N]``."""
         widths = np.broadcast_to(self.width or self.spans, len(self.offsets))
         most = np.where(self.offsets > 0, steps, 0)
         return torch.from_numpy(within(widths) < most.repeat(widths))
@@ -64,31 +63,31 @@ class Cut:
 class ClipMarks:
     """Marks the clips of a sample.
 
-    ``truncated`` marks the ends of clips only; ``done`` and ``is_init`` are the stored flags, set at
-    the ends and starts of clips, too; ``terminated`` is as stored. A flag that is not stored is like
-    the first of truncated, terminated and done that is.
+    ``truncated`` is true at the ends of clips only. ``done`` and ``is_init`` are the stored flags, also
+    true at the ends and starts of clips. ``terminated`` is as stored. A missing flag gets the shape and
+    dtype of the first of truncated, terminated and done that is stored.
 
     Args:
-        truncated_key: where the end of a clip is marked; None marks nothing.
-        init_keys: where the start of a clip is marked, if stored.
-        burn_in: how many steps at the start of a clip are marked to only warm up a state.
+        truncated_key: flag that marks the end of a clip; None marks nothing.
+        init_keys: flags that mark the start of a clip, if stored.
+        burn_in: number of steps at the start of a clip that are marked as burn-in.
     """
 
     def __init__(
         self, truncated_key: NestedKey | None, init_keys: list[NestedKey], burn_in: int
     ) -> None:
         self._flags: list[Path] = []
-        """Truncated, terminated and done, beside each other."""
+        """Paths of truncated, terminated and done."""
         if truncated_key is not None:
             truncated = path_of(truncated_key)
             self._flags = [truncated, *((*truncated[:-1], name) for name in ("terminated", "done"))]
         self._inits = [path_of(key) for key in init_keys]
         self._burn_in = burn_in
         self._known_ends: tuple[Any, Any] = (None, None)
-        """What :meth:`_ends_of` last gave, and for what."""
+        """Cache of :meth:`_ends_of`: arguments and result."""
 
     def mark(self, cut: Cut, device: torch.device, steps: Steps) -> None:
-        """Put the marks in steps that were read on ``device``."""
+        """Add the marks to steps on ``device``, in place."""
         columns = steps.columns
         if self._flags:
             truncated, terminated, done = self._flags
@@ -113,7 +112,7 @@ class ClipMarks:
             columns[BURN_IN] = to_device(cut.first(self._burn_in), device)
 
     def _ends_of(self, cut: Cut, device: torch.device, steps: Steps) -> Tensor:
-        """Flags ``[N, *shape]`` of the ends of clips; kept for clips of one length."""
+        """Return flags ``[N, *shape]`` that are true at the ends of clips; cached for one length."""
         stored = (steps.columns.get(path) for path in self._flags)
         like = next((column for column in stored if isinstance(column, Tensor)), _FLAG)
         shape, one_length = (steps.length, *like.shape[1:]), isinstance(cut.spans, int)

@@ -1,4 +1,4 @@
-"""Which samplers a buffer of episodes may have."""
+"""Which samplers work with an :class:`EpisodeStorage`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_samplers"]
 
 
 def check_samplers(storage: EpisodeStorage) -> None:
-    """Refuse samplers that tie something to a step's place in the storage: it shifts."""
+    """Refuse samplers that remember steps by position (``TypeError``): positions shift."""
     for buffer in buffers_on(storage):
         sampler = sampler_of(buffer)
         if isinstance(buffer, HERReplayBuffer) and isinstance(

@@ -1,6 +1,6 @@
-"""Draws of samplers: from which storage, and with the buffer's generator.
+"""Random draws of samplers, and the checks before them.
 
-Draws are made where the generator lives and arrive on the CPU, where the episode table is.
+Numbers are drawn on the generator's device and returned on the CPU, where the episode table is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ __all__ = ["draw_integers", "draw_order", "draw_uniform", "episode_storage", "re
 
 
 def episode_storage(storage: Any, sampler: Any) -> EpisodeStorage:
-    """The storage, if it holds episodes.
-
-    Raises:
-        TypeError: if it is another kind of storage.
-    """
+    """Return ``storage`` if it is an :class:`EpisodeStorage`; raise ``TypeError`` otherwise."""
     if not isinstance(storage, EpisodeStorage):
         raise TypeError(
             f"{type(sampler).__name__} samples from an EpisodeStorage, got "
@@ -32,15 +28,7 @@ def episode_storage(storage: Any, sampler: Any) -> EpisodeStorage:
 
 
 def require_episodes(storage: EpisodeStorage, what: str) -> None:
-    """Refuse to sample from a storage that holds nothing; tells of the episodes that are yet to end.
-
-    Args:
-        storage: where to sample.
-        what: what is sampled, in the error.
-
-    Raises:
-        RuntimeError: if no episode is stored.
-    """
+    """Refuse to sample ``what`` from an empty storage (``RuntimeError``); name the open episodes."""
     if storage.num_episodes:
         return
     writers = map(writer_of, buffers_on(storage))
@@ -55,20 +43,20 @@ def require_episodes(storage: EpisodeStorage, what: str) -> None:
 
 
 def draw_integers(high: int, num: int, generator: torch.Generator | None) -> Tensor:
-    """``num`` integers, uniform in ``[0, high)``: int64 ``[num]``."""
-    return torch.randint(high, (num,), generator=generator, device=_place(generator)).cpu()
+    """Draw ``num`` integers, uniform in ``[0, high)``: int64 ``[num]``."""
+    return torch.randint(high, (num,), generator=generator, device=_device(generator)).cpu()
 
 
 def draw_uniform(num: int, generator: torch.Generator | None) -> Tensor:
-    """``num`` numbers, uniform in ``[0, 1)``: float64 ``[num]``."""
-    return torch.rand(num, generator=generator, device=_place(generator), dtype=torch.float64).cpu()
+    """Draw ``num`` numbers, uniform in ``[0, 1)``: float64 ``[num]``."""
+    device = _device(generator)
+    return torch.rand(num, generator=generator, device=device, dtype=torch.float64).cpu()
 
 
 def draw_order(num: int, generator: torch.Generator | None) -> Tensor:
-    """A random order of ``num`` things: int64 ``[num]``."""
-    return torch.randperm(num, generator=generator, device=_place(generator)).cpu()
+    """Draw a permutation of ``num`` things: int64 ``[num]``."""
+    return torch.randperm(num, generator=generator, device=_device(generator)).cpu()
 
 
-def _place(generator: torch.Generator | None) -> torch.device | str:
-    """Where the generator draws."""
+def _device(generator: torch.Generator | None) -> torch.device | str:
     return "cpu" if generator is None else generator.device

@@ -1,7 +1,7 @@
-"""Whole episodes, or whole groups of episodes.
+"""A sampler of whole episodes or whole groups of episodes.
 
-Without replacement, every stored episode is given out exactly once per epoch, those that arrive
-during the epoch included; of groups with a size, every one that is stored with exactly that many.
+Without replacement, every stored episode is given out exactly once per epoch, including those that
+are written during the epoch. With a group size, this holds for the complete groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["EpisodeSampler"]
 
 
 class _KeepReplacement(type(Sampler)):  # type: ignore[misc]
-    """Passes ``replacement`` on: TorchRL's metaclass would take it for a choice of class."""
+    """Passes ``replacement`` on, which TorchRL's metaclass would use to choose a class."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return type.__call__(cls, *args, **kwargs)
@@ -41,28 +41,26 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
     """Samples whole episodes, or whole groups of episodes.
 
     ``batch_size`` counts episodes (groups, with ``group_key``). The sample is flat, ``[sum of T]``:
-    one episode after the other, each one's steps in order, the episodes of a group next to each
-    other and oldest first.
+    one episode after the other. The episodes of a group are next to each other, oldest first.
 
     Args:
-        replacement: if True, each draw is independent. If False, each stored episode is given out
-            once per epoch in random order; the last batch of an epoch may hold fewer, and
-            iterating over the buffer ends with the epoch. It counts as given out once it is chosen:
-            should reading it fail (out of memory, say), it does not come again in that epoch.
-        group_key: entry that tells the group of an episode (one value per episode); groups are then
-            drawn whole: all episodes of the group that are stored (without replacement: and not
-            given out yet). As the oldest episodes leave one by one, the oldest group may be a part
-            of what it was.
-        group_size: only groups of exactly so many stored episodes are drawn (without replacement:
-            of which none was given out yet): no group of which some have left the storage, or are
-            yet to come. Needs ``group_key``.
-        max_sample_count: how often an episode is given out, in as many epochs, and then never again,
-            as by TorchRL's ``ConsumingSampler``; 1 consumes each at once. It stays stored until it
-            leaves for others. None has no limit. Needs ``replacement=False``.
+        replacement: True makes each draw independent. False gives out each stored episode once per
+            epoch in random order; the last batch of an epoch may be smaller, and iterating over the
+            buffer ends with the epoch. An episode counts as given out when it is drawn, even if
+            reading it then fails.
+        group_key: entry with the group of an episode (one value per episode). Groups are then drawn
+            whole: all stored episodes of a group (without replacement: those not given out yet). The
+            oldest group may be incomplete, as episodes are evicted one by one.
+        group_size: draw only groups of exactly this many stored episodes (without replacement: with
+            none given out yet), so none that is partly evicted or not complete yet. Needs
+            ``group_key``.
+        max_sample_count: number of epochs in which an episode is given out, as in TorchRL's
+            ``ConsumingSampler``; 1 consumes it at once. The episode stays stored until it is evicted.
+            None for no limit. Needs ``replacement=False``.
 
     Raises:
-        ValueError: if ``group_size`` or ``max_sample_count`` is no positive integer, or is given
-            without what it needs.
+        ValueError: if ``group_size`` or ``max_sample_count`` is not a positive integer, or is given
+            without the argument that it needs.
 
     Examples:
         >>> import torch
@@ -112,12 +110,11 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         self._epoch = Epoch(max_sample_count)
         self._ran_out = False
         self._known_groups: tuple[EpisodeStorage, int, Groups] | None = None
-        """The groups at a revision of a storage."""
+        """Cached groups, with their storage and its revision."""
         self._order: Tensor | None = None
-        """Groups that the epoch has yet to give out, in random order."""
+        """Groups that are left in the epoch, in random order."""
         self._order_of: tuple[int, ...] = ()
-        """What was stored when that order was drawn: a sampler that loads it goes on with it if its
-        storage holds the same."""
+        """Summary of what was stored when ``_order`` was drawn; a loaded order needs the same."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw ``batch_size`` episodes or groups.
@@ -131,8 +128,8 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
 
         Raises:
             TypeError: if ``storage`` is another kind of storage.
-            RuntimeError: if nothing is stored, or no group of ``group_size`` episodes, or all that is
-                stored was given out ``max_sample_count`` times.
+            RuntimeError: if nothing is stored, no group has ``group_size`` episodes, or all episodes
+                were given out ``max_sample_count`` times.
             ValueError: if ``batch_size`` is not positive.
         """
         storage = episode_storage(storage, self)
@@ -143,9 +140,9 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             if self.group_size is not None:
                 self._check_size(self._groups(storage))
             if self.replacement:
-                episodes = self._any(storage, batch_size)
+                episodes = self._draw_any(storage, batch_size)
             else:
-                episodes = self._next(storage, batch_size)
+                episodes = self._draw_next(storage, batch_size)
             lengths = storage.table.lengths[episodes].numpy()
             same = (lengths == lengths[0]).all()
             spans = int(lengths[0]) if same else lengths
@@ -153,7 +150,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             return index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether an episode, or a group of ``group_size`` of them, is stored and not used up."""
+        """Whether an episode, or a group of ``group_size``, is stored and not used up."""
         return self._sampleable_count(storage, batch_size) > 0
 
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
@@ -175,16 +172,16 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
     def ran_out(self, value: bool) -> None:
         self._ran_out = value
 
-    def _any(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
-        """Positions of episodes drawn independently."""
+    def _draw_any(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
+        """Draw episodes independently; return their positions."""
         if self.group_key is None:
             return draw_integers(storage.num_episodes, batch_size, self._rng)
         groups = self._groups(storage)
-        drawn = draw_integers(len(groups.dealt), batch_size, self._rng)
-        return groups.members(groups.dealt[drawn])
+        drawn = draw_integers(len(groups.drawable), batch_size, self._rng)
+        return groups.members(groups.drawable[drawn])
 
-    def _next(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
-        """Positions of the epoch's next episodes."""
+    def _draw_next(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
+        """Draw the epoch's next episodes; return their positions."""
         epoch, oldest = self._epoch, storage.table.oldest
         epoch.follow(oldest, storage.table.next)
         if not len(epoch):
@@ -194,7 +191,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             positions = epoch.draw(batch_size, self._rng) - oldest
             left = len(epoch)
         else:
-            positions = self._next_groups(self._groups(storage), oldest, batch_size)
+            positions = self._draw_next_groups(self._groups(storage), oldest, batch_size)
             assert self._order is not None
             left = len(self._order)
         self._ran_out = not left
@@ -207,12 +204,12 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         self._remaining_batches = -(-units // batch_size)
         return positions
 
-    def _next_groups(self, groups: Groups, oldest: int, number: int) -> Tensor:
-        """Positions of the members, not given out yet, of the epoch's next groups."""
+    def _draw_next_groups(self, groups: Groups, oldest: int, number: int) -> Tensor:
+        """Draw the epoch's next groups; return the positions of members not given out yet."""
         if self._order is None:
             self._order = self._new_order(groups, oldest)
         if not len(self._order):
-            # What is left of the epoch is in no group that is dealt.
+            # The remaining episodes are in no group that may be drawn.
             self._epoch.restart()
             self._order = self._new_order(groups, oldest)
         given = self._epoch.given
@@ -222,14 +219,14 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         return torch.tensor(members, dtype=torch.int64, device="cpu")
 
     def _new_order(self, groups: Groups, oldest: int) -> Tensor:
-        """The groups that the epoch has yet to give out, in random order."""
+        """Shuffle the groups that are left in the epoch."""
         left = groups.left(_ordered(self._epoch.given) - oldest)
         self._order_of = (oldest, len(groups.of), len(groups), self.group_size or 0)
         return left[draw_order(len(left), self._rng)]
 
     def _check_size(self, groups: Groups) -> None:
-        """Refuse to draw if no group has the size asked for."""
-        if not len(groups.dealt):
+        """Refuse to draw if no group has ``group_size`` episodes."""
+        if not len(groups.drawable):
             least, most = groups.sizes
             raise RuntimeError(
                 f"no group of group_size={self.group_size} episodes is stored: the {len(groups)} "
@@ -238,7 +235,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             )
 
     def _groups(self, storage: EpisodeStorage) -> Groups:
-        """The stored episodes' groups, found anew when other episodes are stored."""
+        """Group the stored episodes; cached until the storage changes."""
         known = self._known_groups
         if known is None or known[0] is not storage or known[1] != storage.revision:
             assert self.group_key is not None
@@ -252,7 +249,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         return known[2]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch."""
+        """Return the position in the epoch."""
         return {
             "epoch": self._epoch.state_dict(),
             "order": self._valid_order(),
@@ -262,7 +259,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the epoch where :meth:`state_dict` left it."""
+        """Restore what :meth:`state_dict` returned."""
         self._epoch.load_state_dict(state_dict["epoch"])
         self._ran_out = state_dict["ran_out"]
         self._remaining_batches = state_dict["remaining_batches"]
@@ -273,7 +270,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         return {**super().__getstate__(), "_known_groups": None, "_order": self._valid_order()}
 
     def _valid_order(self) -> Tensor | None:
-        """The order in which the groups come, if it is not outdated: a copy."""
+        """Copy the order of the groups; None if it is outdated."""
         known = self._known_groups
         if self._order is None or (known is not None and known[0].revision != known[1]):
             return None
@@ -292,5 +289,5 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
 
 
 def _ordered(episodes: set[int]) -> Tensor:
-    """Ordinals in ascending order: int64 ``[n]``."""
+    """Sort ordinals: int64 ``[n]``."""
     return torch.tensor(sorted(episodes), dtype=torch.int64, device="cpu")

@@ -1,6 +1,6 @@
-"""Groups of episodes: which episodes share one value, and finding the members of a group.
+"""Groups of episodes that share one value, such as the id of their prompt.
 
-Where groups have a size, those of another are not dealt.
+With a group size, only groups of exactly that size are drawn.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["Groups"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Episodes in groups that are numbered from 0 by their first ones; ``len(groups)`` counts them.
+    """Groups of episodes, numbered from 0 in the order of their first episodes.
 
-    The values that they share do not matter: draws of groups are the same whatever ids these have.
+    Draws of groups do not depend on the shared values themselves. ``len(groups)`` counts the groups.
 
     Examples:
         >>> groups = Groups.of_values(torch.tensor([9, 5, 9]), "group")
@@ -31,18 +31,18 @@ class Groups:
     """
 
     of: Tensor
-    """int64 ``[E]``: the group of each episode."""
+    """int64 ``[E]``: group of each episode."""
     size: int | None = None
-    """How many episodes a group must have to be dealt; None for any."""
+    """Episodes that a group must have to be drawn; None for any number."""
 
     @staticmethod
     def of_values(column: Column, key: NestedKey, size: int | None = None) -> Groups:
-        """Group episodes by one value each.
+        """Group episodes by their values.
 
         Args:
             column: one value per episode.
-            key: the entry that they come from.
-            size: how many episodes a group must have to be dealt; None for any.
+            key: the entry of these values.
+            size: episodes that a group must have to be drawn; None for any number.
 
         Raises:
             ValueError: if an episode has more than one value, or one that cannot be hashed.
@@ -71,17 +71,17 @@ class Groups:
         return len(self._sizes)
 
     def members(self, groups: Tensor) -> Tensor:
-        """The episodes of the given groups, group after group, in order: int64 ``[N]``."""
+        """Return the episodes of ``groups``, group after group, oldest first: int64 ``[N]``."""
         sizes = self._sizes[groups]
         total = sizes.cumsum(0)
         first = torch.repeat_interleave(self._ends[groups] - total, sizes)
         return self._by_group[first + torch.arange(len(first), device="cpu")]
 
     def left(self, given: Tensor) -> Tensor:
-        """The groups that are left to be dealt, in order: int64 ``[G]``.
+        """Return the groups that are left to draw, in order: int64 ``[G]``.
 
-        Those with an episode that was not given out, or, where groups have a size, those of which
-        none was.
+        A group is left while one of its episodes is. With a group size, it is left until one of its
+        episodes is given out.
 
         Args:
             given: int64 ``[n]``, the episodes that were given out.
@@ -92,16 +92,16 @@ class Groups:
             return torch.unique(self.of[~is_given])
         begun = torch.zeros(len(self), dtype=torch.bool, device="cpu")
         begun[self.of[is_given]] = True
-        return self.dealt[~begun[self.dealt]]
+        return self.drawable[~begun[self.drawable]]
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Episodes of the smallest and of the largest group."""
+        """Sizes of the smallest and of the largest group."""
         return int(self._sizes.min()), int(self._sizes.max())
 
     @cached_property
-    def dealt(self) -> Tensor:
-        """The groups that may be dealt, in order: int64 ``[G]``."""
+    def drawable(self) -> Tensor:
+        """int64 ``[G]``: the groups that may be drawn, in order."""
         if self.size is None:
             return torch.arange(len(self), device="cpu")
         return (self._sizes == self.size).nonzero().squeeze(1)

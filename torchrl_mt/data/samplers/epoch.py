@@ -1,7 +1,7 @@
-"""Which episodes an epoch has yet to give out.
+"""Epochs: every stored episode is given out at most once, in random order.
 
-Every episode is given out at most once per epoch, in random order; those that arrive belong to the
-epoch, those that leave do not. The cost per draw does not grow with the number of episodes.
+Episodes that are written during an epoch belong to it; evicted ones do not. The cost per draw does
+not grow with the number of episodes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Epoch"]
 
 
 class Epoch:
-    """The episodes, by their ordinals, that are stored and not given out yet.
+    """The stored episodes, by ordinal, that an epoch has not given out yet.
 
     Args:
-        max_sample_count: in how many epochs an episode is given out; None for all.
+        max_sample_count: number of epochs in which an episode is given out; None for all.
 
     Examples:
         >>> epoch = Epoch()
@@ -36,22 +36,22 @@ class Epoch:
     def __init__(self, max_sample_count: int | None = None) -> None:
         self.max_sample_count = max_sample_count
         self.given: set[int] = set()
-        """Stored episodes that were given out, or are no longer."""
+        """Stored episodes that were given out in this epoch or may not be any more."""
         self._counts: dict[int, int] = {}
-        """In how many epochs before each stored episode was given out, where that is limited."""
+        """Earlier epochs in which each stored episode was given out, if ``max_sample_count``."""
         self._pool: list[int] = []
-        """Every episode that is left, and some that were given out or have left the storage."""
+        """Every episode that is left, and some that were given out or evicted."""
         self._oldest = 0
         self._following = 0
 
     def __len__(self) -> int:
-        """Episodes that are left."""
+        """Number of episodes that are left."""
         return self._following - self._oldest - len(self.given)
 
     def follow(self, oldest: int, following: int) -> None:
-        """Follow what is stored: the ordinals from ``oldest`` to before ``following``."""
+        """Update to what is stored: the ordinals from ``oldest`` to before ``following``."""
         if oldest < self._oldest or following < self._following:
-            # The storage went back to an older state: later ordinals will be used again.
+            # The storage was restored to an older state and reuses later ordinals.
             self.given = {episode for episode in self.given if oldest <= episode < following}
             self._counts = {e: n for e, n in self._counts.items() if oldest <= e < following}
             self._pool = list(range(oldest, following))
@@ -67,7 +67,7 @@ class Epoch:
             self._pool = [episode for episode in self._pool if self._is_left(episode)]
 
     def restart(self) -> None:
-        """Begin another epoch with all that is stored, but for what was given out often enough."""
+        """Begin another epoch with all stored episodes except spent ones."""
         spent = self.spent
         if self.max_sample_count is not None:
             for episode in self.given:
@@ -78,7 +78,7 @@ class Epoch:
 
     @property
     def spent(self) -> set[int]:
-        """Stored episodes that are not given out in any later epoch."""
+        """Stored episodes that no later epoch gives out."""
         if self.max_sample_count is None:
             return set()
         last = self.max_sample_count - 1
@@ -103,7 +103,7 @@ class Epoch:
         self.given.update(episodes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch."""
+        """Return the position in the epoch."""
         return {
             "pool": list(self._pool),
             "given": set(self.given),
@@ -112,7 +112,7 @@ class Epoch:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` left it."""
+        """Restore what :meth:`state_dict` returned."""
         self._pool, self.given = list(state_dict["pool"]), set(state_dict["given"])
         self._counts = dict(state_dict["counts"])
         self._oldest, self._following = state_dict["stored"]

@@ -1,7 +1,6 @@
-"""Clips in proportion to their priorities.
+"""A sampler of clips in proportion to their priorities.
 
-A priority belongs to the clip that begins at a step, and stays with that clip whatever is written
-or leaves: it never comes to count for another one.
+A priority belongs to the clip that begins at a step and stays with it, whatever is written or evicted.
 """
 
 from __future__ import annotations
@@ -41,37 +40,37 @@ __all__ = ["PrioritizedClipSampler"]
 class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     """Samples clips in proportion to ``(priority + eps) ** alpha``, as prioritized replay does.
 
-    Samples look as those of :class:`~torchrl_mt.data.ClipSampler`; the names are those of
-    TorchRL's ``PrioritizedSliceSampler``. A priority belongs to the clip that begins at a step. A
-    new clip gets the largest priority seen so far, 1 at first. The sample's ``info`` has the
-    importance weights ``(w / w_min) ** -beta`` as ``"priority_weight"``, one per step, where ``w``
-    is the clip's ``(priority + eps) ** alpha`` and ``w_min`` the least positive one of all clips.
+    Samples are like those of :class:`~torchrl_mt.data.ClipSampler`; names are those of TorchRL's
+    ``PrioritizedSliceSampler``. A priority belongs to the clip that begins at a step. A new clip gets
+    the largest priority so far, 1 at first. The sample's ``info`` has the importance weights
+    ``(w / w_min) ** -beta`` as ``"priority_weight"``, one per step, where ``w`` is the clip's
+    ``(priority + eps) ** alpha`` and ``w_min`` the least positive one of all clips.
     (Schaul et al., Prioritized Experience Replay, 2016.)
 
-    After training on a sample, give its priorities to ``rb.update_tensordict_priority(sample)`` (a
+    After training on a sample, pass its priorities to ``rb.update_tensordict_priority(sample)`` (of a
     ``TensorDictReplayBuffer``, under its ``priority_key``) or ``rb.update_priority(index,
     priority)``: see :meth:`update_priority`.
 
-    One sampler serves one storage; several buffers may share that.
+    One sampler serves one storage, which several buffers may share.
 
     Args:
-        max_capacity: most steps that priorities are kept for; by default the storage's
-            ``max_steps``.
+        max_capacity: number of steps with priorities, at least the storage's ``max_steps``, which is
+            the default.
         alpha: exponent of the priorities; 0 draws uniformly. May be changed at any time.
         beta: exponent of the importance weights; 0 makes all of them 1. May be changed at any time.
         eps: added to every priority.
-        dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``. Prefer the latter
-            for millions of steps: a sum of so many in single precision is coarse.
-        reduction: what priorities given for the steps of one clip become: their ``"max"``,
-            ``"min"``, ``"mean"`` or ``"median"``.
+        dtype: dtype of priorities and weights, ``torch.float32`` or ``torch.float64``. Prefer the
+            latter for millions of steps, as single precision is too coarse for their sum.
+        reduction: how to reduce the priorities of a clip's steps to one: ``"max"``, ``"min"``,
+            ``"mean"`` or ``"median"``.
         slice_len: as for :class:`~torchrl_mt.data.ClipSampler`.
-        num_slices: likewise. A sample of another ``batch_size`` than the one before has clips of
-            another length, and all stored steps are looked at once.
+        num_slices: likewise. When ``batch_size`` changes, so does the length of clips, and the next
+            sample looks at all stored steps once.
         stride: as for :class:`~torchrl_mt.data.ClipSampler`.
         strict_length: likewise.
-        pad_output: likewise. Priorities of padding are left out, but in
-            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer reduces each row
-            by itself: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
+        pad_output: likewise. Priorities of padding are ignored, except by
+            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer itself reduces
+            each row: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
         burn_in: likewise.
         layout: likewise.
         truncated_key: likewise.
@@ -81,7 +80,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     Raises:
         TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given.
-        ValueError: if an argument is out of range, or does not go with another.
+        ValueError: if an argument is out of range or does not fit another.
 
     Examples:
         >>> import torch
@@ -161,13 +160,13 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         self._storage: EpisodeStorage | None = None
         self._just_written: ref[Tensor] | None = None
         self.dropped = 0
-        """Priorities that came for steps that had left."""
+        """Number of priorities that were given for evicted steps."""
 
-    # ---- what TorchRL reads ---------------------------------------------------------------------
+    # ---- properties and hooks of TorchRL's samplers ---------------------------------------------
 
     @property
     def alpha(self) -> float:
-        """Exponent of the priorities; a new value counts for all of them from the next sample on."""
+        """Exponent of the priorities; a new value applies to all from the next sample on."""
         return self._priorities.alpha
 
     @alpha.setter
@@ -190,48 +189,48 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     @property
     def max_size(self) -> int | None:
-        """Most steps that priorities are kept for; None if a storage is yet to tell."""
+        """Number of steps with priorities; None before a storage is known."""
         if self._max_capacity is None and self._storage is not None:
             return self._storage.max_size
         return self._max_capacity
 
     @property
     def device(self) -> torch.device:
-        """Where the priorities are: on the CPU, beside the episode table."""
+        """Device of the priorities: the CPU."""
         return torch.device("cpu")
 
     @property
     def default_priority(self) -> float:
-        """The priority that new clips get."""
+        """Priority of new clips."""
         return self._priorities.default
 
     def add(self, index: Any) -> None:
-        """Called by the replay buffer once something is written."""
+        """Note a write; the replay buffer calls this."""
         if isinstance(index, Tensor):
             self.extend(index)
 
     def extend(self, index: Tensor) -> None:
-        """Called by the replay buffer once something is written: priorities may follow at once."""
+        """Note a write, whose priorities may follow at once; the replay buffer calls this."""
         self._just_written = ref(index) if isinstance(index, Tensor) else None
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Nothing to do: stored steps never change, and new ones are noticed by themselves."""
+        """Do nothing: new steps are found when sampling."""
 
     # ---- sampling -------------------------------------------------------------------------------
 
     def _draw(
         self, storage: EpisodeStorage, num: int, clips: Choice
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of ``num`` episodes and the first step of a clip in each."""
+        """Draw clips by priority: episode positions and first steps within the episode."""
         self._units(storage, clips)
         self._follow(storage, clips.span)
         numbers = self._priorities.ring.draw(num, self._rng)
         return storage.table.find(numbers.numpy() - storage.table.first)
 
-    def _facts(
+    def _info(
         self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
     ) -> dict[Any, Any]:
-        """The importance weights."""
+        """Return the importance weights."""
         numbers, _ = storage.table.places(episodes, cut.offsets)
         weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
         steps = torch.from_numpy(weight.numpy().repeat(cut.width or cut.spans))
@@ -241,23 +240,25 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     @torch.no_grad()
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Give clips new priorities.
+        """Set the priorities of clips.
 
-        The handles of all steps of a clip, in their order (a sample, a part of one, a copy), are
-        taken together: priorities given for them become one by ``reduction``. Any other handle means
-        the clip that begins at that step; so does every handle of an index ``[n, 1]``, of a column
-        of one, such as ``index[:, 0]`` (what TorchRL makes of a sample ``[n, slice_len]``), and of
-        the index that a write returned if a ``TensorDictReplayBuffer`` finds priorities in what is
-        written. Priorities of steps that have left are dropped, and counted in ``dropped``.
+        - Handles of all steps of a clip, in order (a sample, a part or copy of one), stand for that
+          clip. Their priorities are reduced to one by ``reduction``.
+        - Any other handle stands for the clip that begins at its step. So does every handle of an
+          index ``[n, 1]``, of a column such as ``index[:, 0]`` (TorchRL makes it of a sample
+          ``[n, slice_len]``), and of the index of a write in whose data a
+          ``TensorDictReplayBuffer`` finds priorities.
+        - Integers below ``HANDLES`` stand for the clips that begin at these steps by age; ``-1``
+          stands for none.
 
-        Integers below ``HANDLES`` mean the clips that begin at these stored steps now, by age, and
-        ``-1`` none. Several values for one clip are reduced, too. The priority of a step that no
-        clip begins at is kept, and counts if clips of another length begin there.
+        Several priorities for one clip are reduced too. Priorities for evicted steps are dropped and
+        counted in ``dropped``. A priority for a step at which no clip begins is kept for clips of
+        another length.
 
         Args:
             index: integers of any shape.
-            priority: as many numbers, not negative; or one for all; or one for each row of
-                ``index``.
+            priority: numbers of at least 0: one per element of ``index``, one for all, or one per row
+                of ``index``.
             storage: the storage; by default the one that was last used.
 
         Raises:
@@ -296,18 +297,19 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
 
     @staticmethod
     def _end(storage: EpisodeStorage) -> int:
-        """The handle that the next step will have."""
+        """Handle of the next step to be stored."""
         return HANDLES + storage.table.end
 
     def _is_written(self, index: Tensor) -> bool:
-        """Whether this is the index that a write gave out just now."""
+        """Whether ``index`` is the very index that the last write returned."""
         return self._just_written is not None and self._just_written() is index
 
     def _of_whole_clips(
         self, index: Tensor, priority: Tensor, storage: EpisodeStorage
     ) -> tuple[Tensor, Tensor] | None:
-        """As :meth:`_by_clip`, if the index is made of whole clips of ``slice_len`` steps: what a
-        sample is.
+        """Do as :meth:`_by_clip`, but faster, if ``index`` is whole clips of ``slice_len`` steps.
+
+        Returns None otherwise.
         """
         first, span = storage.table.first, self._priorities.span
         if span is None or self.reduction not in _OF_REDUCED or self._is_written(index):
@@ -329,14 +331,14 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         if (offsets + span > table.lengths.numpy()[episodes]).any():
             return None
         self.dropped += slice_len * (len(here) - len(clips))
-        # NumPy reduces long rows much faster than many short ones.
+        # NumPy reduces long rows much faster than short ones.
         values = np.ascontiguousarray(priority.numpy().reshape(-1, slice_len).T)
         return torch.from_numpy(clips), torch.from_numpy(
             _OF_REDUCED[self.reduction](values, 0)[here]
         )
 
     def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
-        """An index and priorities without what pads clips: their last step, again."""
+        """Remove padding, which repeats a clip's last step, from an index and its priorities."""
         span = self._priorities.span
         if span is None or index.numel() % (span // self.stride):
             return index, priority
@@ -350,7 +352,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     def _by_clip(
         self, index: Tensor, priority: Tensor, storage: EpisodeStorage
     ) -> tuple[Tensor, Tensor]:
-        """Numbers of the clips that priorities are for, and these, of clips that are stored."""
+        """Return the numbers of the stored clips that ``index`` stands for, and their priorities."""
         first, span = storage.table.first, self._priorities.span
         given = index.flatten().cpu()
         is_handle = given >= HANDLES
@@ -365,7 +367,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         return clips_of(numbers, entries, self.stride)[here], priority[here]
 
     def _entries(self, numbers: Tensor, storage: EpisodeStorage) -> Tensor:
-        """Steps in a sample of the clip that begins at each of some stored steps; 1 if none does."""
+        """Return the sampled length of the clip that begins at each step; 1 if none does."""
         span = self._priorities.span
         assert span is not None
         found = storage.table.find(numbers.numpy() - storage.table.first)
@@ -378,42 +380,43 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         return torch.where(whole, lengths // self.stride, entries).clamp_min(1)
 
     def _follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
-        """Bring the priorities up to what is stored."""
+        """Update the priorities to what is stored."""
         self._priorities.follow(storage, span)
         self._storage = storage
 
     # ---- saving ---------------------------------------------------------------------------------
 
     def _empty(self) -> None:
-        """Forget the priorities; the count of samples goes on."""
-        with self._held():
+        """Reset the priorities; the count of samples continues."""
+        with self._locked():
             self._priorities.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Priorities of what is stored, exponents and count of samples, as copies."""
-        with self._held():
+        """Return copies of the priorities, exponents and count of samples."""
+        with self._locked():
             return super().state_dict() | {
                 "beta": self._beta,
                 "priorities": self._priorities.state_dict(),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` left it, with the storage that belongs to it: of more than
-        ``max_capacity`` steps, the newest keep their priorities.
+        """Restore what :meth:`state_dict` returned, for the storage that was saved with it.
+
+        Only the newest ``max_capacity`` steps keep their priorities.
         """
-        with self._held():
+        with self._locked():
             self._priorities.load_state_dict(state_dict["priorities"])
             super().load_state_dict(state_dict)
             self._beta = state_dict["beta"]
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._held():
-            # A copy is made now: what is pickled later may have changed by then.
+        with self._locked():
+            # Copied under the lock, as pickling happens after it is released.
             state = super().__getstate__() | {"_priorities": copy(self._priorities)}
         return state | {"_storage": None, "_just_written": None}
 
-    def _held(self) -> AbstractContextManager[Any]:
-        """The lock of the storage, once there is one."""
+    def _locked(self) -> AbstractContextManager[Any]:
+        """Return the storage's lock; no lock before there is a storage."""
         return nullcontext() if self._storage is None else self._storage.lock
 
     def __repr__(self) -> str:
@@ -430,18 +433,18 @@ _OF_REDUCED: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "min": np.min,
     "mean": np.mean,
 }
-"""Reductions of which that of all values is that of the rows' ones."""
+"""Reductions of all values that can be made of the reductions of equal parts."""
 
 
 def _is_column(index: Tensor) -> bool:
-    """Whether an index is a column, ``[n, 1]`` or out of a larger one: a step per row."""
+    """Whether an index is a column with one step per row: ``[n, 1]``, or sliced from ``[n, m]``."""
     if index.ndim > 1:
         return index.shape[-1] == 1
     return index.numel() > 1 and index.stride(0) != 1
 
 
 def _not_negative(name: str, value: Any) -> float:
-    """The value of an argument, if it may have it."""
+    """Return ``value`` as a float; refuse negative, infinite and NaN."""
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
     return float(value)

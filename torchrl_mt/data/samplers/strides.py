@@ -1,7 +1,7 @@
-"""Strides: ``K`` consecutive stored steps read as one step.
+"""Strides: ``K`` consecutive stored steps are read as one step.
 
-A strided step is a step of the environment that repeats ``K`` times: it starts where the first of
-them does, and its next state, reward and flags are those of all ``K`` together.
+The result is a step of an environment with ``K``-fold frame skip: it starts at the first of the ``K``
+steps and ends at the last, with the reward and done flags of all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _FLAGS = ("done", "terminated", "truncated")
 
 
 def check_strides(schema: Schema) -> None:
-    """Check that stored steps can be read ``K`` at a time.
-
-    Raises:
-        ValueError: if an action, reward or done flag is no tensor of one shape; names the key.
-    """
+    """Refuse an action, reward or done flag that is no tensor of one shape (``ValueError``)."""
     for path, entry in schema.entries.items():
         if _is_joined(path) and entry.kind != "dense":
             raise ValueError(
@@ -34,15 +30,15 @@ def check_strides(schema: Schema) -> None:
 
 
 class StridePlan:
-    """A read in which every step given out stands for ``stride`` stored ones.
+    """A read in which every step stands for ``stride`` stored steps.
 
-    An ``action`` becomes the actions of all of them, one after the other: ``[K * A]`` for ``[A]``,
-    ``[K]`` for a scalar. A ``reward`` under ``"next"`` is summed (integers as int64), ``done``,
-    ``terminated`` and ``truncated`` there are OR-ed. Every other entry under ``"next"`` is the
-    last step's, every other entry the first's.
+    ``action`` is the concatenation of their actions: ``[K * A]`` for ``[A]``, ``[K]`` for a scalar.
+    Under ``"next"``, ``reward`` is their sum (integers as int64), and ``done``, ``terminated`` and
+    ``truncated`` are OR-ed. Other entries under ``"next"`` are those of the last step, all others
+    those of the first.
 
     Args:
-        firsts: int64 ``[N]`` on the CPU, the ring row of the first of each ``stride`` steps.
+        firsts: int64 ``[N]`` on the CPU, ring row of the first of each ``stride`` steps.
         stride: stored steps per step.
     """
 
@@ -56,7 +52,7 @@ class StridePlan:
         return len(self._first)
 
     def read(self, path: Path, column: StoredColumn) -> Column:
-        """The entry ``path``, which ``column`` stores."""
+        """Read the entry ``path``, which ``column`` stores."""
         if not _is_joined(path):
             return column.read(self._last if path[0] == "next" else self._first)
         values = column.read(self._all)
@@ -71,7 +67,7 @@ class StridePlan:
 
 
 def _is_joined(path: Path) -> bool:
-    """Whether the entry is made of all ``K`` steps."""
+    """Whether the entry combines all ``K`` steps."""
     if path[0] == "next":
         return path[-1] == "reward" or path[-1] in _FLAGS
     return path[-1] == "action"

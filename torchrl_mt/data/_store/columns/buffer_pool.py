@@ -1,7 +1,7 @@
-"""Memory for large samples that is used again once no tensor refers to it any more.
+"""Memory for large samples that is reused once no tensor refers to it.
 
-Fresh memory has to be mapped and zeroed page by page, which for a sample of images costs several
-times as much as copying them.
+The system maps and zeroes fresh memory page by page, which for a sample of images costs several times
+as much as copying them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import Tensor
 __all__ = ["LEAST", "BufferPool"]
 
 LEAST = 1 << 20
-"""Bytes from which on memory is worth keeping."""
+"""Fewest bytes for which reuse is worth it."""
 _PARTS = 8
-"""A block is at most one of so many parts larger than what was asked for: all of it travels where a
-tensor is saved or sent."""
+"""A block exceeds the request by at most 1 part in 8, as saving or sending a tensor takes all of it."""
 _SPARE = 4
-"""Blocks kept for the next samples, at most."""
+"""Most blocks kept for the next samples."""
 
 
 class _Buffer(np.ndarray):
@@ -28,10 +27,9 @@ class _Buffer(np.ndarray):
 
 
 class BufferPool:
-    """Gives out tensors on the CPU whose memory comes back by itself.
+    """Allocates tensors on the CPU whose memory returns to the pool by itself.
 
-    A block is given out again only when every tensor on it, views included, is gone: whoever
-    keeps a sample keeps its memory.
+    A block is reused only when every tensor on it, views included, is gone.
 
     Examples:
         >>> pool = BufferPool()
@@ -48,10 +46,10 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._spare: dict[int, np.ndarray] = {}
-        """Blocks by their id, the one given back last at the end."""
+        """Spare blocks by id, the last returned one at the end."""
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A vector of ``size`` values that are yet to be written."""
+        """Allocate an uninitialized vector of ``size`` values."""
         nbytes = size * dtype.itemsize
         block = self._block(nbytes)
         buffer = block.view(_Buffer)
@@ -59,8 +57,8 @@ class BufferPool:
         return torch.from_numpy(buffer)[:nbytes].view(dtype)
 
     def _block(self, nbytes: int) -> np.ndarray:
-        """A spare block of about this size, or a new one."""
-        # Threads may give back and take at any time: each step on the dict is atomic.
+        """Take a spare block of about this size, or a new one."""
+        # Threads may take and return blocks at any time; each step on the dict is atomic.
         for key, block in reversed(list(self._spare.items())):
             fits = nbytes <= block.nbytes and _PARTS * block.nbytes <= (_PARTS + 1) * nbytes
             if fits and self._spare.pop(key, None) is not None:

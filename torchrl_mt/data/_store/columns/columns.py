@@ -1,6 +1,6 @@
-"""Columns: how each entry of the stored steps lies in the rows of the storage's ring.
+"""Columns: how each kind of entry is stored by rows of the ring.
 
-What is read equals, bit for bit, what was written. A column knows rows, not episodes.
+What is read equals what was written, bit for bit. A column knows rows, not episodes.
 """
 
 from __future__ import annotations
@@ -38,68 +38,60 @@ __all__ = [
 
 
 class ReadPlan(Protocol):
-    """What the store asks of a read: how many steps it gives, and each entry of them."""
+    """A plan of which steps to read, and how."""
 
     def __len__(self) -> int:
         """Number of steps."""
 
     def read(self, path: Path, column: StoredColumn) -> Column:
-        """The entry ``path``, which ``column`` stores, at these steps, as new memory."""
+        """Read the entry ``path``, which ``column`` stores, to new memory."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one write does to the rows: the oldest episodes leave, others come."""
+    """What one write does to the rows: evict the oldest episodes and write new ones."""
 
     written: Blocks
-    """The rows of the episodes that come."""
+    """Rows of the written episodes."""
     evicts: bool = False
-    """Whether episodes leave."""
+    """Whether episodes are evicted."""
     first: int | None = None
-    """If so, the oldest row that stays, None if none does."""
+    """If so, the oldest row that stays; None if none does."""
     left: Blocks | None = None
-    """The rows of those that leave, for what is kept beside the rows to be dropped, unless all rows were
-    laid out anew without them.
+    """Rows of the evicted episodes, if values besides the rows must be dropped.
+
+    None if nothing is evicted, or all rows were laid out anew without them.
     """
     odd: Mapping[Path, Tensor] = field(default_factory=dict)
-    """bool ``[E]``: which written episodes disagree with the rows that such an entry shares."""
+    """Bool ``[E]`` by shared entry: written episodes that disagree with it."""
 
 
 class StoredColumn(Protocol):
-    """What the storage asks of a column.
+    """Storage of one entry by rows of the ring.
 
-    To be saved, a column names its ``parts``: each tensor that it needs to be made again, as the live
-    rows of it, oldest first. :mod:`~torchrl_mt.data._store.files.column_files` writes them to files, a
-    few megabytes at a time. ``load`` gets them back: a column made for rows 0, 1, 2... of a ring takes
-    each part ``into`` the tensor that it has for it, and keeps what that returns, which is another
-    tensor where files are mapped. So the form in a file is that of the entry, however a column lays
-    out its memory.
+    A column is saved as ``parts``: the live rows of each of its tensors, oldest first, in the form of
+    the entry, however the column lays out its memory.
+    :mod:`~torchrl_mt.data._store.files.column_files` writes them to files. ``load`` reads each part
+    with ``SavedColumn.into`` and keeps the tensor that this returns: another one if files are mapped.
     """
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes.
-
-        Whatever can fail, fails now and changes nothing; what is returned only copies and assigns.
-        """
+        """Do everything that can fail; return a function that stores a column of whole episodes."""
 
     def read(self, plan: RowPlan) -> Column:
-        """The rows of ``plan``, as new memory."""
+        """Read the rows of ``plan`` to new memory."""
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Let go of the oldest episodes; ``first`` is the oldest row that stays, None if none."""
+        """Drop the oldest episodes; ``first`` is the oldest row that stays, None if none."""
 
     def laid_out(self, moves: Moves, capacity: int) -> StoredColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        """Return the column for a ring of ``capacity`` rows, with the rows moved."""
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """What it is made of, by name.
-
-        Args:
-            live: where its live rows are.
-        """
+        """Return the tensors and objects to save, by name; ``live`` tells the live rows."""
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold, from row 0 on, these rows of what :meth:`parts` gave: those of the newest episodes.
+        """Load these rows, those of the newest episodes, to the rows from 0 on.
 
         Called once, before anything is written.
         """
@@ -110,7 +102,7 @@ class StoredColumn(Protocol):
 
 
 class _FixedShape:
-    """What columns of tensors of one shape share: row ``r`` of ``data`` is that of ring row ``r``."""
+    """Base of columns with tensors of one shape: row ``r`` of ``data`` is ring row ``r``."""
 
     data: Tensor
 
@@ -118,14 +110,14 @@ class _FixedShape:
         return plan_values(self.data, change.written, column)
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Nothing to let go of: rows are overwritten."""
+        """Do nothing: rows are overwritten."""
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
         return {"values": Part(live.pieces(self.data))}
 
 
 class DenseColumn(_FixedShape):
-    """Tensors of one shape in memory of their own."""
+    """Tensors of one shape in a tensor of their own."""
 
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
         self._memory = memory
@@ -153,17 +145,17 @@ class DenseColumn(_FixedShape):
 
 
 class RecordColumn(_FixedShape):
-    """An entry that is part of each row's record."""
+    """Tensors of one shape in a record with other entries."""
 
     nbytes = 0
-    """The record's memory is counted by who holds it."""
+    """0: the store counts records."""
 
     def __init__(self, record: Record, path: Path) -> None:
         self.path = path
         self.follow(record)
 
     def follow(self, record: Record) -> None:
-        """Take the values from this record."""
+        """Use the values of this record."""
         self.record = record
         self.data = record.entries(record.data)[self.path]
 
@@ -171,7 +163,7 @@ class RecordColumn(_FixedShape):
         return plan.entries(self.record, shift)[self.path]
 
     def laid_out(self, moves: Moves, capacity: int) -> RecordColumn:
-        """A column that is yet to follow the records to where they have moved."""
+        """Return a copy, which must :meth:`follow` the moved record."""
         return copy(self)
 
     def load(self, saved: SavedColumn, rows: range) -> None:
@@ -179,9 +171,9 @@ class RecordColumn(_FixedShape):
 
 
 class NextColumn:
-    """``("next", k)`` read from the rows of ``k``: each episode holds one row of ``k`` more.
+    """``("next", k)`` read from the rows of ``k``, of which each episode has one more.
 
-    An episode in which they disagree has rows of its own, aside.
+    Episodes in which the two disagree have their own rows.
     """
 
     source: DenseColumn | RecordColumn
@@ -193,11 +185,11 @@ class NextColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held: those of disagreeing episodes."""
+        """Bytes of the disagreeing episodes."""
         return self.disagreeing.nbytes
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores each episode's last value in the row after its last."""
+        """Plan to write each episode's last value to the row after its last step."""
         store_last, odd = self._plan_last(change, column), change.odd.get(self.path)
         if odd is None and not len(self.disagreeing):
             return store_last
@@ -210,7 +202,7 @@ class NextColumn:
         return commit
 
     def _plan_last(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores each episode's last value."""
+        """Plan to write the last values, without disagreeing episodes."""
         blocks = change.written
         ends = [i - 1 for i in accumulate(blocks.lengths)]
         places = [
@@ -236,26 +228,26 @@ class NextColumn:
         return values
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Let go of the disagreeing ones among the oldest episodes."""
+        """Drop the disagreeing ones among the oldest episodes."""
         if len(self.disagreeing):
             self.disagreeing.release(set(blocks.starts))
 
     def laid_out(self, moves: Moves, capacity: int) -> NextColumn:
-        """A column that is yet to be told its source."""
+        """Return the moved column; the store sets its ``source``."""
         new = copy(self)
         new.disagreeing = self.disagreeing.moved(moves)
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The disagreeing episodes: the other rows are the source's."""
+        """Return the disagreeing episodes; the other rows belong to the source."""
         return self.disagreeing.parts(live)
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold the disagreeing episodes among these rows."""
+        """Load the disagreeing episodes among these rows."""
         self.disagreeing.load(saved, rows)
 
     def unshared(self, memory: Memory) -> DenseColumn:
-        """The same values in rows of their own."""
+        """Copy the values to a column with its own rows."""
         here = self.source.data
         column = DenseColumn(Entry("dense", tuple(here.shape[1:]), here.dtype), len(here), memory)
         column.data[:-1].copy_(here[1:])
@@ -264,18 +256,18 @@ class NextColumn:
 
 
 class ObjectColumn:
-    """Python objects; tensorclasses and tensors among them are given out as copies."""
+    """Python objects; reading copies tensorclasses and tensors among them."""
 
     def __init__(self, capacity: int) -> None:
         self.data = np.empty(capacity, dtype=object)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, the objects themselves not counted."""
+        """Bytes of the references, without the objects."""
         return self.data.nbytes
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes, and drops those that leave."""
+        """Plan to drop the evicted objects and store new ones."""
         rows, items = change.written.rows.tolist(), column.items
 
         def commit() -> None:
@@ -313,9 +305,9 @@ class ObjectColumn:
 
 
 class RaggedColumn:
-    """Tensors of varying shape: their elements lie one after the other in a ring of their own.
+    """Tensors of varying shape, whose elements lie one after the other in a ring of their own.
 
-    Where a step's elements begin and what shape they have is kept per row, on the CPU.
+    Each row has the offset and the shape of its step's elements, on the CPU.
     """
 
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
@@ -331,7 +323,7 @@ class RaggedColumn:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores a column of whole episodes, after those that leave."""
+        """Plan to write a column of whole episodes after eviction."""
         blocks, items = change.written, step_tensors(column)
         lengths = torch.tensor(blocks.lengths, dtype=torch.int64, device="cpu")
         shapes = torch.tensor([item.shape for item in items], dtype=torch.int64, device="cpu")
@@ -339,7 +331,7 @@ class RaggedColumn:
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         ends = before[lengths.cumsum(0)]
         totals = ends.diff(prepend=ends.new_zeros(1))
-        # An episode without elements takes one all the same: a block in a ring is never empty.
+        # An episode without elements takes one, as a block in a ring is never empty.
         ring, values, offset = replace(self.ring), self.values, self.offset
         if change.evicts:
             ring.pop(next_start=None if change.first is None else int(offset[change.first]))
@@ -369,7 +361,7 @@ class RaggedColumn:
         return commit
 
     def read(self, plan: RowPlan) -> Column:
-        """The rows of ``plan``, as views of one new tensor."""
+        """Read the rows of ``plan`` as views of one new tensor."""
         rows = plan.rows()
         if not len(rows):
             return self.values.new_zeros((0,) * (1 + self.shape.shape[1]))
@@ -402,7 +394,7 @@ class RaggedColumn:
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The elements, and of each row where they begin and what shape they have."""
+        """Return the elements, and the offset and shape of each row."""
         elements = self.ring.layout()
         return {
             "values": Part(elements.pieces(self.values)),
@@ -422,8 +414,10 @@ class RaggedColumn:
         self.ring = Ring(size, tail=size, upper_end=size)
 
     def _with_room(self, ring: Ring, more: int) -> tuple[Moves, Tensor]:
-        """Lay ``ring`` out with room for ``more`` elements, an eighth as much again at least: the
-        moves, and the elements so laid out.
+        """Enlarge ``ring`` for ``more`` elements, by at least an eighth.
+
+        Returns:
+            The moves, and the elements at their new places.
         """
         live = ring.layout()
         needed = live.upper + live.lower + more

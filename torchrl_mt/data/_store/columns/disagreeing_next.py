@@ -1,6 +1,6 @@
-"""Episodes whose ``("next", k)`` is not ``k`` one step later, where all others share their rows.
+"""Exceptions to shared rows: episodes whose ``("next", k)`` differs from ``k`` one step later.
 
-Such an episode has rows of its own, aside: it is read as it was written, and they leave with it.
+Such an episode has its own rows for the entry, which are evicted with it.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 __all__ = ["DisagreeingEpisodes", "are_too_many"]
 
 _FEW = 8
-"""DisagreeingEpisodes that are never too many."""
+"""Disagreeing episodes that are never too many."""
 _NONE = np.zeros(0, dtype=np.int64)
 
 
 def are_too_many(disagreeing: int, episodes: int) -> bool:
-    """Whether so many of the episodes disagree that each is better off with its own rows."""
+    """Whether so many of ``episodes`` disagree that sharing rows is no longer worth it."""
     return disagreeing > max(_FEW, episodes // 4)
 
 
 class DisagreeingEpisodes:
-    """The exceptional episodes of one entry, oldest first.
+    """The disagreeing episodes of one entry, oldest first.
 
     Args:
-        memory: where their rows are kept.
+        memory: allocates their rows.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._starts = _NONE
-        """The ring row that each episode begins at."""
+        """First ring row of each episode."""
         self._lengths = _NONE
         self._places = _NONE
-        """Where each one's own rows begin in ``_values``."""
+        """First row of each episode in ``_values``."""
         self._order = _NONE
-        """The episodes in the order of their ring rows."""
+        """Positions of the episodes, sorted by ring row."""
         self._values: Tensor | None = None
         self._ring = Ring(0)
 
@@ -59,16 +59,16 @@ class DisagreeingEpisodes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
+        """Bytes of the stored tensors."""
         return 0 if self._values is None else self._values.nbytes
 
     def plan(self, change: Change, odd: Tensor | None, column: Any) -> Callable[[], None]:
-        """What lets the episodes that leave go, and stores the rows of those that come.
+        """Plan to drop the evicted episodes and store new ones.
 
         Args:
-            change: what the write does.
+            change: the write.
             odd: bool ``[E]``, which of the written episodes disagree; None for none.
-            column: their values.
+            column: the values of all written episodes.
         """
         new, commit_values = copy(self), None
         if change.left is not None:
@@ -84,11 +84,11 @@ class DisagreeingEpisodes:
         return commit
 
     def put(self, rows: Tensor, values: Tensor) -> None:
-        """Put the episodes' own rows where ``values`` has others.
+        """Overwrite shared values of these episodes with their own, in place.
 
         Args:
             rows: int64 ``[N]`` on the CPU, ring rows.
-            values: ``[N, ...]``, what is read at them.
+            values: ``[N, ...]``, the values read at these rows.
         """
         if not len(self):
             return
@@ -104,11 +104,11 @@ class DisagreeingEpisodes:
             bits(values)[places] = bits(self._values)[own]
 
     def release(self, starts: set[int]) -> None:
-        """Let go of the oldest episodes, which begin at these rows."""
+        """Drop the oldest episodes, which begin at these rows."""
         self._drop(starts)
 
     def moved(self, moves: Moves) -> DisagreeingEpisodes:
-        """The episodes where their rows have moved; those whose rows are not live have left."""
+        """Return the episodes with their rows moved, without those whose rows are not live."""
         new = copy(self)
         upper = (self._starts >= moves.start) & (self._starts < moves.start + moves.upper)
         new._keep(int((~upper & (self._starts >= moves.lower)).sum()))
@@ -117,7 +117,7 @@ class DisagreeingEpisodes:
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """The rows, and where the episodes begin and how long they are; nothing without any."""
+        """Return their rows, first ring rows and lengths; {} without episodes."""
         if not len(self):
             return {}
         assert self._values is not None
@@ -129,7 +129,7 @@ class DisagreeingEpisodes:
         }
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold the disagreeing episodes among these rows of what :meth:`parts` gave."""
+        """Load the disagreeing episodes among these rows."""
         if "own" not in saved:
             return
         count = range(saved.rows("starts"))
@@ -146,7 +146,7 @@ class DisagreeingEpisodes:
         self._ring = Ring(size, tail=size, upper_end=size)
 
     def _plan_values(self, change: Change, odd: Tensor, column: Any) -> Callable[[], None]:
-        """Make room for more episodes; what stores their values."""
+        """Make room for the episodes ``odd``; return a function that stores their values."""
         written = change.written
         lengths = torch.tensor(written.lengths, device="cpu")
         begins = (lengths.cumsum(0) - lengths)[odd]
@@ -184,7 +184,7 @@ class DisagreeingEpisodes:
         return commit
 
     def _drop(self, starts: set[int]) -> None:
-        """Let go of the oldest episodes, which begin at these rows."""
+        """Drop the oldest episodes, which begin at these rows."""
         left = 0
         while left < len(self) and int(self._starts[left]) in starts:
             left += 1
@@ -192,7 +192,7 @@ class DisagreeingEpisodes:
             self._keep(left)
 
     def _keep(self, first: int) -> None:
-        """Keep the episodes from number ``first`` on."""
+        """Keep the episodes from position ``first`` on."""
         self._starts, self._lengths = self._starts[first:], self._lengths[first:]
         self._places, self._ring = self._places[first:], replace(self._ring)
         self._ring.pop(next_start=int(self._places[0]) if len(self._places) else None)

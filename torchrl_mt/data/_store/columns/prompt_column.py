@@ -1,8 +1,8 @@
-"""The growing prompt: each turn's prompt, kept as what it adds to an earlier turn.
+"""Growing prompts: each turn's prompt, stored as what it adds to an earlier turn.
 
-A prompt usually begins with an earlier turn, its prompt and its response: only what follows is stored.
-So a conversation takes memory in proportion to its length, not to its square, and so do several that
-take turns in one episode. ``expand`` gives back what ``additions`` took apart, whatever that was.
+A prompt usually begins with an earlier turn's prompt and response, so only the rest is stored. A
+conversation then takes memory in proportion to its length, not to its square; so do several in one
+episode that alternate. ``expand`` inverts ``additions`` for any prompts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 
 
 class Addition(NamedTuple):
-    """A prompt, given by what it adds."""
+    """A prompt as what it adds to an earlier turn."""
 
     back: int
-    """How many steps before it the turn is that it begins with."""
+    """Number of steps back to that turn."""
     kept: int
-    """How many tokens of that turn (prompt, then response) it begins with."""
+    """Number of leading tokens of that turn (prompt, then response) that it repeats."""
     added: Tensor
-    """The rest of it."""
+    """The other tokens."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def additions(
     lengths: Tensor,
     parents: Sequence[int] | None = None,
 ) -> Additions:
-    """What each prompt adds to the turn before it, or to its parent if it shares more with that.
+    """Compute what each prompt adds to the turn before it, or to its parent if that shares more.
 
-    Parents that are wrong make for less that is shared, and change no prompt.
+    Wrong parents only make prompts share less.
 
     Args:
         prompts: ``[T]`` vectors of tokens, of whole episodes one after the other.
         responses: ``[T]`` vectors of tokens.
         lengths: int64 ``[E]``, turns of each episode.
-        parents: for each turn the turn of its episode that it is said to go on from, -1 for none.
+        parents: for each turn, the turn of its episode that it continues; -1 for none.
 
     Examples:
         >>> prompts = [torch.tensor([1, 2]), torch.tensor([1, 2, 3, 4])]
@@ -91,21 +91,21 @@ def additions(
 
 
 def expand(additions: Additions, responses: Sequence[Tensor]) -> list[Tensor]:
-    """The prompts of consecutive turns, of which none keeps what is before the first.
+    """Rebuild the prompts of consecutive turns; the first must not refer to an earlier turn.
 
     Prompts that extend each other are views of one tensor.
 
     Args:
-        additions: what each of them adds.
-        responses: as many vectors of tokens.
+        additions: what each prompt adds.
+        responses: one vector of tokens per turn.
     """
     lines: list[list[Tensor]] = []
-    """The pieces of each line of tokens; several prompts end on one line."""
+    """Pieces of each line of tokens; prompts that extend each other end on one line."""
     begins: list[tuple[int, int]] = []
-    """The line that each line begins as, and for how many tokens."""
+    """For each line, the line that it branches off from, and after how many tokens."""
     sizes: list[int] = []
     ends: list[tuple[int, int]] = []
-    """The line of each prompt, and where it ends there."""
+    """For each prompt, its line, and where it ends there."""
     for (back, kept, added), response in zip(additions.items, responses, strict=True):
         line = ends[-back][0] if kept else -1
         if line < 0 or kept < sizes[line]:
@@ -123,10 +123,9 @@ def expand(additions: Additions, responses: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
-    """A copy of whole episodes that shares no tensor's memory with them.
+    """Copy whole episodes, with memory in proportion to what is new in each turn.
 
-    It takes memory in proportion to what is new in each turn: prompts that extend each other are views
-    of one tensor, whether or not they were.
+    Prompts that extend each other become views of one tensor.
 
     Args:
         steps: whole episodes, one after the other.
@@ -148,18 +147,18 @@ def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
 
 
 def additions_of(steps: Steps, lengths: Tensor) -> Additions:
-    """What each prompt of whole episodes adds; see :func:`additions`."""
+    """Compute what each prompt of whole episodes adds; see :func:`additions`."""
     prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
-    told = steps.columns.get(PARENT)
-    if isinstance(told, Rows) and len({item.shape for item in told.items}) == 1:
-        told = dense(told)
-    if not isinstance(told, Tensor) or told.numel() != steps.length:
+    parents = steps.columns.get(PARENT)
+    if isinstance(parents, Rows) and len({item.shape for item in parents.items}) == 1:
+        parents = dense(parents)
+    if not isinstance(parents, Tensor) or parents.numel() != steps.length:
         return additions(prompts, responses, lengths)
-    return additions(prompts, responses, lengths, told.reshape(-1).long().tolist())
+    return additions(prompts, responses, lengths, parents.reshape(-1).long().tolist())
 
 
 class PromptColumn:
-    """Prompts kept as what they add; the responses between them are those of another column."""
+    """Prompts stored as what they add; reading them needs the column of responses."""
 
     responses: StoredColumn
     """Set by the store."""
@@ -168,10 +167,12 @@ class PromptColumn:
         self._added = RaggedColumn(entry, capacity, memory)
         self._kept = torch.empty(capacity, dtype=torch.int64, device="cpu")
         self._back = torch.ones(capacity, dtype=torch.int64, device="cpu")
-        """How many rows before this one the turn is of which it keeps that."""
+        """By row: number of rows back to the turn whose tokens it repeats."""
         self._since = torch.empty(capacity, dtype=torch.int64, device="cpu")
-        """How many rows before this one reading begins: there, neither that prompt nor a later one
-        keeps anything of what is before it."""
+        """By row: number of rows back to where reading must begin.
+
+        No prompt from there on refers to an earlier row.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +180,7 @@ class PromptColumn:
         return self._added.nbytes + 24 * self._kept.shape[0]
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """What stores the :class:`Additions` of whole episodes."""
+        """Plan to write the :class:`Additions` of whole episodes."""
         rows = change.written.rows
         back, kept = (
             torch.tensor(x, dtype=torch.int64, device="cpu")
@@ -187,7 +188,7 @@ class PromptColumn:
         )
         steps = torch.arange(len(kept), device="cpu")
         keeps = torch.where(kept > 0, steps - back, steps)
-        reaches = keeps.flip(0).cummin(0).values.flip(0)  # of it and of all that follow
+        reaches = keeps.flip(0).cummin(0).values.flip(0)  # The least of it and all later ones.
         since = steps - torch.where(reaches == steps, steps, 0).cummax(0).values
         store_added = self._added.plan(change, Rows([item.added for item in column.items]))
 
@@ -200,7 +201,7 @@ class PromptColumn:
         return commit
 
     def read(self, plan: RowPlan) -> Column:
-        """The rows of ``plan``; prompts of one episode may share memory."""
+        """Read the rows of ``plan``; prompts of one episode may share memory."""
         rows = plan.rows()
         if not len(rows):
             return self._added.read(plan)
@@ -220,11 +221,11 @@ class PromptColumn:
         return Rows([prompts[i] for i in place.tolist()])
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Let go of the oldest episodes; ``first`` is the oldest row that stays, None if none."""
+        """Drop the oldest episodes; ``first`` is the oldest row that stays, None if none."""
         self._added.release(blocks, first)
 
     def laid_out(self, moves: Moves, capacity: int) -> PromptColumn:
-        """The column for a ring of ``capacity`` rows to which the rows have moved."""
+        """Return the column for a ring of ``capacity`` rows, with the rows moved."""
         new = copy(self)
         new._added = self._added.laid_out(moves, capacity)
         new._back = moves.laid_out(self._back, capacity)
@@ -233,17 +234,17 @@ class PromptColumn:
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """What each prompt adds and keeps."""
+        """Return what each prompt adds and repeats."""
         rows = {"back": self._back, "kept": self._kept, "since": self._since}
         parts = {name: Part(live.pieces(values)) for name, values in rows.items()}
         return {**self._added.parts(live), **parts}
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Hold these rows."""
+        """Load these rows."""
         self._added.load(saved, rows)
         if "back" in saved:
             self._back = saved.into("back", rows, self._back)
-        else:  # saved by a version in which prompts kept of the turn before only
+        else:  # In older checkpoints, prompts refer to the turn before only.
             self._back = torch.ones(
                 max(len(rows), len(self._back)), dtype=torch.int64, device="cpu"
             )
@@ -252,13 +253,13 @@ class PromptColumn:
 
 
 def _shared(prompt: Tensor, before: Tensor, response: Tensor) -> int:
-    """How many tokens of an earlier turn a prompt begins with."""
+    """Count the tokens of an earlier turn that a prompt begins with."""
     kept = _agreeing(prompt, before)
     return kept if kept < len(before) else kept + _agreeing(prompt[kept:], response)
 
 
 def _agreeing(a: Tensor, b: Tensor) -> int:
-    """How many tokens ``a`` and ``b`` begin with in common; views of one place are not read."""
+    """Count the common leading tokens of ``a`` and ``b``; views of the same memory are not read."""
     shortest = min(len(a), len(b))
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return shortest

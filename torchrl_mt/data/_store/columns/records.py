@@ -1,7 +1,7 @@
-"""Records: small entries of one dtype side by side in one row of memory.
+"""Records: small entries of one dtype, side by side in one row of memory.
 
-Reading a window of steps then touches one place instead of one for each entry. What a read gives are
-views of one new tensor; no two of them share an element.
+Reading a window of steps then touches one place in memory instead of one per entry. A read returns
+views of one new tensor, which do not overlap.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torchrl_mt.data._store.steps import Path
 __all__ = ["Record", "records_for"]
 
 _MOST_BYTES = 512
-"""Of one entry per step: reading a larger one costs more than finding it."""
+"""Most bytes per step of a small entry. Larger ones take longer to copy than to locate."""
 
 
 def records_for(entries: Mapping[Path, Entry], capacity: int, memory: Memory) -> dict[Path, Record]:
-    """The record of every entry that is small and of one shape, with those of the same dtype.
+    """Create a record per dtype for all small dense entries; return the record of each entry.
 
     Args:
-        entries: what every step looks like.
-        capacity: rows.
-        memory: where they are kept.
+        entries: the entries of the schema.
+        capacity: number of rows.
+        memory: allocates the records.
     """
     small: dict[torch.dtype, list[Path]] = {}
     for path, entry in entries.items():
@@ -49,13 +49,13 @@ def records_for(entries: Mapping[Path, Entry], capacity: int, memory: Memory) ->
 
 
 class Record:
-    """One record for each row of the ring.
+    """The records of all rows of the ring.
 
     Args:
         shapes: the entries and their shapes per step.
-        dtype: of all of them.
-        capacity: rows.
-        memory: where they are kept.
+        dtype: dtype of all entries.
+        capacity: number of rows.
+        memory: allocates the records.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Record:
         memory: Memory,
     ) -> None:
         self.shapes = dict(shapes)
-        """The entries, in the order in which they lie in a record."""
+        """Shapes of the entries, in the order of a record."""
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
         self._others = {path: shape for path, shape in self.shapes.items() if len(shape) != 1}
-        """Those that are no vectors."""
-        # Two, as the stride between rows of which there is one means nothing.
+        """Shapes of the entries that are no vectors."""
+        # Two records, as the stride between rows of a single one has no meaning.
         records = torch.empty(2, sum(self._sizes), dtype=dtype, device="meta")
         self._places = [
             (part.storage_offset() * dtype.itemsize, part.stride())
             for part in self.entries(records).values()
         ]
-        """Of each entry, the bytes before it in a record, and its strides in several."""
+        """Byte offset in a record, and strides, of each entry."""
         self._memory = memory
         self._hold(memory.empty((capacity, sum(self._sizes)), dtype))
 
@@ -90,7 +90,7 @@ class Record:
         return self.data.numel() * self.data.element_size()
 
     def entries(self, records: Tensor) -> dict[Path, Tensor]:
-        """The entries of some records ``[N, width]``: ``[N, *shape]`` each, as views."""
+        """Split records ``[N, width]`` into entries ``[N, *shape]``, as views."""
         parts = records.split_with_sizes(self._sizes, 1)
         entries = dict(zip(self.shapes, parts, strict=True))
         for path, shape in self._others.items():
@@ -98,7 +98,7 @@ class Record:
         return entries
 
     def plan(self, blocks: Blocks, columns: Mapping[Path, Any]) -> Callable[[], None]:
-        """What stores the entries of episodes: one copy, if they lie in memory as in a record."""
+        """Plan to write the entries of episodes: in one copy if they already lie side by side."""
         parts = [dense(columns[path]) for path in self.shapes]
         first, width = parts[0], self.data.shape[1]
         if self._are_side_by_side(parts):
@@ -111,7 +111,7 @@ class Record:
         )
 
     def _are_side_by_side(self, parts: Sequence[Tensor]) -> bool:
-        """Whether entries of steps lie in memory as they do in a record."""
+        """Whether entries lie in memory as in a record."""
         begin, memory = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
         return all(
             part.stride() == stride
@@ -121,13 +121,13 @@ class Record:
         )
 
     def like(self, capacity: int) -> Record:
-        """A record of the same entries for ``capacity`` rows, whose values are yet to be written."""
+        """Allocate records of the same entries for ``capacity`` rows."""
         new = copy(self)
         new._hold(self._memory.empty((capacity, self.data.shape[1]), self.data.dtype))
         return new
 
     def laid_out(self, moves: Moves, capacity: int) -> Record:
-        """The records for a ring of ``capacity`` rows to which the rows have moved."""
+        """Copy the records to a ring of ``capacity`` rows, with the rows moved."""
         new = self.like(capacity)
         moves.rows(self.data, new.data)
         return new

@@ -1,7 +1,7 @@
-"""Rows of the ring: which are read or written, reading and writing them.
+"""Reads and writes of ring rows.
 
-A read gives new memory: one copy of each window of consecutive rows. A write is planned first: what
-can fail has failed before anything is written.
+A read returns new memory, one copy per window of consecutive rows. A write is planned first, so that
+whatever can fail fails before anything is written.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["RowPlan", "Windows", "dense", "plan_rows", "plan_values", "run"]
 
 _MAX_VIEWS = 16
-"""Views that are kept, by span and shift."""
+"""Most cached views."""
 _FEW_PIECES = 8
-"""Pieces that are copied faster one by one than row by row."""
+"""Up to so many pieces, copying piece by piece is faster than row by row."""
 
 
 class RowPlan:
@@ -58,13 +58,13 @@ class RowPlan:
         return self._moved
 
     def rows(self) -> Tensor:
-        """int64 ``[n * span]`` on the CPU: every row."""
+        """Return every row: int64 ``[n * span]`` on the CPU."""
         if self.span == 1:
             return self.starts
         return (self.starts[:, None] + torch.arange(self.span, device="cpu")).flatten()
 
     def entries(self, record: Record, shift: int) -> dict[Path, Tensor]:
-        """What the records of the rows hold, each ``shift`` rows further on; read once."""
+        """Read all entries of a record, each ``shift`` rows further on; cached."""
         found = self._entries.get((record, shift))
         if found is None:
             records = record.windows.read(self, shift)
@@ -72,7 +72,7 @@ class RowPlan:
         return found
 
     def read(self, path: Path, column: StoredColumn) -> Column:
-        """The entry ``path``, which ``column`` stores, at the rows."""
+        """Read the entry ``path``, which ``column`` stores."""
         return column.read(self)
 
 
@@ -80,8 +80,8 @@ class Windows:
     """Reads windows of rows of one tensor.
 
     Args:
-        data: contiguous, a row per row of the ring.
-        memory: where samples are read to.
+        data: contiguous tensor with one row per row of the ring.
+        memory: allocates what is read.
     """
 
     def __init__(self, data: Tensor, memory: Memory) -> None:
@@ -91,10 +91,10 @@ class Windows:
         self._width = math.prod(self._shape)
         self._itemsize = data.element_size()
         self._views: dict[tuple[int, int], Tensor] = {}
-        """By span and shift: row ``r`` is the window that begins there."""
+        """Views by span and shift: row ``r`` of a view is the window that begins there."""
 
     def read(self, plan: RowPlan, shift: int = 0) -> Tensor:
-        """The rows of ``plan``, each ``shift`` rows further on: ``[n * span, *shape]``."""
+        """Read the rows of ``plan``, each ``shift`` rows further on: ``[n * span, *shape]``."""
         memory, starts, size = self._memory, plan.starts, plan.steps * self._width
         views = self._views.get((plan.span, shift))
         if views is None:
@@ -119,17 +119,17 @@ class Windows:
 
 
 def run(operations: Iterable[Callable[[], Any]]) -> None:
-    """Carry out operations for what they do to memory."""
+    """Call all operations."""
     for operation in operations:
         operation()
 
 
 def plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]:
-    """What writes a column of whole episodes to their rows of ``data``."""
+    """Plan to write a column of whole episodes to their rows of ``data``."""
     values = dense(column)
     to: Any = as_array(data)
     of: Any = as_array(values)
-    copy: Callable[..., Any] = np.copyto  # of arrays: sooner begun than one of tensors
+    copy: Callable[..., Any] = np.copyto  # Less overhead than a copy of tensors.
     if to is None or of is None:
         if len(blocks.pieces) > _FEW_PIECES:
             return plan_rows(data, blocks.rows, values)
@@ -144,7 +144,7 @@ def plan_values(data: Tensor, blocks: Blocks, column: Any) -> Callable[[], None]
 
 
 def plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
-    """What writes one value to each of the rows of ``data``."""
+    """Plan to write one value to each of ``rows`` of ``data``."""
     to, of = as_array(data), as_array(values)
     if to is not None and of is not None:
         return partial(to.__setitem__, rows.numpy(), of)
@@ -153,5 +153,5 @@ def plan_rows(data: Tensor, rows: Tensor, values: Tensor) -> Callable[[], None]:
 
 
 def dense(column: Any) -> Tensor:
-    """A column of tensors of one shape, as one tensor."""
+    """Stack a column of tensors of one shape."""
     return torch.stack(column.items) if isinstance(column, Rows) else column

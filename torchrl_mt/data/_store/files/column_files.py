@@ -1,7 +1,7 @@
-"""What a checkpoint keeps of a column: named tensors of the rows that count, oldest first.
+"""Files of a column in a checkpoint: named tensors of the live rows, oldest first.
 
-They are written to files as they lie in memory, a few megabytes at a time, and read back the same
-way, or mapped. A file is checked while it is read.
+They are written as they lie in memory, a few megabytes at a time, and read back the same way, or
+mapped. A file is checked while it is read.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Form", "Part", "SavedColumn", "SavedFile", "write_part"]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a column."""
+    """A tensor of a column, to be saved."""
 
     pieces: list[Tensor]
-    """Views of the rows that count, oldest first: at least one, of none or more rows each."""
+    """At least one view of live rows, oldest first; a view may be empty."""
     saved_as: Callable[[Tensor], Tensor] | None = None
-    """What some rows of it are saved as; None for as they are."""
+    """Converts rows before they are saved; None saves them as they are."""
 
     def whole(self) -> Tensor:
-        """All rows, as new memory."""
+        """Copy all rows."""
         return torch.cat([self._saved(piece) for piece in self.pieces])
 
     def chunks(self) -> Iterator[Tensor]:
-        """The rows, some at a time: contiguous, on the CPU."""
+        """Iterate over the rows, a few megabytes at a time: contiguous, on the CPU."""
         for piece in self.pieces:
             for some in piece.split(_rows_at_a_time(piece.shape, piece.dtype)):
                 yield self._saved(some).contiguous().cpu()
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Form:
-    """The file that holds a part, and what it looks like."""
+    """Name, shape and dtype of the file of a part."""
 
     file: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ def write_part(part: Part, file: Any, name: str) -> Form:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of rows to be loaded."""
+    """A file of rows to load."""
 
     file: Path
     shape: tuple[int, ...]
@@ -94,9 +94,7 @@ class SavedFile:
             raise damaged(self.file)
 
     def mapped(self, first: int) -> Tensor:
-        """The rows from ``first`` on as they lie in the file, mapped into memory: whoever writes to one
-        has a copy.
-        """
+        """Map the rows from ``first`` on into memory; writing to a row copies it."""
         shape = (self.shape[0] - first, *self.shape[1:])
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype, device="cpu")
@@ -107,12 +105,12 @@ class SavedFile:
 
 
 class SavedColumn:
-    """The saved parts of a column, to be loaded. Rows that are asked for end with the last.
+    """The saved parts of a column. Ranges of rows to load must end with the last row.
 
     Args:
-        parts: by name: a tensor, the file of one, or objects.
-        device: where objects are to have their tensors.
-        mapped: whether files are mapped into memory, and not read.
+        parts: a tensor, the file of one, or objects, by name.
+        device: device of tensors among objects.
+        mapped: whether to map files into memory instead of reading them.
     """
 
     def __init__(
@@ -127,17 +125,15 @@ class SavedColumn:
         self._mapped = mapped
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a part."""
+        """Whether a part was saved."""
         return name in self._parts
 
     def rows(self, name: str) -> int:
-        """How many rows were saved."""
+        """Number of saved rows."""
         return int(self._parts[name].shape[0])
 
     def into(self, name: str, rows: range, tensor: Tensor) -> Tensor:
-        """Load the rows into the first rows of ``tensor``, and give it back; or give them as they lie
-        in a file that is mapped, in place of ``tensor``.
-        """
+        """Load rows into the first rows of ``tensor`` and return it; a mapped file replaces it."""
         _check_rows(name, rows, self.rows(name))
         saved: Tensor | SavedFile = self._parts[name]
         if self._mapped and isinstance(saved, SavedFile):
@@ -149,30 +145,30 @@ class SavedColumn:
         return tensor
 
     def new(self, name: str, rows: range, memory: Memory) -> Tensor:
-        """The rows as a tensor of their own."""
+        """Load rows as a new tensor."""
         saved = self._parts[name]
         shape = (0 if self._mapped else len(rows), *saved.shape[1:])
         return self.into(name, rows, memory.empty(shape, saved.dtype))
 
     def objects(self, name: str, rows: range) -> list[object]:
-        """The Python objects of the rows, with tensors of their own."""
+        """Load Python objects; tensors among them are copied."""
         items = self._parts[name].items
         _check_rows(name, rows, len(items))
         return [own(item, self._device) for item in items[rows.start :]]
 
 
 def _check_rows(name: str, rows: range, saved: int) -> None:
-    """Refuse parts that do not belong together."""
+    """Refuse parts with different numbers of rows."""
     if rows.stop != saved:
         raise ValueError(f"{name} must have been saved with {rows.stop} rows, it has {saved}.")
 
 
 def _rows_at_a_time(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """How many rows to copy at a time."""
+    """Number of rows to copy at a time."""
     return max(1, CHUNK // max(1, math.prod(shape[1:]) * dtype.itemsize))
 
 
 def _bytes(rows: Tensor) -> np.ndarray:
-    """The memory of contiguous rows on the CPU."""
-    # A tensor of one element is contiguous whatever its strides are, and a view of bytes asks for 1.
+    """View contiguous rows on the CPU as bytes."""
+    # A tensor of one element is contiguous with any strides, but a view of bytes needs stride 1.
     return rows.detach().as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy()

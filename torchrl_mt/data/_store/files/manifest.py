@@ -1,7 +1,4 @@
-"""Manifests: the sizes and hashes of files, by which a changed bit is found and its file named.
-
-A manifest carries a hash of its own.
-"""
+"""Manifests: sizes and hashes of files, to find damaged ones. A manifest has a hash of its own."""
 
 from __future__ import annotations
 
@@ -28,19 +25,19 @@ __all__ = [
 CHUNK = 4 << 20
 """Bytes that are copied or hashed at a time."""
 HASHES = "hashes.json"
-"""The manifest of files that were hashed as they were written; it lies beside them."""
+"""Name of the manifest of files that were hashed as they were written; it lies beside them."""
 
 
 def hashing() -> Any:
-    """What computes a hash: ``update(data)``, then ``hexdigest()``."""
+    """Create a hash object: ``update(data)``, then ``hexdigest()``."""
     return hashlib.blake2b(digest_size=20)
 
 
 class HashedFiles:
-    """New files in a folder, hashed as they are written.
+    """Creates files in a folder and hashes them as they are written.
 
     Args:
-        folder: where they are.
+        folder: the folder.
 
     Examples:
         >>> import tempfile
@@ -79,7 +76,7 @@ class _HashedFile:
 
 
 def hash_of(file: Path) -> str:
-    """The hash of a file."""
+    """Compute the hash of a file."""
     found = hashing()
     with open(file, "rb") as stream:
         while data := stream.read(CHUNK):
@@ -96,23 +93,23 @@ def check_size(file: Path, size: int) -> None:
 
 
 def check_hash(file: Path, expected: str) -> None:
-    """Refuse a file that is not as it was written (``ValueError``)."""
+    """Refuse a file that has another hash (``ValueError``)."""
     if hash_of(file) != expected:
         raise damaged(file)
 
 
 def damaged(file: Path, how: str = "is not as it was written") -> ValueError:
-    """The error that a file is damaged."""
+    """Create the error for a damaged file."""
     return ValueError(f"the checkpoint is damaged: {file} {how}; load another one.")
 
 
 def write_manifest(file: Path, files: Mapping[str, tuple[int, str | None]]) -> None:
-    """Write the sizes and hashes of files, by their names; None for a hash that another manifest has."""
+    """Write sizes and hashes of files by name; a hash is None if another manifest has it."""
     file.write_text(_text(files), encoding="utf-8")
 
 
 def read_manifest(file: Path) -> dict[str, tuple[int, str | None]]:
-    """What :func:`write_manifest` wrote; ``ValueError`` if the manifest is damaged."""
+    """Read what :func:`write_manifest` wrote; ``ValueError`` if the manifest is damaged."""
     try:
         text = file.read_text(encoding="utf-8")
         files = json.loads(text)["files"]
@@ -124,7 +121,7 @@ def read_manifest(file: Path) -> dict[str, tuple[int, str | None]]:
 
 
 def _text(files: Any) -> str:
-    """A manifest as text."""
+    """Format a manifest."""
     found = hashing()
     found.update(json.dumps(files).encode())
     return json.dumps({"hash": found.hexdigest(), "files": files})

@@ -1,4 +1,4 @@
-"""A store in the files of a folder: as many bytes as the store holds, and no copy of them in memory."""
+"""The files of a store: they take as many bytes as it holds, and saving copies none in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATE = "state.pt"
 
 
 def save_store(store: EpisodeStore, folder: Path) -> None:
-    """Save everything stored in an empty folder; it is made if it does not exist."""
+    """Save a store to an empty folder, which is created if it does not exist."""
     folder.mkdir(exist_ok=True)
     files, numbers = HashedFiles(folder), count()
 
@@ -50,10 +50,14 @@ def save_store(store: EpisodeStore, folder: Path) -> None:
 
 
 class StoreFiles:
-    """What :func:`save_store` saved in a folder.
+    """The files that :func:`save_store` wrote.
 
     Args:
         folder: the folder.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file has another size, or the manifest or state is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,18 +68,21 @@ class StoreFiles:
         self.state: dict[str, Any] = torch.load(
             folder / _STATE, map_location="cpu", weights_only=False
         )
-        """As :meth:`EpisodeStore.parts` gives it, with a :class:`Form` in place of a part."""
+        """What :meth:`EpisodeStore.parts` returned, with a :class:`Form` in place of each part."""
 
     def load(self, store: EpisodeStore, *, mapped: bool = False, verify: bool = False) -> int:
-        """Load everything into a store that holds nothing yet.
+        """Load everything into an empty store.
 
         Args:
             store: the store.
-            mapped: map the files into memory, and do not read them.
-            verify: read the files that are mapped once, to see whether one is damaged.
+            mapped: whether to map the files into memory instead of reading them.
+            verify: whether to compare the hashes of all files first; reading does so anyway.
 
         Returns:
-            how many of the oldest episodes are left out, since the store's budgets are smaller.
+            Number of oldest episodes that are left out because the store's budgets are smaller.
+
+        Raises:
+            ValueError: if a file is damaged, or not even the newest episode fits.
         """
         if verify:
             for name in self._files:
@@ -91,7 +98,7 @@ class StoreFiles:
         return store.load(self.state, columns, mapped=mapped)
 
     def _saved(self, part: Form | Objects) -> SavedFile | Objects:
-        """A part as it is to be loaded."""
+        """Find the file of a part; objects are returned as they are."""
         if isinstance(part, Objects):
             return part
         file = self._folder / part.file

@@ -1,8 +1,8 @@
-"""Versions of what a folder holds: readers find the newest whole one, however its writers ended.
+"""Versions of a checkpoint in a folder: readers find the newest complete one, even if a writer dies.
 
 A version is written to ``checkpoint-<id>.tmp``, flushed to the disk, and then renamed to
-``checkpoint-<number>``. Renaming is atomic, and the highest number counts. Nothing else in the folder is
-touched.
+``checkpoint-<number>``. Renaming is atomic, and the highest number is the newest version. Nothing else
+in the folder is touched.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ _FILES = "checkpoint.json"
 _VERSION = re.compile(r"checkpoint-([0-9]+)")
 _UNFINISHED = re.compile(r"checkpoint-[0-9a-f]{32}\.tmp")
 _ABANDONED = 3600.0
-"""Seconds after which nobody writes to an unfinished version any more."""
+"""Seconds without a write after which an unfinished version counts as abandoned."""
 
 
 def save_version(path: Path, write: Callable[[Path], None]) -> None:
-    """Replace what the folder ``path`` holds.
+    """Save a new version in the folder ``path``.
 
-    Several processes and threads may save and read at once: the highest number counts. A save deletes
-    the versions before its own, and unfinished ones in which nothing was written for an hour: those of
-    writers that were killed.
+    Several processes and threads may save and read at once. A save deletes the versions before its own,
+    and unfinished ones in which nothing was written for an hour: those of killed writers.
 
     Args:
-        path: the folder; made if it does not exist.
+        path: the folder; created if it does not exist.
         write: called with an empty folder to write to. If it fails, nothing has changed.
 
     Examples:
@@ -75,14 +74,18 @@ def save_version(path: Path, write: Callable[[Path], None]) -> None:
 def read_version(
     path: Path, read: Callable[[Path | None], Result], *, verify: bool = True
 ) -> Result:
-    """What ``read`` makes of the newest version in the folder ``path``.
+    """Read the newest version in the folder ``path``; return what ``read`` returns.
 
     Args:
         path: the folder that was given to :func:`save_version`.
-        read: called with the version's folder, or None if nothing was ever saved; and once more with
-            a newer one if that took its place meanwhile.
-        verify: read the files to see whether one is damaged, but for those that a ``hashes.json``
-            beside them has the hashes of: who reads them compares these. Sizes are compared anyway.
+        read: called with the version's folder, or None if nothing was ever saved. Called again if it
+            fails because a newer version replaced this one meanwhile.
+        verify: whether to compare the hashes of files, except those with a ``hashes.json`` beside
+            them, which ``read`` compares. Sizes are always compared.
+
+    Raises:
+        FileNotFoundError: if the folder or a file is missing.
+        ValueError: if a file is damaged.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint: there is no folder {path}.")
@@ -98,7 +101,7 @@ def read_version(
 
 
 def newest(path: Path) -> Path | None:
-    """The newest version in a folder; None if there is none."""
+    """Return the newest version in a folder; None if there is none."""
     numbers = _numbers(path)
     return path / f"checkpoint-{max(numbers)}" if numbers else None
 
@@ -109,16 +112,16 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def _numbers(path: Path) -> list[int]:
-    """The numbers of the versions in a folder."""
+    """List the numbers of the versions in a folder."""
     found = map(_VERSION.fullmatch, os.listdir(path) if path.is_dir() else [])
     return [int(each[1]) for each in found if each]
 
 
 def _finish(folder: Path) -> None:
-    """Have the disk hold a folder with all that is in it, and its manifest."""
+    """Write the manifest of a version and flush everything to the disk."""
     files: dict[str, tuple[int, str | None]] = {}
     for where, _, names in os.walk(folder, topdown=False):
-        # What is large was hashed as it was written.
+        # Large files were hashed as they were written.
         hashed = read_manifest(Path(where, HASHES)) if HASHES in names else {}
         for each in sorted(names):
             file = Path(where, each)
@@ -132,7 +135,7 @@ def _finish(folder: Path) -> None:
 
 
 def _check(folder: Path, verify: bool) -> None:
-    """Refuse a version of which a file is missing or damaged."""
+    """Refuse a version with a missing or damaged file."""
     files = read_manifest(folder / _FILES)
     for name, (size, _) in files.items():
         check_size(folder / name, size)
@@ -142,14 +145,14 @@ def _check(folder: Path, verify: bool) -> None:
 
 
 def _publish(new: Path) -> int:
-    """Have a finished version count: its number."""
+    """Rename a finished version to the next free number; return the number."""
     while True:
         number = max(_numbers(new.parent), default=0) + 1
         place = new.with_name(f"checkpoint-{number}")
         try:
             os.rename(new, place)
         except OSError:
-            if not place.exists():  # It is not that another writer took the number.
+            if not place.exists():  # Otherwise another writer took the number.
                 raise
         else:
             return number
@@ -164,16 +167,16 @@ def _delete_old(path: Path, number: int) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nothing in a folder was written for long."""
+    """Whether nothing in a folder was written for an hour."""
     since = time.time() - _ABANDONED
     try:
         return all(each.stat().st_mtime < since for each in chain([folder], folder.rglob("*")))
-    except OSError:  # Its writer has just finished.
+    except OSError:  # Its writer has just renamed it.
         return False
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold what was written to a file or folder, where the system can do that."""
+    """Flush a file or folder to the disk; does nothing on Windows."""
     if os.name == "nt":
         return
     file = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""The priorities of the clips that a storage holds.
+"""The priorities of the clips in a storage.
 
-Each clip that is stored can be drawn, and nothing else can, whatever is written, leaves or is
-loaded in between; a clip's priority stays its own. Following a write costs no more than the write.
+Exactly the stored clips can be drawn, and a clip keeps its priority, whatever is written, evicted or
+loaded. Following a write costs no more than the write.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ __all__ = ["ClipPriorities"]
 
 
 class ClipPriorities:
-    """Priorities by number of the step that a clip begins at (see :meth:`EpisodeStorage.get`).
-
-    Call its methods under the storage's lock.
+    """Priorities of clips, by number of their first step. Call its methods under the storage's lock.
 
     Args:
-        capacity: most steps that priorities are kept for; None takes the storage's ``max_steps``.
+        capacity: number of steps with priorities; None takes the storage's ``max_steps``.
         alpha: exponent of the priorities.
         eps: added to every priority.
-        dtype: of priorities and weights.
-        span: stored steps of a clip; None as long as that is not known.
-        unit: what a clip is, see :class:`~torchrl_mt.data._store.table.Choice`.
+        dtype: dtype of priorities and weights.
+        span: stored steps of a clip; None before it is known.
+        unit: what counts as a clip, see :class:`~torchrl_mt.data._store.table.Choice`.
         least: see there.
         within: whether new clips get the largest priority of a stored clip instead of the largest
             ever.
@@ -60,15 +58,15 @@ class ClipPriorities:
         self._largest = 1.0
         self._ring: PriorityRing | None = None
         self._loaded: tuple[int, Tensor, Tensor] | None = None
-        """First number, priorities and weights, until they are in the ring."""
+        """First number, priorities and weights that were loaded and are not in the ring yet."""
         self._renumbered = 0
-        """What :attr:`EpisodeTable.renumbered` was when the numbers were saved."""
+        """:attr:`EpisodeTable.renumbered` when the loaded numbers were saved."""
         self._table: EpisodeTable | None = None
-        """The table whose steps the numbers count; a storage that is loaded has another one."""
+        """Table of the followed storage; loading a storage replaces its table."""
         self._reweigh = False
-        """Whether the weights are of another ``alpha``."""
+        """Whether ``alpha`` changed since the weights were computed."""
         self._reopen = True
-        """Whether the steps that clips begin at must be found anew."""
+        """Whether the first steps of clips must be found anew."""
 
     @property
     def alpha(self) -> float:
@@ -77,13 +75,13 @@ class ClipPriorities:
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        # In this order, another thread that computes the weights meanwhile will do so again.
+        # In this order, a thread that computes the weights meanwhile computes them again later.
         changed, self._alpha = value != self._alpha, value
         self._reweigh |= changed
 
     @property
     def default(self) -> float:
-        """The priority that new clips get."""
+        """Priority of new clips."""
         if not self.within or self._ring is None or self.span is None:
             return self._largest
         largest = self._ring.largest
@@ -91,18 +89,18 @@ class ClipPriorities:
 
     @property
     def ring(self) -> PriorityRing:
-        """The priorities by number, once a storage is followed."""
+        """The priorities by number; exists once a storage is followed."""
         assert self._ring is not None
         return self._ring
 
     def follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
-        """Follow what was written and evicted.
+        """Update to what was written and evicted.
 
         Args:
             storage: the storage.
-            span: stored steps of a clip from now on; None leaves it as it is.
+            span: stored steps of a clip from now on; None keeps the current span.
         """
-        self._tie(storage)
+        self._bind(storage)
         ring, end = self.ring, storage.table.end
         if span is not None and span != self.span:
             self.span, self._reopen = span, True
@@ -120,13 +118,13 @@ class ClipPriorities:
     def update(
         self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor, *, are_clips: bool = False
     ) -> None:
-        """Give clips new priorities.
+        """Set the priorities of clips.
 
         Args:
-            storage: the storage, as followed.
-            numbers: int64 ``[n]``, different stored steps.
+            storage: the followed storage.
+            numbers: int64 ``[n]``, numbers of stored steps, all different.
             priority: ``[n]``, of ``dtype``.
-            are_clips: whether a clip is known to begin at each.
+            are_clips: True if a clip is known to begin at each step.
         """
         if numbers.shape[0]:
             is_clip = None if are_clips else self._is_clip(storage, numbers)
@@ -134,17 +132,17 @@ class ClipPriorities:
             self._largest = max(self._largest, float(priority.numpy().max()))
 
     def importance(self, numbers: Tensor, beta: float) -> Tensor:
-        """Importance weights ``(w / w_min) ** -beta`` of drawn clips: ``[n]``."""
+        """Return the importance weights ``(w / w_min) ** -beta`` of drawn clips: ``[n]``."""
         weight = self.ring.weight.numpy()[self.ring.slots(numbers).numpy()].astype(np.float64)
         return torch.from_numpy((weight / self.ring.least) ** -beta).to(self.dtype)
 
     def forget(self) -> None:
-        """Know no priority."""
+        """Reset all priorities."""
         self._ring, self._loaded, self._largest = None, None, 1.0
         self._reweigh, self._reopen = False, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything known, as copies."""
+        """Return everything, as copies."""
         self._settle_weights()
         return {
             "alpha": self._alpha,
@@ -156,9 +154,7 @@ class ClipPriorities:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Know what :meth:`state_dict` gave, of the storage that is followed next: of more than
-        ``capacity`` steps, the newest.
-        """
+        """Restore a state, for the storage that is followed next; keep the newest ``capacity`` steps."""
         stored = state_dict["stored"]
         if stored is not None:
             first, priority, weight = stored
@@ -176,8 +172,8 @@ class ClipPriorities:
         state = self.__dict__ | loaded | {"_reopen": True}
         return state | {"_ring": None, "_table": None}
 
-    def _tie(self, storage: EpisodeStorage) -> None:
-        """Begin to follow a storage, with what was loaded for it, unless it is followed already."""
+    def _bind(self, storage: EpisodeStorage) -> None:
+        """Start to follow a storage, with what was loaded for it, unless it is followed already."""
         if self._ring is not None and self._table is storage.table:
             return
         capacity = self.capacity or storage.max_size
@@ -188,7 +184,7 @@ class ClipPriorities:
             )
         if self._table is not None and self._table is not storage.table:
             self.forget()
-        # A buffer that is loaded draws what the one that was saved would have drawn.
+        # With the same slots, a loaded buffer draws what the saved one would have drawn.
         origin, first = storage.table.renumbered, storage.table.first
         ring = PriorityRing(capacity, self.dtype, knows_largest=self.within, origin=origin)
         ring.load(first, *2 * [torch.zeros(0, dtype=self.dtype, device="cpu")])
@@ -201,12 +197,12 @@ class ClipPriorities:
         self._ring, self._loaded, self._table, self._reopen = ring, None, storage.table, True
 
     def _weigh(self, priority: Tensor) -> Tensor:
-        """Weights in the draw."""
+        """Compute weights from priorities."""
         values = priority.numpy().astype(np.float64)
         return torch.from_numpy(np.asarray((values + self.eps) ** self._alpha)).to(self.dtype)
 
     def _settle_weights(self) -> None:
-        """Compute the weights anew if ``alpha`` is another one."""
+        """Recompute the weights if ``alpha`` changed."""
         if not self._reweigh:
             return
         self._reweigh = False
@@ -218,7 +214,7 @@ class ClipPriorities:
             self._loaded = first, priority, self._weigh(priority)
 
     def _clips(self, storage: EpisodeStorage, begin: int, end: int) -> Tensor:
-        """The clips of the episodes whose steps have the numbers from ``begin`` to ``end``."""
+        """List the clips of the episodes with the steps from number ``begin`` to before ``end``."""
         if begin >= end or self.span is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         table = storage.table
@@ -229,7 +225,7 @@ class ClipPriorities:
         return runs(torch.from_numpy(starts), torch.from_numpy(clips))
 
     def _is_clip(self, storage: EpisodeStorage, numbers: Tensor) -> Tensor:
-        """Whether a clip begins at stored steps: bool ``[n]``."""
+        """Return whether a clip begins at each stored step: bool ``[n]``."""
         if self.span is None:
             return torch.zeros_like(numbers, dtype=torch.bool)
         episodes, offsets = storage.table.find(numbers.numpy() - storage.table.first)

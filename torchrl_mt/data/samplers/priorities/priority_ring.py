@@ -1,8 +1,8 @@
 """Priorities of numbered steps, and draws in proportion to their weights.
 
-Steps are numbered in the order in which they came, and leave in that order. Only steps that were
-opened are drawn, with probability ``weight / sum of the open weights``; a write, a draw and an
-update cost the logarithm of the capacity each.
+Steps are numbered in the order in which they were written, and are evicted in that order. Only *open*
+steps are drawn, with probability ``weight / sum of the open weights``. A write, a draw and an update
+each cost the logarithm of the capacity.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["PriorityRing"]
 
 
 class PriorityRing:
-    """Priority and weight of every step of a window of numbers; a number's slot never changes.
+    """Priorities and weights of the steps in a sliding window of numbers.
 
     Args:
-        capacity: most steps that the window holds.
-        dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``.
-        knows_largest: whether :attr:`largest` is asked for.
-        origin: the number that is kept in slot 0; draws depend on which slot a number has.
+        capacity: most steps in the window.
+        dtype: dtype of priorities and weights, ``torch.float32`` or ``torch.float64``.
+        knows_largest: whether :attr:`largest` is available.
+        origin: number with slot 0. Draws depend on the slots, and a number keeps its slot.
 
     Examples:
         >>> ring = PriorityRing(4, torch.float32)
@@ -52,9 +52,9 @@ class PriorityRing:
         self.end = 0
         """One past the number of the newest step."""
         self.priority = torch.zeros(capacity, dtype=dtype, device="cpu")
-        """By slot: priorities as given."""
+        """``[capacity]``: priorities by slot."""
         self.weight = torch.zeros(capacity, dtype=dtype, device="cpu")
-        """By slot: weights, of open steps and others."""
+        """``[capacity]``: weights by slot, also of steps that are not open."""
         self._build(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     @property
@@ -69,16 +69,16 @@ class PriorityRing:
         return None if negated == math.inf else -negated
 
     def slots(self, numbers: Tensor) -> Tensor:
-        """Where the steps of these numbers are kept: int64 ``[n]``."""
+        """Return the slots of these numbers: int64 ``[n]``."""
         return torch.from_numpy((numbers.numpy() - self._origin) % self.capacity)
 
     def stored(self) -> tuple[int, Tensor, Tensor]:
-        """The first number, and copies of priorities and weights from there on."""
+        """Return the first number, and copies of all priorities and weights from it on."""
         slots = self.slots(torch.arange(self.first, self.end, device="cpu"))
         return self.first, self.priority[slots], self.weight[slots]
 
     def load(self, first: int, priority: Tensor, weight: Tensor) -> None:
-        """Hold the steps from number ``first`` on, none of them open."""
+        """Replace the window by the steps from number ``first`` on, none of them open."""
         self.first, self.end = first, first + priority.shape[0]
         slots = self.slots(torch.arange(self.first, self.end, device="cpu"))
         self.priority[slots] = priority
@@ -86,38 +86,38 @@ class PriorityRing:
         self._build(slots[:0])
 
     def release(self, first: int) -> None:
-        """Forget the steps whose number is below ``first``."""
+        """Remove the steps with numbers below ``first``."""
         if min(first, self.end) > self.first:
             left = torch.arange(self.first, min(first, self.end), device="cpu")
             self._enter(self.slots(left), 0.0, math.inf, math.inf)
         self.first, self.end = max(self.first, first), max(self.end, first)
 
     def admit(self, end: int, priority: float, weight: float) -> None:
-        """Take in the steps up to number ``end``, of one priority, none of them open."""
+        """Add the steps up to number ``end`` with one priority, none of them open."""
         slots = self.slots(torch.arange(self.end, end, device="cpu"))
         self.priority[slots] = priority
         self.weight[slots] = weight
         self.end = max(self.end, end)
 
     def open(self, numbers: Tensor) -> None:
-        """Let these steps be drawn."""
+        """Open these steps, so that they are drawn."""
         slots = self.slots(numbers)
         self._enter(slots, *self._leaves(self.weight[slots], self.priority[slots]))
 
     def open_only(self, numbers: Tensor) -> None:
-        """Let these steps be drawn, and no others."""
+        """Open these steps and close all others."""
         self._build(self.slots(numbers))
 
     def set(
         self, numbers: Tensor, priority: Tensor, weight: Tensor, is_open: Tensor | None = None
     ) -> None:
-        """Give steps of the window new priorities.
+        """Set priorities and weights of steps.
 
         Args:
             numbers: int64 ``[n]``, all different.
             priority: ``[n]``.
             weight: ``[n]``.
-            is_open: bool ``[n]``, which of them are open; None for all.
+            is_open: bool ``[n]``, which of the steps are open; None for all.
         """
         slots = self.slots(numbers)
         self.priority.numpy()[slots.numpy()] = priority.numpy()
@@ -128,18 +128,21 @@ class PriorityRing:
             self.open(numbers[is_open])
 
     def reweigh(self, weigh: Callable[[Tensor], Tensor]) -> None:
-        """Compute every weight anew from its priority; ``open_only`` then makes it count."""
+        """Recompute every weight from its priority; call :meth:`open_only` afterwards."""
         self.weight.copy_(weigh(self.priority))
 
     def draw(self, num: int, generator: torch.Generator | None) -> Tensor:
-        """Numbers of open steps, each in proportion to its weight.
+        """Draw ``num`` open steps in proportion to their weights, with replacement.
 
         Args:
-            num: how many.
-            generator: where randomness comes from; None is torch's own.
+            num: number of draws.
+            generator: the random generator; None is torch's own.
 
         Returns:
-            int64 ``[num]``.
+            int64 ``[num]``, numbers of the steps.
+
+        Raises:
+            RuntimeError: if all weights are zero, or their sum is infinite.
         """
         total = self._sum.root
         if total <= 0:
@@ -152,31 +155,31 @@ class PriorityRing:
                 f"priorities down, or use dtype=torch.float64."
             )
         slots = self._scan(num, total, generator)
-        # A sum of rounded numbers can end next to a leaf: on one that cannot be drawn.
+        # Rounded sums can lead to a neighbouring leaf that cannot be drawn.
         while (missed := self._sum[slots].numpy() <= 0).any():
             slots[torch.from_numpy(missed)] = self._scan(int(missed.sum()), total, generator)
         since = (slots.numpy() + (self._origin - self.first)) % self.capacity
         return torch.from_numpy(self.first + since)
 
     def _scan(self, num: int, total: float, generator: torch.Generator | None) -> Tensor:
-        """Slots at random places of the cumulative weights."""
+        """Draw slots at uniform positions of the cumulative weights."""
         mass = (1.0 - draw_uniform(num, generator).numpy()) * total
         return self._sum.find(torch.from_numpy(mass).to(self.dtype))
 
     def _leaves(self, weight: Tensor, priority: Tensor) -> list[np.ndarray]:
-        """What the trees hold for open steps of such weights and priorities."""
+        """Return the leaves of each tree for open steps of these weights and priorities."""
         values = weight.numpy()
         leaves = [values, np.where(values > 0, values, math.inf)]
         return [*leaves, -priority.numpy()] if self._knows_largest else leaves
 
     def _enter(self, slots: Tensor, *leaves: Any) -> None:
-        """Set leaves of the trees."""
+        """Set the leaves of each tree."""
         for tree, values in zip(self._trees, leaves, strict=False):
             tree[slots] = values
 
     @torch.inference_mode(False)
     def _build(self, slots: Tensor) -> None:
-        """Make trees in which these slots are open."""
+        """Build the trees with these slots open."""
 
         def full(empty: float, values: np.ndarray) -> Tensor:
             leaves = torch.full((self.capacity,), empty, dtype=self.dtype, device="cpu")

@@ -1,8 +1,8 @@
-"""Sums and minima of many numbers, whichever of them change.
+"""Segment trees: sums and minima of numbers that change.
 
-A change or a draw costs the logarithm of how many there are. Every node is computed from its children
-as they are, so nothing drifts. TorchRL's trees are in a compiled extension that loads with one release
-of torch alone; these are arrays.
+A change or a search costs the logarithm of their number. Every node is computed from its current
+children, so rounding errors do not add up. TorchRL's trees need its compiled extension, which loads
+with one release of torch only.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 __all__ = ["MinTree", "SumTree"]
 
 _CHILDREN, _AT_ROOT = 16, 4096
-"""Most of a node, and of the root, which is gone over once for all draws."""
+"""Most children of a node and of the root, which a search scans once for all numbers."""
 
 
 class _Tree:
-    """One number made of all leaves.
+    """A tree that reduces all leaves to one number.
 
     Args:
         leaves: ``[n]`` floating point, at least one; they are copied.
     """
 
     _empty: ClassVar[float]
-    """What leaves nothing else as it is."""
+    """Neutral element of the reduction."""
 
     def __init__(self, leaves: Tensor) -> None:
-        # Arrays, not tensors: what changes at a time is small, and torch takes longer to begin.
+        # Arrays, not tensors: changes are small, and each torch call has more overhead.
         self._levels: list[np.ndarray] = []
-        """Leaves, and what is made of each run of them; the last level is the root's children."""
+        """Nodes of each level, from the leaves to the root's children."""
         values = leaves.numpy()
         while len(values) > _AT_ROOT:
             level = np.full((-(-len(values) // _CHILDREN), _CHILDREN), self._empty, values.dtype)
@@ -43,20 +43,20 @@ class _Tree:
 
     @staticmethod
     def _reduce(children: np.ndarray) -> np.ndarray:
-        """One number of the children of each node."""
+        """Reduce the children of each node."""
         raise NotImplementedError
 
     @property
     def root(self) -> float:
-        """The number made of all leaves."""
+        """The reduction of all leaves."""
         return float(self._reduce(self._levels[-1]))
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Leaves at int64 ``[n]``."""
+        """Read the leaves at int64 ``[n]``."""
         return torch.from_numpy(self._levels[0].reshape(-1).take(index.numpy()))
 
     def __setitem__(self, index: Tensor, values: Tensor | np.ndarray | float) -> None:
-        """Set leaves at int64 ``[n]``, all different."""
+        """Set the leaves at int64 ``[n]``, all different."""
         at = index.numpy()
         self._levels[0].reshape(-1)[at] = values.numpy() if isinstance(values, Tensor) else values
         for children, parents in zip(self._levels, self._levels[1:], strict=False):
@@ -65,7 +65,7 @@ class _Tree:
 
 
 class MinTree(_Tree):
-    """The least of all leaves.
+    """The minimum of all leaves.
 
     Examples:
         >>> tree = MinTree(torch.tensor([3.0, 2.0, 5.0]))
@@ -78,12 +78,12 @@ class MinTree(_Tree):
 
     @staticmethod
     def _reduce(children: np.ndarray) -> np.ndarray:
-        # NumPy takes minima of long rows much faster than of many short ones.
+        # NumPy takes minima of long rows much faster than of short ones.
         return np.ascontiguousarray(children.T).min(0)
 
 
 class SumTree(_Tree):
-    """The sum of all leaves, none of them negative, and where it passes a number.
+    """The sum of all leaves, of which none is negative.
 
     Examples:
         >>> tree = SumTree(torch.tensor([1.0, 0.0, 2.0]))
@@ -100,14 +100,15 @@ class SumTree(_Tree):
         return children.sum(-1)
 
     def find(self, mass: Tensor) -> Tensor:
-        """The first leaf with which the sum from the beginning reaches a number.
+        """Find the first leaf at which the cumulative sum reaches each number.
+
+        As sums are rounded, the result may be a neighbour: a leaf of zero, or one past the last.
 
         Args:
-            mass: ``[n]``, positive and at most the sum of all. As sums are rounded, what is found may
-                be a leaf of zero, or one behind the last, beside where the sum does.
+            mass: ``[n]``, positive and at most the sum of all leaves.
 
         Returns:
-            int64 ``[n]``.
+            int64 ``[n]``, positions of the leaves.
         """
         rest = mass.numpy()
         sums = self._levels[-1].cumsum()

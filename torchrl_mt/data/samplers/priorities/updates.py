@@ -1,7 +1,4 @@
-"""Priorities as they are given: checked whole before anything is changed, one per clip after.
-
-What clips some steps stand for is told from the steps alone.
-"""
+"""Checks of priority updates, and their reduction to one priority per clip."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ __all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
 
 
 def check_index(index: Any) -> Tensor:
-    """The index as an int64 tensor, of the same memory if it is one."""
+    """Return the index as an int64 tensor, without a copy if it is one."""
     return integers(torch.as_tensor(index), "index")
 
 
 def clips_of(numbers: Tensor, entries: Tensor, stride: int) -> Tensor:
-    """The clip that each of some steps stands for, by the number of its first step.
+    """Return the clip that each step stands for, as the number of its first step.
 
-    All steps of a clip, one after the other, stand for that clip; any other step for the clip that
-    begins at it.
+    All steps of a clip in a row stand for that clip; any other step stands for the clip that begins
+    at it.
 
     Args:
-        numbers: int64 ``[N]``, the steps.
-        entries: int64 ``[N]``, how many steps the clip has that begins at each, at least 1.
+        numbers: int64 ``[N]``, numbers of the steps.
+        entries: int64 ``[N]``, number of sampled steps of the clip that begins at each, at least 1.
         stride: stored steps from one step of a clip to the next.
 
     Returns:
@@ -54,13 +51,16 @@ def clips_of(numbers: Tensor, entries: Tensor, stride: int) -> Tensor:
 
 
 def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """The priorities, flat and on the CPU: one for each element of ``index``, or for each row.
+    """Check priorities; return them flat, on the CPU, one per element or row of ``index``.
 
     Args:
-        priority: numbers, not negative: of the shape of ``index``, or ``[N]``, or one, or one for
-            each row of ``index``.
+        priority: numbers of at least 0: of the shape of ``index``, ``[N]``, a single one, or one per
+            row of ``index``.
         index: ``N`` integers.
-        dtype: what they are converted to.
+        dtype: dtype of the result.
+
+    Raises:
+        ValueError: if it has another shape, or a negative, infinite, NaN, complex or bool value.
 
     Examples:
         >>> check_priority([1, 2], torch.tensor([[0, 1], [5, 6]]), torch.float32)
@@ -91,16 +91,16 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reduce_by_clip(clips: Tensor, values: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
-    """One value for each clip.
+    """Reduce values to one per clip.
 
     Args:
-        clips: int64 ``[N]``, the clip that each value is for.
+        clips: int64 ``[N]``, clip of each value.
         values: floating point ``[N]``.
-        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"`` (of an even number, the lower
-            middle one, as ``torch.median``).
+        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"`` (as ``torch.median``, the lower
+            middle one of an even number).
 
     Returns:
-        int64 ``[n]``, the clips in ascending order, and ``[n]``, the value of each.
+        int64 ``[n]``, the clips in ascending order, and ``[n]``, their values.
 
     Examples:
         >>> reduce_by_clip(torch.tensor([7, 3, 7]), torch.tensor([1.0, 2.0, 5.0]), "max")
@@ -115,7 +115,7 @@ def reduce_by_clip(clips: Tensor, values: Tensor, reduction: str) -> tuple[Tenso
         unique, group, count = clips.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(unique.shape, dtype=torch.float64, device="cpu")
         return unique, (sums.index_add_(0, group, values.double()) / count).to(values.dtype)
-    # In order of clip, and of value within each: every other reduction is one of the values.
+    # Sorted by clip, then value: every other reduction picks one of the values.
     order = np.lexsort((given, of))
     of = of[order]
     ends = np.flatnonzero(np.append(of[1:] != of[:-1], True)) if len(of) else order
