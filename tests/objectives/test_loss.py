@@ -764,7 +764,7 @@ def test_rows_sampled_at_another_temperature_are_refused(model, experience):
         (0.70001, "set temperature=0.70001"),
         (0.0, "no policy to learn from"),
         (torch.inf, "no policy to learn from"),
-        (torch.nan, "temperatures that differ"),
+        (torch.nan, "at different temperatures"),
     ]:
         batch[key][row] = other
         expected = rf"row {row} has \('sampling', 'temperature'\) .*, but .* is 0.7.*{message}"
