@@ -68,7 +68,7 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         Args:
             *args: A device, a floating dtype, a tensor that has both, or a device and a dtype; then
                 ``non_blocking``.
-            **kwargs: ``device``, ``dtype``, ``non_blocking`` and other keywords of a TensorDict's ``to``.
+            **kwargs: ``device``, ``dtype``, ``non_blocking`` and others of a TensorDict's ``to``.
 
         Returns:
             The moved experience; tokens, masks and ids keep their type.

@@ -16,7 +16,7 @@ _BATCHES = 4
 """Batches of new episodes from one weight version, with changing weights, that lead to the warning. A
 collector that runs ahead has fewer before it gets new weights."""
 _NEW = 0.25
-"""Share of new episodes above which a batch counts as new; a buffer's batches mix old and new ones."""
+"""Smallest share of new episodes in a new batch; batches from a buffer mix old and new ones."""
 _WEIGHTS = 64
 """Numbers of each parameter that are compared: every optimizer step changes some."""
 
