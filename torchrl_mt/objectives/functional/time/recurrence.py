@@ -30,7 +30,7 @@ def reverse_linear_recurrence(x: Tensor, decay: Tensor, *, longest: int | None =
     Args:
         x: ``[..., S]`` floating.
         decay: ``[..., S]`` floating; the last position's is not used.
-        longest: Length of the longest run of positions without a factor of 0 inside; by default
+        longest: Length of the longest run of positions before a factor of 0 ends it; by default
             ``S``. A smaller one saves passes.
 
     Returns:

@@ -60,9 +60,9 @@ def turn_returns(
 
     The exponent is the difference of turn *ids*: turns without sampled tokens take time, too. A reward
     on a masked token counts for the turn of the last sampled token before it, or else of the row's
-    first. So the reward of a turn without sampled tokens is discounted like that of the turn before
-    it. Where this matters, store the returns of :class:`~torchrl_mt.transforms.DiscountedReturn`,
-    which are exact for all turns.
+    first. So the reward of a turn without sampled tokens is discounted as if that turn had earned it.
+    Where this matters, store the returns of :class:`~torchrl_mt.transforms.DiscountedReturn`, which
+    are exact for all turns.
 
     Args:
         reward: ``[N, S]`` floating.
