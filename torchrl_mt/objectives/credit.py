@@ -57,7 +57,6 @@ class Credit:
     whiten: bool
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         if not callable(self.advantage):
             check_choice("advantage", self.advantage, ADVANTAGE_KINDS)
         check_unit_interval("gamma", self.discount)

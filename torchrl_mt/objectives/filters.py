@@ -137,5 +137,4 @@ def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _valid(rows: TensorDictBase) -> Tensor:
-    """Which rows are valid."""
     return read_valid(rows, ExperienceKeys.valid, read_entry(rows, ExperienceKeys.assistant_mask))

@@ -108,5 +108,4 @@ def critic_diagnostics(
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Compute the variance over the sampled tokens."""
     return aggregate((x - aggregate(x, mask)).square(), mask)

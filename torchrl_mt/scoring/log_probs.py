@@ -115,7 +115,6 @@ def _score(
     passes: Passes,
     full_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores of one forward pass, ``[K]``."""
     find = whole_logits if full_logits else output_states
     states = find(model, step.inputs, passes.dtype)
     if isinstance(states, OutputStates):

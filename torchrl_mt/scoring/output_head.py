@@ -117,7 +117,6 @@ def whole_logits(
 
 
 def _logits(model: nn.Module, output: Any) -> Tensor:
-    """Extract the logits from a model's output."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(

@@ -150,8 +150,8 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
             return f"cannot be called with position_ids and without attention_mask ({error})"
         if not bool(alone.isfinite().all() & together.isfinite().all()):
             raise ValueError(
-                f"packed=True is tried with a few tokens first, but {name} computes NaN or infinity from "
-                "them; look at its weights and at dtype."
+                f"packed=True is tried with a few tokens first, but {name} computes NaN or infinity "
+                "from them; look at its weights and at dtype."
             )
         leaks = _has_gradient_of_others(model, step, dtype)
         if leaks is None:

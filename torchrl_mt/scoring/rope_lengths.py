@@ -33,7 +33,6 @@ def lengths_apart(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
 
 
 def _row_lengths(inputs: dict[str, Any]) -> Tensor:
-    """Count the tokens of each row of a pass, padded or packed."""
     position, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if position is not None:
         ends = torch.nn.functional.pad(position[:, 1:] == 0, (0, 1), value=True)

@@ -390,7 +390,6 @@ def _by_label(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def _pair(label: str, pair: Any) -> tuple[Source, float]:
-    """Check a source and its weight."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"reward: label {label!r} must list (source, weight) pairs, got {pair!r}.")
     source, weight = pair

@@ -92,7 +92,6 @@ class ModelReward(nn.Module):
         return scores
 
     def _score(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score rows in one forward pass."""
         length, dtype = attention_mask.sum(-1).clamp(min=1), self.passes.dtype
         # A stable sort moves the attended tokens to the left, in order.
         order = (~attention_mask).int().argsort(dim=-1, stable=True)[:, : int(length.max())]

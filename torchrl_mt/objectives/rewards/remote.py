@@ -129,7 +129,6 @@ class RemoteReward:
         return HttpClient(url, name="reward source", error=self._failure, **self._options)
 
     def _failure(self, url: str, attempts: int, reason: str) -> RewardError:
-        """Make the error of a request that failed for good."""
         return RewardError(url, attempts, reason, None if self.name == url else self.name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +161,6 @@ class RemoteReward:
         return [reward for part in parts for reward in part]
 
     def _bodies(self, rows: TensorDictBase) -> list[dict[str, list[Any]]]:
-        """Make the JSON bodies of the requests."""
         tokens = read_entry(rows, ExperienceKeys.action)
         attended = read_entry(rows, ExperienceKeys.attention_mask)
         mask = read_entry(rows, ExperienceKeys.assistant_mask)

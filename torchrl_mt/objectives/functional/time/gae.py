@@ -285,7 +285,6 @@ def _gae_over_turns(
 
 
 def _check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:
-    """Check the arguments that all estimates share."""
     check_mask("mask", mask, reward.shape)
     check_shape("value", value, reward.shape)
     for name, discount in discounts.items():
