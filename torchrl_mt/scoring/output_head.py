@@ -120,8 +120,8 @@ def _logits(model: nn.Module, output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
-            "actor must return logits [B, L, V], or an object that has them as `logits`, but "
-            f"{type(model).__name__} returned {type(output).__name__}."
+            "actor must return logits [B, L, V], or an object that has them as `logits`; from "
+            f"{type(model).__name__} got {type(output).__name__}."
         )
     return logits
 
@@ -132,7 +132,7 @@ def _checked(model: nn.Module, logits: Tensor, shape: torch.Size) -> Tensor:
         rows, length = shape
         raise ValueError(
             f"actor must return logits ({rows}, {length}, vocabulary), one distribution after each "
-            f"token of input_ids {(rows, length)}, but {type(model).__name__} returned "
+            f"token of input_ids {(rows, length)}; from {type(model).__name__} got "
             f"{tuple(logits.shape)}; cut off those of a soft prompt, and put the batch first."
         )
     return logits
