@@ -741,7 +741,7 @@ def test_a_kl_that_overflows_is_refused_before_anything_is_written(model, other_
     maker = ExperienceMaker(model, ref=other_model, kl_kind="k2", kl_coef=coefficient)
     refused(maker, batch, rf"'kl' must be finite .*row 2, token {t}")
     assert coefficient.coef == 0.1
-    with pytest.raises(ValueError, match="the KL that a controller is told must be finite"):
+    with pytest.raises(ValueError, match="the KL of a controller's update must be finite"):
         update_kl_coefficient(coefficient, torch.full((1, 1), float("nan")), torch.ones(1, 1) > 0)
     assert coefficient.coef == 0.1
 

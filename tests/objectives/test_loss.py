@@ -762,9 +762,9 @@ def test_rows_sampled_at_another_temperature_are_refused(model, experience):
     row = int(batch["masks", "all_assistant_mask"].any(-1).nonzero()[-1])
     for other, message in [
         (0.70001, "set temperature=0.70001"),
-        (0.0, "no policy to learn from"),
-        (torch.inf, "no policy to learn from"),
-        (torch.nan, "temperatures that differ"),
+        (0.0, "no policy samples at that temperature"),
+        (torch.inf, "no policy samples at that temperature"),
+        (torch.nan, "at different temperatures"),
     ]:
         batch[key][row] = other
         expected = rf"row {row} has \('sampling', 'temperature'\) .*, but .* is 0.7.*{message}"

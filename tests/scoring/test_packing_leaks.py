@@ -247,7 +247,7 @@ def test_what_does_not_depend_on_tokens_tells_nothing_and_is_not_remembered():
             return self.head(self.body(input_ids, attention_mask, position_ids)).squeeze(-1)
 
     critic = New()
-    with pytest.raises(ValueError, match="New computes the same of any"):
+    with pytest.raises(ValueError, match="New computes the same from any"):
         packing_fault(critic, TOKENS)
     nn.init.ones_(critic.head.weight)
     assert "see each other" in packing_fault(critic, TOKENS)

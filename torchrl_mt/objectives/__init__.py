@@ -1,4 +1,4 @@
-"""Learning from training rows: experience (scores, KL, advantages) and the multi-turn loss."""
+"""Training on rows: the experience maker (scores, KL, advantages) and the multi-turn loss."""
 
 from torchrl_mt.objectives.experience import ExperienceMaker
 from torchrl_mt.objectives.experience_data import Experience

@@ -1,4 +1,4 @@
-"""From rewards to returns and advantages: which function gives which kind of credit."""
+"""Credit assignment: returns and advantages from rewards, by kind of advantage."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.rows.batch import RowBatch
 
 AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae"]
-"""How credit is given: to whole episodes by group, or over time."""
+"""Kinds of advantage: of whole episodes within groups, or over time."""
 
 CRITIC_KINDS = ("gae", "turn_gae", "bilevel_gae")
-"""The kinds that need a critic."""
+"""Kinds that need a critic."""
 GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH)
-"""The kinds that read the group: to the others the whole batch is one."""
+"""Kinds that read the group; the other group kinds compare with the whole batch."""
 _TOO_LARGE = "rewards (or values) are too large for sums in float32; scale them down."
 ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 
 @dataclass(frozen=True)
 class Credit:
-    """A way to give credit; :class:`~torchrl_mt.objectives.ExperienceMaker` says what each field means.
+    """Settings of credit assignment; :class:`~torchrl_mt.objectives.ExperienceMaker` documents them.
 
     Raises:
         ValueError: If the kind is unknown or a number out of range.
@@ -57,7 +57,6 @@ class Credit:
     whiten: bool
 
     def __post_init__(self) -> None:
-        """Refuse what is unknown or out of range, by the names of the maker's arguments."""
         if not callable(self.advantage):
             check_choice("advantage", self.advantage, ADVANTAGE_KINDS)
         check_unit_interval("gamma", self.discount)
@@ -67,24 +66,24 @@ class Credit:
 
     @property
     def discount(self) -> float:
-        """``gamma``, where it was not left open."""
+        """``gamma``, 1 by default."""
         return 1.0 if self.gamma is None else self.gamma
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are needed."""
+        """Whether the advantage needs values."""
         return self.advantage in CRITIC_KINDS
 
     @property
     def reads_group(self) -> bool:
-        """Whether the rows' groups are."""
+        """Whether the advantage compares the rows' groups."""
         return self.advantage in GROUP_KINDS
 
     def check(self, batch: RowBatch) -> None:
-        """Refuse several episodes of which each is alone in its group, if groups are what is compared.
+        """Refuse batches of several episodes, each alone in its group, if groups are compared.
 
-        One episode by itself is no sign of a fault: others may have been rejected or filtered out.
-        Rejected episodes are members all the same, and copies of one episode are one.
+        A single episode passes: the others may have been filtered out. Rejected episodes count as
+        members; copies of an episode count once.
         """
         if not self.reads_group:
             return
@@ -92,64 +91,64 @@ class Credit:
         if len(member) > 1 and len(member[:, 0].unique()) == len(member):
             raise ValueError(
                 f"advantage={self.advantage!r} compares the episodes of a group, but each of these "
-                f"{len(member)} episodes is alone in its group ({batch.keys.group!r}), where there is "
+                f"{len(member)} episodes is alone in its group ({batch.keys.group!r}), so there is "
                 "nothing to learn. Collect with group_size=8, say, and give the maker whole groups "
                 "(EpisodeSampler(group_key='group')); or choose an advantage that needs no groups: "
                 "'turn', 'batch' or, with a critic, 'gae'."
             )
 
     def outcome(self, batch: RowBatch, reward: Tensor) -> Tensor:
-        """Return of each row's episode before any KL, ``[N]``: what is compared within groups."""
-        return batch.opening(self._returns_to_go(batch, reward, torch.zeros_like(reward)))
+        """Return of each row's episode without the KL, ``[N]``."""
+        return batch.at_first_token(self._returns_to_go(batch, reward, torch.zeros_like(reward)))
 
-    def give(
+    def advantage_and_return(
         self,
         batch: RowBatch,
         reward: Tensor | None,
         kl_reward: Tensor,
         made: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Compute returns and advantages.
+        """Compute advantages and returns.
 
         Args:
             batch: The rows.
-            reward: ``[N, S]`` floating; ``None`` to take the returns that came with the rows.
-            kl_reward: ``[N, S]`` float32: the KL's part in the reward.
-            made: What was made of the rows so far, ``[N, S]`` by the names of the keys.
+            reward: ``[N, S]`` floating; ``None`` takes the rows' own returns.
+            kl_reward: ``[N, S]`` float32, the KL term of the reward.
+            made: The outputs so far, ``[N, S]``, by key name.
 
         Returns:
-            Advantage and return, ``[N, S]`` float32; zero on masked tokens, the advantage on rejected
-            rows, too. What is not finite where it counts is refused.
+            Advantage and return, ``[N, S]`` float32, zero on masked tokens; the advantage is also zero
+            on rejected rows. Values that count must be finite.
         """
         if self.needs_critic:
             assert reward is not None
-            advantage, returns = self._with_critic(batch, reward + kl_reward, made["value"])
+            advantage, returns = self._from_critic(batch, reward + kl_reward, made["value"])
         else:
             returns = self._returns_to_go(batch, reward, kl_reward)
-        returns = batch.settled("value_target", returns, batch.counted, _TOO_LARGE)
+        returns = batch.finite_float("value_target", returns, batch.counted, _TOO_LARGE)
         hint = _TOO_LARGE
         if callable(self.advantage):
-            advantage = _called(self.advantage, batch, {**made, "value_target": returns})
+            advantage = _call_advantage(self.advantage, batch, {**made, "value_target": returns})
             hint = "advantage(rows) is at fault."
         elif not self.needs_critic:
-            advantage = self._without_critic(batch, returns, self.advantage)
-        advantage = batch.settled("advantage", advantage, batch.scored, hint)
+            advantage = self._from_comparison(batch, returns, self.advantage)
+        advantage = batch.finite_float("advantage", advantage, batch.scored, hint)
         if self.whiten:
             advantage = masked_whiten(advantage, batch.scored)
-            advantage = batch.settled("advantage", advantage, batch.scored, _TOO_LARGE)
+            advantage = batch.finite_float("advantage", advantage, batch.scored, _TOO_LARGE)
         return torch.where(batch.counted, advantage, 0.0), returns
 
     def _returns_to_go(self, batch: RowBatch, reward: Tensor | None, kl_reward: Tensor) -> Tensor:
-        """Return-to-go of each turn, the KL's part in the reward included."""
+        """Compute each turn's return-to-go, KL term included."""
         total = kl_reward if reward is None else reward + kl_reward
         returns = turn_returns(total, batch.mask, batch.turns, self.discount, episode=batch.episode)
         if reward is None:
-            # Returns are linear in rewards: those of the KL add to those that came with the rows.
+            # Returns are linear in rewards: those of the KL add to the rows' own.
             returns = returns + batch.turn_returns()
         return returns
 
-    def _without_critic(self, batch: RowBatch, returns: Tensor, kind: AdvantageKind) -> Tensor:
-        """Advantage of each token by comparison with other episodes."""
+    def _from_comparison(self, batch: RowBatch, returns: Tensor, kind: AdvantageKind) -> Tensor:
+        """Compute advantages by comparison with other turns or episodes."""
         entries = returns, batch.counted, batch.turns
         if kind == "turn":
             return turn_normalize(*entries, episode=batch.episode)
@@ -162,8 +161,8 @@ class Credit:
             lone_value=self.lone_value,
         )
 
-    def _with_critic(self, batch: RowBatch, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantage and return of each token by comparison with what a critic expected."""
+    def _from_critic(self, batch: RowBatch, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute advantages and returns from a critic's values."""
         entries = reward, value, batch.mask, batch.turns, self.discount, self.lmbda
         if self.advantage == "gae":
             return episode_gae(*entries, episode=batch.episode)
@@ -177,12 +176,12 @@ class Credit:
         )
 
 
-def _called(
+def _call_advantage(
     advantage: Callable[[TensorDictBase], Tensor], batch: RowBatch, made: Mapping[str, Tensor]
 ) -> Tensor:
-    """Ask a function of completed rows for the advantage."""
-    # Its own copy: what it does in place is no business of the rows.
-    result = advantage(batch.with_usual_keys(made).clone())
+    """Call an advantage function with completed rows."""
+    # On a copy: in-place changes must not reach the rows.
+    result = advantage(batch.with_default_keys(made).clone())
     check_shape("the result of advantage(rows)", result, batch.mask.shape)
     if result.is_complex():
         raise TypeError(f"the result of advantage(rows) must be real, got {result.dtype}.")

@@ -1,8 +1,7 @@
-"""What the loss needs beyond the rows themselves: scores, values, rewards, KL, advantages.
+"""Training rows completed for the loss: log-probabilities, values, rewards, KL, advantages.
 
-Statistics are taken over the whole batch of rows that is given, by episode, group and turn id, so the
-order of the rows and how a forked episode was cut into them change nothing. A call that fails
-changes nothing in the rows.
+Statistics are taken over the whole batch, by episode, group and turn id. The order of the rows and
+the cuts of a forked episode change nothing. A failed call leaves the rows unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from torchrl_mt.scoring.values import check_critic, row_values
 _logger = logging.getLogger("torchrl_mt")
 
 OldLogProbs = Literal["sampler", "actor"]
-"""Whose log-probabilities the importance ratio is taken against."""
+"""The policy in the importance ratio's denominator."""
 
 _SAMPLER_FAULT = (
     "the sampler is at fault; drop the episode, or score the rows again with old_log_probs='actor'."
@@ -65,99 +64,93 @@ _SAMPLER_FAULT = (
 class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
 
-    Rows are one episode if they agree on ``"episode"`` and, where it is present, on
-    ``"episode_index"``, which tells copies of one episode apart among the rows of one
-    :class:`~torchrl_mt.transforms.MergeTurns` call. An episode that was truncated counts like one
-    that was terminated: what it might still have earned is taken as 0. The advantage is
+    Rows with the same ``"episode"`` and, where present, the same ``"episode_index"`` are one episode;
+    the index tells apart copies within one :class:`~torchrl_mt.transforms.MergeTurns` call. Nothing
+    is bootstrapped: a truncated episode counts like a terminated one.
 
-    - ``"turn"``, the default, which needs neither groups nor a critic: each turn's return, normalised
-      among the turns of the batch that have the same turn id
-      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward`` and
-      ``reward_transform``, the rows' own ``("rewards", "to_go")`` are used where present, in place of
-      ``("rewards", "full")`` and ``gamma``;
+    Advantages:
+
+    - ``"turn"`` (default, no groups or critic): each turn's return, normalised among the batch's turns
+      with the same turn id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without
+      ``reward`` and ``reward_transform``, ``("rewards", "to_go")`` of the rows, where present,
+      replaces ``("rewards", "full")`` and ``gamma``;
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
-      episode's return (that of its first turn) compared with its group, each episode counting once,
-      on all of its sampled tokens (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
-      :func:`~torchrl_mt.objectives.functional.group_advantage`). Several episodes of which each is
-      alone in its group are refused: collect with a ``group_size``;
+      return of the episode's first turn, compared within its group, on all sampled tokens of the
+      episode (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
+      :func:`~torchrl_mt.objectives.functional.group_advantage`). Each episode counts once. If there
+      are several episodes, some group must have two: collect with a ``group_size``;
     - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
-    - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the episode's sampled tokens,
-      its turns, or one inside the other, through all its rows
+    - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the whole episode: its sampled
+      tokens, its turns, or tokens within turns
       (:func:`~torchrl_mt.objectives.functional.episode_gae`,
       :func:`~torchrl_mt.objectives.functional.turn_gae`,
       :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
-    - a callable: the rows, with all other outputs already in them, to ``[N, S]``.
+    - a callable from the rows, which have all other outputs already, to ``[N, S]``.
 
-    ``"returns"`` is the return-to-go of each turn, ``gamma`` counting turns, over the whole episode
-    whatever rows its forks lie in; with a ``"gae"`` kind it is what the critic is trained towards.
+    ``"returns"`` is each turn's return-to-go over its whole episode, with ``gamma`` per turn; with a
+    ``"gae"`` kind it is the critic's target.
 
-    Rejected rows, on which ``"valid"`` ``[N]`` bool is there and false, go to no reward source, enter
-    no statistic and have reward and advantage 0; :class:`MultiTurnLoss` leaves them out. What is not
-    finite on them is written as 0, as everything is on tokens that were not sampled.
+    Rows whose ``"valid"`` ``[N]`` bool is false are rejected. They go to no reward source, enter no
+    statistic, and get reward and advantage 0; :class:`MultiTurnLoss` leaves them out. Values that are
+    not finite on them become 0, as do all values on tokens that were not sampled.
 
-    The ``optional_in_keys`` are read where the rows have them, and count then. Copies of an episode
-    that nothing tells apart, and rows that were sampled at another temperature, are refused.
+    The ``optional_in_keys`` are used where the rows have them. Outputs of an earlier call that this
+    one does not write (another maker's weights, say) stay in the rows and count in the loss: complete
+    rows once, or drop such entries first.
 
-    What an earlier call wrote and this one does not (another maker's weights, say) stays in the rows,
-    and counts in the loss: complete rows once, or drop such entries before.
-
-    No gradient flows; the models' modes are left as they were, and so is the random state unless other
-    threads run, which might be drawing from it. After a call ``metrics`` has what the rewards, the KL
-    and its coefficient, the entropy, the groups and the counts of sampled tokens were, as numbers.
+    No gradient flows. The models' modes are restored, and so is the random state unless other threads
+    run. After a call, ``metrics`` holds numbers about the rewards, the KL and its coefficient, the
+    entropy, the groups and the sampled tokens.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
         ref: The reference policy, of the same kinds; without it there is no KL.
-        critic: As :func:`~torchrl_mt.objectives.row_values` takes it; it makes ``"values"``.
-        reward: The source or the sources of rewards, by label
-            (:class:`~torchrl_mt.objectives.RewardMix`); the episodes' own by default. Without a recipe
-            by label all rows are ``"default"`` in metrics, whatever their label.
-        reward_transform: From the rewards and a mask of where they lie, both ``[N, S]``, to rewards
-            (:meth:`~torchrl_mt.objectives.RewardMix.transformed`): a
+        critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
+        reward: One or more reward sources, by label if wanted
+            (:class:`~torchrl_mt.objectives.RewardMix`). Default: the episodes' own rewards. Without
+            recipes by label, metrics call all rows ``"default"``.
+        reward_transform: ``(reward, mask) -> reward``, all ``[N, S]``; the mask says where rewards lie
+            (:meth:`~torchrl_mt.objectives.RewardMix.transformed`). For example a
             :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
-            ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``. What a call that fails later did
-            to the buffers of a module, given itself or as its bound method, is undone; what it did to
-            state that a plain function reaches is not.
+            ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``. If the call fails later, the
+            buffers of a module (given itself or as a bound method) are restored; other state is not.
         advantage: See above.
-        gamma: Discount in [0, 1]: per turn, but with ``"gae"`` and ``"bilevel_gae"`` per sampled token.
-            ``None`` is 1, or what the rows' own returns were made with where these are used.
-        lmbda: Trace decay in [0, 1]: of ``"gae"`` and ``"bilevel_gae"`` per sampled token, of
-            ``"turn_gae"`` per turn.
+        gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
+            turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
+        lmbda: Trace decay in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, per turn
+            with ``"turn_gae"``.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
-        lone_value: The advantage of an episode that is alone in its group, of the kinds that compare
-            with a group.
-        whiten: Normalise the advantages over all sampled tokens of the batch; a row's first token,
-            which nothing predicts and which is never trained, does not count and gets 0.
-        filters: What writes ``("weights", "full")`` ``[N, S]``, by which :class:`MultiTurnLoss`
-            multiplies the objective: ``"dynamic_sampling"`` (0 in groups whose episodes' scores are
-            all equal), ``"clip_filter"`` (and the other groups weighed up for it), ``"top_entropy"``
-            (the least certain tokens alone; needs ``with_entropy``), a function of rows
-            (:data:`~torchrl_mt.objectives.filters.Filter`; ``partial(top_entropy, rho=0.1)``), or
-            several, whose weights multiply. What the loss divides by stays. To leave rows out of that,
-            too, and not to compute them at all, drop them:
+        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
+        whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
+            never trained: it does not count and gets 0.
+        filters: Writes ``("weights", "full")`` ``[N, S]``, which :class:`MultiTurnLoss` multiplies
+            the objective by: ``"dynamic_sampling"`` (0 in groups whose episodes all score the same),
+            ``"clip_filter"`` (the same, with the other groups weighted up), ``"top_entropy"`` (only the
+            least certain tokens; needs ``with_entropy``), a function
+            (:data:`~torchrl_mt.objectives.filters.Filter`, for example
+            ``partial(top_entropy, rho=0.1)``), or several, whose weights multiply. The loss's divisor
+            does not change. To save computing such rows and leave them out of the divisor, drop them:
             ``rows = rows[rows["weights", "full"].any(-1)]``.
-        kl_coef: Subtract this times the KL from the reward of each sampled token; needs ``ref``. At
-            0 the KL is only written. A KL controller of TorchRL is told each batch's KL, mean per
-            token, and what it makes of it holds for the next. The coefficient of an
-            ``AdaptiveKLController`` is in ``state_dict()`` and comes back with ``load_state_dict()``; a
-            number or a constant controller stays as it is given, and their state leaves an adaptive one
-            as it is.
-        kl_kind: The estimator of ``"kl"``, from the old policy to the reference. In a reward its
-            value counts, and k1's is unbiased, as is the policy gradient that it adds
+        kl_coef: Subtract ``kl_coef`` times the KL from the reward of each sampled token; needs
+            ``ref``. At 0 the KL is only written. A TorchRL KL controller is updated with each batch's
+            mean KL per token, for the next batch. The coefficient of an ``AdaptiveKLController`` is
+            saved in ``state_dict()``; numbers and constant controllers are neither saved nor restored.
+        kl_kind: Estimator of ``"kl"``, from the old policy to the reference. As a reward, k1 is
+            unbiased, and so is its policy gradient
             (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
-        old_log_probs: ``"sampler"`` takes ``("log_probs", "full")`` as sampled; ``"actor"``
-            scores the rows again under the actor as it is now.
+        old_log_probs: ``"sampler"`` takes ``("log_probs", "full")``; ``"actor"`` scores the rows again
+            under the current actor.
         with_entropy: Whether to write the actor's entropy at each sampled token as ``"entropy"``.
-        temperature: The temperature that the tokens were sampled at, if not 1. Rows that have
-            ``("sampling", "temperature")`` ``[N]`` and say another one are refused.
+        temperature: The sampling temperature. Rows with another ``("sampling", "temperature")``
+            ``[N]`` are refused.
         passes: How rows are cut into forward passes of all models.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.
-        TypeError: If ``actor`` or ``ref`` is no language model, a reward source is none, or both
-            ``passes`` and keywords are given.
+        TypeError: If ``actor`` or ``ref`` is no language model, a reward source has the wrong type, or
+            both ``passes`` and keywords are given.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -221,8 +214,8 @@ class ExperienceMaker(TensorDictModuleBase):
         if ref is not None:
             if unwrapped(causal_lm(ref)) is unwrapped(model):
                 _logger.warning(
-                    "ref is the actor itself, which never is far from itself: the KL stays near 0, "
-                    "however much it learns. Give a copy, copy.deepcopy(actor)."
+                    "ref is the actor itself, so the KL stays near 0 however much the actor learns. "
+                    "Give a copy: copy.deepcopy(actor)."
                 )
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
@@ -261,41 +254,41 @@ class ExperienceMaker(TensorDictModuleBase):
 
     @property
     def credit(self) -> Credit:
-        """How credit is given, by the attributes as they are now: discounts may change between calls."""
+        """Credit assignment with the current attributes: discounts may change between calls."""
         return Credit(**{field.name: getattr(self, field.name) for field in fields(Credit)})
 
     @property
     def reads_group(self) -> bool:
-        """Whether the rows' groups are needed."""
+        """Whether the advantage or a filter needs the rows' groups."""
         return self.credit.reads_group or any(map(reads_group, self.filters))
 
     @property
     def reads_entropy(self) -> bool:
-        """Whether entropies are needed that another maker wrote."""
+        """Whether a filter needs entropies that this maker does not write."""
         return not self.with_entropy and any(map(reads_entropy, self.filters))
 
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
 
-        Functions of rows (reward sources, filters, an advantage) find them under their usual keys
-        nevertheless.
+        Functions of rows (reward sources, filters, an advantage) still find them under the default
+        keys.
 
         Args:
-            **kwargs: Names of ``tensor_keys`` with their keys; ``None`` sets the default again.
+            **kwargs: Names of ``tensor_keys`` with their keys; ``None`` restores the default.
 
         Raises:
-            ValueError: If a name is unknown, or two keys are the same or one lies in the other.
-            TypeError: If a key is none.
+            ValueError: If a name is unknown, or one key equals or contains another.
+            TypeError: If a key is neither a string nor a tuple of strings.
         """
         self.tensor_keys.change(kwargs)
         self._set_in_and_out_keys()
 
     def get_extra_state(self) -> dict[str, float | None]:
-        """Give the part of :meth:`state_dict` that is no tensor: an adaptive KL coefficient."""
+        """Return the adaptive KL coefficient for :meth:`state_dict`."""
         return kl_state(self.kl_coef)
 
     def set_extra_state(self, state: Mapping[str, float | None]) -> None:
-        """Take the KL coefficient again; one that was given fixed stays as it is."""
+        """Restore an adaptive KL coefficient; a fixed one does not change."""
         load_kl_state(self.kl_coef, state)
 
     def _set_in_and_out_keys(self) -> None:
@@ -321,24 +314,23 @@ class ExperienceMaker(TensorDictModuleBase):
         """Write the outputs into the rows.
 
         Args:
-            tensordict: Rows ``[N]``: whole groups, for the statistics are those of the rows given.
+            tensordict: Rows ``[N]`` of whole groups: statistics are taken over these rows.
 
         Returns:
             The same rows, completed.
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together, a row is there twice, no token was sampled, all
-                episodes are alone in their groups where groups are compared, a reward, log-probability,
-                value or advantage that counts is not finite, a reward source answers what it must not,
-                or the rows are locked or something else lies where an output goes; the rows are then
-                unchanged.
-            RewardError: If a reward server fails; the rows are then unchanged, so that calling again
-                is safe.
+            ValueError: If entries do not fit together; a row is a duplicate or was sampled at another
+                temperature; copies of an episode cannot be told apart; no token was sampled; groups
+                are compared but every episode is alone in its group; a reward, log-probability, value
+                or advantage that counts is not finite; a reward source's answer is invalid; or the
+                rows are locked or an output's place is taken. The rows are then unchanged.
+            RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
         """
         batch = read_batch(tensordict, self.tensor_keys)
-        said = batch.keys.sampling_temperature
-        check_temperature(tensordict, said, self.temperature, batch.counted.any(-1))
+        key = batch.keys.sampling_temperature
+        check_temperature(tensordict, key, self.temperature, batch.counted.any(-1))
         check_writable(tensordict, self.out_keys)
         with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
             out, metrics = self._outputs(batch)
@@ -350,7 +342,7 @@ class ExperienceMaker(TensorDictModuleBase):
         return tensordict
 
     def _outputs(self, batch: RowBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """All that is written, by name, and the metrics."""
+        """Compute the outputs, by key name, and the metrics."""
         out: dict[str, Tensor] = {}
         metrics = sampled_tokens(batch)
         self.credit.check(batch)
@@ -360,7 +352,7 @@ class ExperienceMaker(TensorDictModuleBase):
             metrics |= episodes_per_group(batch)
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
-            out["sample_log_prob"] = batch.settled(
+            out["sample_log_prob"] = batch.finite_float(
                 "sampler_log_prob", old, batch.counted, _SAMPLER_FAULT
             )
             batch.check_log_probs("sampler_log_prob", out["sample_log_prob"])
@@ -371,7 +363,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 batch.rows,
                 batch.episodes,
                 valid=batch.valid,
-                shown=batch.with_usual_keys(),
+                shown=batch.with_default_keys(),
                 keys=self.tensor_keys,
             )
             metrics |= scores
@@ -381,20 +373,22 @@ class ExperienceMaker(TensorDictModuleBase):
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
             if self.old_log_probs == "actor":
                 old = log_prob
-                out["sample_log_prob"] = batch.settled(
+                out["sample_log_prob"] = batch.finite_float(
                     "sample_log_prob", old, batch.scored, MODEL_FAULT
                 )
             if entropy is not None:
-                out["entropy"] = batch.settled("entropy", entropy, batch.scored, MODEL_FAULT)
+                out["entropy"] = batch.finite_float("entropy", entropy, batch.scored, MODEL_FAULT)
                 metrics |= summary("entropy", out["entropy"][batch.scored])
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             ref = self._score(self.ref, batch)[0]
-            out["ref_log_probs"] = batch.settled("ref_log_probs", ref, batch.scored, MODEL_FAULT)
-            # Of what the models gave: zeros that stand for no number are no log-probabilities.
+            out["ref_log_probs"] = batch.finite_float(
+                "ref_log_probs", ref, batch.scored, MODEL_FAULT
+            )
+            # From the models' own values: a 0 written for NaN is no log-probability.
             kl = kl_estimate(old.float(), ref, self.kl_kind)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
-            kl = batch.settled("kl", kl, batch.scored, "the policies are too far apart.")
+            kl = batch.finite_float("kl", kl, batch.scored, "the policies are too far apart.")
             out["kl"] = kl
             coefficient = kl_coefficient(self.kl_coef)
             metrics |= summary("kl", kl[batch.scored]) | {"kl_coef": coefficient}
@@ -402,7 +396,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 kl_reward = torch.where(batch.counted, -coefficient * kl, 0.0)
         if self.critic is not None:
             value = self._values(self.critic, batch)
-            out["value"] = batch.settled("value", value, batch.counted, MODEL_FAULT)
+            out["value"] = batch.finite_float("value", value, batch.counted, MODEL_FAULT)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
             reward = out["shaped_reward"] = self.reward.transformed(
@@ -412,13 +406,15 @@ class ExperienceMaker(TensorDictModuleBase):
             if reward is not None and self.credit.reads_group:
                 outcome = self.credit.outcome(batch, reward)
             else:
-                outcome = batch.scores(reward)
+                outcome = batch.episode_scores(reward)
             metrics |= groups_without_spread(batch, outcome)
-        advantage, out["value_target"] = self.credit.give(batch, reward, kl_reward, out)
+        advantage, out["value_target"] = self.credit.advantage_and_return(
+            batch, reward, kl_reward, out
+        )
         out["advantage"] = advantage.unsqueeze(-1)
         if self.filters:
-            completed = batch.with_usual_keys(out)
-            completed.set(EPISODE_SCORE, batch.scores(reward))
+            completed = batch.with_default_keys(out)
+            completed.set(EPISODE_SCORE, batch.episode_scores(reward))
             out["weight"] = filter_weight(self.filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
@@ -430,7 +426,7 @@ class ExperienceMaker(TensorDictModuleBase):
     def _score(
         self, model: nn.Module, batch: RowBatch, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the rows' sampled tokens and, when asked, the entropies there."""
+        """Compute the log-probabilities of sampled tokens and, if asked, the entropies."""
         with scoring_mode(model):
             return row_log_probs(
                 model,
@@ -441,6 +437,6 @@ class ExperienceMaker(TensorDictModuleBase):
             )
 
     def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
-        """Values of the states in which the tokens were sampled."""
+        """Compute the values of the states in which tokens were sampled."""
         with scoring_mode(critic):
             return row_values(critic, *batch.inputs, passes=self.passes)

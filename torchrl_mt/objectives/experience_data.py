@@ -1,7 +1,7 @@
-"""Completed rows as a record with the field's usual names; nothing of the rows is lost in it.
+"""Completed rows as a tensorclass with the field's usual names; no entry of the rows is lost.
 
-Like every tensorclass, :meth:`to`, :meth:`pin_memory`, indexing and stacking act on every field,
-``info`` and what is nested in it included; but :meth:`to` a dtype leaves ids and masks what they are.
+:meth:`to`, :meth:`pin_memory`, indexing and stacking act on every field, nested ones in ``info``
+included. :meth:`to` a dtype converts floating fields only.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ _NAMES = {
     "kl": "kl",
     "action_entropy": "entropy",
 }
-"""Each field's entry in the rows, by the name of its key."""
+"""Key name of each field's entry in the rows."""
 _OPTIONAL = ("base_action_log_probs", "values", "kl", "action_entropy")
 
 
 class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
     """Experience of ``N`` rows of ``S`` tokens, as :class:`ExperienceMaker` makes it.
 
-    Sampled tokens lie where ``action_mask`` is true, with holes between turns; all fields but ``info``
-    have the shape ``[N, S]``. What the maker did not make is ``None``.
+    All fields but ``info`` have shape ``[N, S]``; those that the maker did not write are ``None``.
+    Sampled tokens are where ``action_mask`` is true, with holes between turns.
     """
 
     sequences: Tensor
-    """int64: the tokens."""
+    """int64 tokens."""
     attention_mask: Tensor
-    """bool: not padding."""
+    """bool, false on padding."""
     action_mask: Tensor
-    """bool: sampled by the policy."""
+    """bool, true on tokens that the policy sampled."""
     action_log_probs: Tensor
-    """float32: of the old policy."""
+    """float32 log-probabilities under the old policy."""
     returns: Tensor
-    """float32: return-to-go, or what the critic is trained towards."""
+    """float32 returns-to-go, or the critic's targets."""
     advantages: Tensor
-    """float32."""
+    """float32 advantages."""
     base_action_log_probs: Tensor | None = None
-    """float32: of the reference policy."""
+    """float32 log-probabilities under the reference policy."""
     values: Tensor | None = None
-    """float32: of the critic. It hides the method of this name; use ``items()``."""
+    """float32 values of the critic. Hides the method of this name; use ``items()``."""
     kl: Tensor | None = None
-    """float32: estimates of the KL from the old policy to the reference."""
+    """float32 estimates of the KL from the old policy to the reference."""
     action_entropy: Tensor | None = None
-    """float32: the actor's entropy where each token was sampled."""
+    """float32 entropy of the actor at each sampled token."""
     info: TensorDict | None = None
     """All other entries of the rows, ``[N]``."""
 
     def to(self, *args: Any, **kwargs: Any) -> Experience:
-        """Move every field; a dtype is for those that hold floating numbers, as in a module.
+        """Move every field to a device, or convert the floating fields to a dtype.
 
         Args:
             *args: A device, a floating dtype, a tensor that has both, or a device and a dtype; then
                 ``non_blocking``.
-            **kwargs: ``device``, ``dtype``, ``non_blocking`` and what else a TensorDict's ``to`` takes.
+            **kwargs: ``device``, ``dtype``, ``non_blocking`` and others of a TensorDict's ``to``.
 
         Returns:
-            The experience there; tokens, masks and ids keep their type, and so their values.
+            The moved experience; tokens, masks and ids keep their type.
 
         Raises:
-            TypeError: If the dtype is no floating one.
+            TypeError: If the dtype is not floating.
         """
         dtype, where = kwargs.pop("dtype", None), []
         for arg in args:
@@ -116,17 +116,17 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
 
     @classmethod
     def from_rows(cls, rows: TensorDictBase, keys: ExperienceKeys | None = None) -> Experience:
-        """Take completed rows; their tensors are shared, not copied.
+        """Make an experience of completed rows; tensors are shared, not copied.
 
         Args:
             rows: Rows ``[N]`` as :class:`ExperienceMaker` completes them.
-            keys: Where their entries lie: the maker's ``tensor_keys``, if ``set_keys`` changed them.
+            keys: The maker's ``tensor_keys``, if ``set_keys`` changed them.
 
         Returns:
             The experience.
 
         Raises:
-            KeyError: If the rows lack an entry that has no ``None``.
+            KeyError: If the rows lack the entry of a required field.
 
         Examples:
             >>> import torch
@@ -163,13 +163,13 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         return cls(**found, info=info, batch_size=rows.batch_size, device=rows.device)
 
     def to_rows(self, keys: ExperienceKeys | None = None) -> TensorDictBase:
-        """Give the rows back; tensors are shared, not copied.
+        """Convert back to rows; tensors are shared, not copied.
 
         Args:
-            keys: Where to put the entries.
+            keys: Keys of the entries; the default ones if not given.
 
         Returns:
-            Rows ``[N]``, as ``from_rows`` took them.
+            Rows ``[N]`` as before ``from_rows``.
         """
         keys = ExperienceKeys() if keys is None else keys
         rows = TensorDict({}, self.batch_size) if self.info is None else self.info.copy()

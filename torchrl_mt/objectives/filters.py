@@ -1,6 +1,6 @@
-"""Which rows and tokens the objective counts, and how much: weights made of completed rows.
+"""Filters: weights of the objective for rows and tokens, computed from completed rows.
 
-A filter changes no return and no advantage, and nothing of what the loss divides by.
+A filter changes neither returns nor advantages nor the loss's divisor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchrl_mt.scoring.log_probs import scored_tokens
 __all__ = ["FILTERS", "Filter", "clip_filter", "dynamic_sampling", "top_entropy"]
 
 Filter = Callable[[TensorDictBase], Tensor]
-"""Completed rows, and in ``("rewards", "episode")`` ``[N]`` the score of each row's episode, to
-weights of the rows, ``[N]``, or of their tokens, ``[N, S]``; bool or floating, 0 or more."""
+"""Function from completed rows to weights of rows ``[N]`` or tokens ``[N, S]``, bool or floating, 0
+or more. The rows also have the score of each row's episode, ``("rewards", "episode")`` ``[N]``."""
 
 
 def dynamic_sampling(rows: TensorDictBase) -> Tensor:
@@ -42,13 +42,13 @@ def dynamic_sampling(rows: TensorDictBase) -> Tensor:
 
 
 def clip_filter(rows: TensorDictBase, *, max_weight: float = 3.0) -> Tensor:
-    """Weigh rows up by the share of groups without spread, and leave those groups out.
+    """Drop groups whose episodes' scores are all equal; weight the others up in exchange.
 
     :func:`~torchrl_mt.objectives.functional.clip_filter_weight` of the scores before any KL.
 
     Args:
         rows: Completed rows ``[N]``, with each episode's score.
-        max_weight: The bound, above 0.
+        max_weight: Largest weight, above 0.
 
     Returns:
         ``[N]`` float32.
@@ -57,13 +57,13 @@ def clip_filter(rows: TensorDictBase, *, max_weight: float = 3.0) -> Tensor:
 
 
 def top_entropy(rows: TensorDictBase, *, rho: float = 0.2) -> Tensor:
-    """Keep the share of the sampled tokens at which the actor was least certain.
+    """Keep the sampled tokens with the highest entropy.
 
-    :func:`~torchrl_mt.objectives.functional.entropy_mask`, over all rows.
+    :func:`~torchrl_mt.objectives.functional.entropy_mask` over all rows.
 
     Args:
         rows: Completed rows ``[N]`` with ``"entropy"``.
-        rho: Share, in (0, 1].
+        rho: Share of tokens to keep, in (0, 1].
 
     Returns:
         ``[N, S]`` bool.
@@ -81,29 +81,29 @@ FILTERS: dict[str, Filter] = {
     "dynamic_sampling": dynamic_sampling,
     "top_entropy": top_entropy,
 }
-"""Name to filter, as :class:`~torchrl_mt.objectives.ExperienceMaker` takes it."""
+"""Filters by their names in :class:`~torchrl_mt.objectives.ExperienceMaker`."""
 
 
 def reads_group(one: Filter) -> bool:
-    """Whether a filter of this module compares episodes with their groups."""
-    return _name(one) in (dynamic_sampling, clip_filter)
+    """Whether a filter of this module reads the rows' groups."""
+    return _unbound(one) in (dynamic_sampling, clip_filter)
 
 
 def reads_entropy(one: Filter) -> bool:
-    """Whether a filter of this module compares tokens by their entropy."""
-    return _name(one) is top_entropy
+    """Whether a filter of this module reads the entropies."""
+    return _unbound(one) is top_entropy
 
 
 def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor) -> Tensor:
-    """Multiply the weights that filters give to rows: ``[N, S]`` float32, zero on masked tokens.
+    """Multiply the weights of all filters: ``[N, S]`` float32, zero on masked tokens.
 
-    ``mask`` ``[N, S]`` bool is true on the sampled tokens of valid rows. A weight that is negative or
-    not finite, or of another shape or type, is refused.
+    ``mask`` ``[N, S]`` bool is true on the sampled tokens of valid rows. Weights that are negative,
+    not finite, or of a wrong shape or type are refused.
     """
     weight = mask.float()
     for one in filters:
-        # Filters of others get a copy of their own: what they do in place stays theirs.
-        factor = one(rows if _name(one) in FILTERS.values() else rows.clone())
+        # A user's filter gets a copy: its in-place changes must not reach the rows.
+        factor = one(rows if _unbound(one) in FILTERS.values() else rows.clone())
         if not isinstance(factor, Tensor):
             raise TypeError(
                 f"a filter must return a tensor of weights, got {factor!r} from {one!r}."
@@ -125,8 +125,8 @@ def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor)
     return weight
 
 
-def _name(one: Filter) -> Filter:
-    """The function itself, where arguments were bound to it."""
+def _unbound(one: Filter) -> Filter:
+    """Return the function inside a ``partial``, or the function itself."""
     return getattr(one, "func", one)
 
 
@@ -137,5 +137,4 @@ def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _valid(rows: TensorDictBase) -> Tensor:
-    """Which rows are not rejected."""
     return read_valid(rows, ExperienceKeys.valid, read_entry(rows, ExperienceKeys.assistant_mask))

@@ -1,4 +1,4 @@
-"""The coefficient of the KL in the reward: a number, or TorchRL's controller of one."""
+"""The KL coefficient: a number or a KL controller of TorchRL."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ KLCoefficient: TypeAlias = float | ConstantKLController | AdaptiveKLController
 
 
 def kl_coefficient(kl_coef: KLCoefficient) -> float:
-    """Read the coefficient that holds now, of a number or a controller.
+    """Read the current coefficient of a number or a controller.
 
     Raises:
-        TypeError: If it is neither.
-        ValueError: If the number is not finite, or an adaptive one is 0, which no factor changes.
+        TypeError: If ``kl_coef`` is neither.
+        ValueError: If the number is not finite, or an adaptive one is 0: it would stay 0.
     """
     adaptive = isinstance(kl_coef, AdaptiveKLController)
     return _checked(getattr(kl_coef, "coef", kl_coef), kl_coef, adaptive)
 
 
 def _checked(value: Any, given: Any, adaptive: bool) -> float:
-    """The number, if it is one that may be a coefficient."""
+    """Check a coefficient and convert it to a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(f"kl_coef must be a number or a KL controller of TorchRL, got {given!r}.")
     value = float(value)
@@ -35,10 +35,10 @@ def _checked(value: Any, given: Any, adaptive: bool) -> float:
 
 
 def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> None:
-    """Tell a controller the KL of one batch, ``[N, S]`` under a mask; a number stays as it is.
+    """Update a controller with the KL of one batch, ``[N, S]`` under a mask; a number stays.
 
-    As in TorchRL's ``RolloutFromModel``, a controller is told the mean reward that the KL was, which
-    is ``-coef * KL``, and one batch is one of its steps. A mean that is not finite is refused.
+    As in TorchRL's ``RolloutFromModel``, the controller gets the mean KL reward, ``-coef * KL``, and
+    one batch is one step. A mean that is not finite is refused.
 
     Examples:
         >>> import torch
@@ -51,8 +51,8 @@ def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> N
         mean = float(kl[mask].double().mean())
         if not math.isfinite(mean):
             raise ValueError(
-                f"the KL that a controller is told must be finite on sampled tokens, got mean {mean}; "
-                "one of the two policies gave a log-probability that is no number."
+                f"the KL of a controller's update must be finite on sampled tokens, got mean {mean}; "
+                "one of the two policies gave a log-probability that is not finite."
             )
         kl_coef.update([-kl_coefficient(kl_coef) * mean])
         if isinstance(kl_coef.coef, Tensor):
@@ -60,7 +60,7 @@ def update_kl_coefficient(kl_coef: KLCoefficient, kl: Tensor, mask: Tensor) -> N
 
 
 def kl_state(kl_coef: KLCoefficient) -> dict[str, float | None]:
-    """Read what a run must keep to go on: an adaptive coefficient, ``None`` where it is fixed.
+    """Return the state to save: the coefficient if it is adaptive, else ``None``.
 
     Examples:
         >>> kl_state(AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)), kl_state(0.1)
@@ -71,10 +71,9 @@ def kl_state(kl_coef: KLCoefficient) -> dict[str, float | None]:
 
 
 def load_kl_state(kl_coef: KLCoefficient, state: Mapping[str, float | None]) -> None:
-    """Let an adaptive controller go on from where another was, by what :func:`kl_state` returned.
+    """Restore an adaptive controller from the result of :func:`kl_state`.
 
-    A coefficient that is fixed stays what it was given as, and an adaptive one where it is if the state
-    is that of a fixed one.
+    Nothing changes if ``kl_coef``, or the coefficient that was saved, is fixed.
     """
     if not isinstance(state, Mapping) or set(state) != {"kl_coef"}:
         raise ValueError(f"state must be {{'kl_coef': a number or None}}, got {state!r}.")

@@ -1,7 +1,7 @@
 """The multi-turn policy loss: one forward pass, any objective, any aggregation, any mask.
 
-Its value and gradient are functions of the sampled tokens alone; with the full batch's total, the
-gradients of shards add up to the full batch's.
+Only sampled tokens affect its value and gradient. With the full batch's total, the gradients of
+shards add up to the full batch's.
 """
 
 from __future__ import annotations
@@ -60,86 +60,87 @@ from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.values import check_critic, row_values
 
 Sequences = Literal["row", "turn"]
-"""What an objective or a correction of whole sequences takes for one."""
+"""What counts as one sequence for objectives and corrections of whole sequences."""
 
 
 class MultiTurnLoss(LossModule):
     """Policy loss over the sampled tokens of training rows.
 
-    A sampled token that comes first in its row is left out of everything: nothing predicts it.
+    Minimise the sum of the outputs ``"loss_objective"``, ``"loss_kl"`` (with ``kl_coef``),
+    ``"loss_entropy"`` (with ``entropy_coef``) and ``"loss_critic"`` (with ``critic``). The other
+    outputs are detached diagnostics over the sampled tokens:
 
-    The output has ``"loss_objective"``, with ``kl_coef`` ``"loss_kl"``, with ``entropy_coef``
-    ``"loss_entropy"``, with ``critic`` ``"loss_critic"``: their sum is what one minimises. Detached
-    diagnostics over the sampled tokens: ``"trained_tokens"`` (how many there are: by it the means of
-    shards are averaged), ``"clip_fraction"`` (of ratios outside the bounds, and
-    ``"clip_fraction_low"`` below and ``"clip_fraction_high"`` above them), ``"approx_kl"`` (k3, from
-    the old policy to the actor), ``"ess"`` (effective share of the samples, in [0, 1]),
-    ``"entropy"``; with ``kl_coef`` ``"kl_to_ref"``; with ``correction`` ``"correction_ess"``,
-    ``"correction_clip_fraction"`` and ``"correction_mask_fraction"``; with ``critic``
-    ``"value_clip_fraction"`` and ``"explained_variance"``.
+    - ``"trained_tokens"``: their number, which weights the shards' means when averaging;
+    - ``"clip_fraction"``: share of ratios outside the bounds; ``"clip_fraction_low"`` below and
+      ``"clip_fraction_high"`` above them;
+    - ``"approx_kl"``: k3, from the old policy to the actor;
+    - ``"ess"``: effective share of the samples, in [0, 1];
+    - ``"entropy"``;
+    - with ``kl_coef``: ``"kl_to_ref"``;
+    - with ``correction``: ``"correction_ess"``, ``"correction_clip_fraction"``,
+      ``"correction_mask_fraction"``;
+    - with ``critic``: ``"value_clip_fraction"``, ``"explained_variance"``.
 
-    Rejected rows, those on which ``"valid"`` ``[N]`` bool is there and false, are left out of
-    everything, what is divided by included. So is what the host's ``loss_mask_key`` masks:
-    ``("collector", "mask")`` and ``"shifted_valid"`` where they are there, or the one entry that it
-    is set to, ``[N]`` or ``[N, S]`` bool.
+    These tokens are left out of everything, the divisor included: a row's first token, which nothing
+    predicts; rows whose ``"valid"`` ``[N]`` bool is false; and tokens that TorchRL's ``loss_mask_key``
+    masks: by default ``("collector", "mask")`` and ``"shifted_valid"`` where present, else the entry
+    that it names, ``[N]`` or ``[N, S]`` bool.
 
-    What is read besides the actor's output is a constant: an entry that carries a graph is refused.
+    Where the rows have ``("weights", "full")``, ``[N, S]`` floating, it multiplies each token's
+    objective. Neither it nor a correction changes the divisor, the KL, the entropy bonus or the value
+    loss. Entries must be constants: one that carries a graph is refused.
 
-    Where the rows have ``("weights", "full")``, ``[N, S]`` floating, it multiplies the objective of
-    each token: an entropy mask, say. Neither it nor a correction changes what is divided by, nor the
-    KL, the entropy bonus and the value loss.
-
-    The models' parameters are shared, not copied, and they run in the mode that they are in; keep
-    the actor in evaluation mode if it has dropout, as the old log-probabilities come from a model
-    without.
+    The models' parameters are shared, not copied. The models run in their current mode: keep an actor
+    with dropout in evaluation mode, as the old log-probabilities were computed without dropout.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
-        objective: A name of :data:`~torchrl_mt.objectives.functional.OBJECTIVES` or a function of the
-            same signature (:data:`~torchrl_mt.objectives.functional.Objective`), with
-            hyperparameters of its own by ``functools.partial``: ``partial(ppo, dual_clip=3.0)``.
-            ``"decoupled_ppo"`` reads ``("log_probs", "full")`` too, and weighs by the ratio to the
-            sampler itself: of the corrections only those that do not, as ``"geometric"``, go with it.
+        objective: A name in :data:`~torchrl_mt.objectives.functional.OBJECTIVES` or a function of the
+            same signature (:data:`~torchrl_mt.objectives.functional.Objective`). Bind hyperparameters
+            with ``functools.partial``: ``partial(ppo, dual_clip=3.0)``. ``"decoupled_ppo"`` also reads
+            ``("log_probs", "full")`` and weights by the ratio to the sampler itself: combine it only
+            with corrections that do not, like ``"geometric"``.
         aggregation: ``"token_mean"``, ``"seq_mean_token_mean"``, ``"seq_mean_token_sum"`` or
             ``"prompt_mean"``, which reads ``"group"``
             (:func:`~torchrl_mt.objectives.functional.aggregate`).
-        clip_epsilon: Bound on the importance ratio's distance from 1, or ``(low, high)``. The
-            objective's own by default, or what ``functools.partial`` binds: 0.2 for PPO. GMPO's are
-            of the ratio's logarithm; SAPO and REINFORCE have none.
-        correction: Weights against the sampler's not being the old policy: a name of
+        clip_epsilon: Largest distance of the importance ratio from 1, or ``(low, high)``. Default: the
+            objective's own (0.2 for PPO), or what ``functools.partial`` binds. GMPO bounds the
+            ratio's logarithm; SAPO and REINFORCE have no bounds.
+        correction: Off-policy weights for a sampler that differs from the old policy: a name in
             :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, a function of the same signature,
-            or several, whose weights multiply. It reads ``("log_probs", "full")`` and needs
-            ``("log_probs", "old")`` of the actor itself
-            (``ExperienceMaker(old_log_probs="actor")``): of the sampler's all weights would be 1.
-        sequence: What is one sequence to an objective or correction of whole sequences: a row, or a
-            turn of a row by ``("turns", "full")``.
+            or several, whose weights multiply. It compares ``("log_probs", "full")`` with the actor's
+            own ``("log_probs", "old")`` (``ExperienceMaker(old_log_probs="actor")``); with the
+            sampler's in both, all weights are 1.
+        sequence: One sequence is a whole row, or a turn of a row by ``("turns", "full")``. For
+            objectives and corrections of whole sequences.
         kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``. ``None``
-            reads and writes nothing of it. At 0 no reference is needed; rows that have one
-            nevertheless have ``"kl_to_ref"`` reported, others neither of the two. Of a TorchRL
-            controller the ``coef`` of the moment is used. To update it after a step is the caller's:
-            ``controller.update([-controller.coef * kl])``, for TorchRL's takes the reward's KL term.
-        kl_kind: The estimator that is minimised: k3 varies little and is never negative
-            (http://joschu.net/blog/kl-approx.html), and is GRPO's (https://arxiv.org/abs/2402.03300,
-            eq. 4); the slope of k1 would be 0 on average.
+            neither reads nor reports it. At 0 the reference is optional: ``"loss_kl"`` and
+            ``"kl_to_ref"`` are reported for rows that have it. A TorchRL controller's current
+            ``coef`` is used; update it yourself after a step:
+            ``controller.update([-controller.coef * kl])`` (TorchRL's takes the reward's KL term).
+        kl_kind: The estimator to minimise. k3 varies little and is never negative
+            (http://joschu.net/blog/kl-approx.html); GRPO uses it (https://arxiv.org/abs/2402.03300,
+            eq. 4). The gradient of k1 is 0 on average.
         entropy_coef: Weight of the entropy bonus.
-        temperature: The temperature that the tokens were sampled at, if not 1. Rows that have
-            ``("sampling", "temperature")`` ``[N]`` and say another one are refused.
-        aggregation_norm: Constant that ``"seq_mean_token_sum"`` divides by as well.
-        critic: A value network, called like the actor, with one value per token as its output or
-            its ``logits``, ``[N, L]`` or ``[N, L, 1]``; its loss reads ``"returns"``.
+        temperature: The sampling temperature. Rows with another ``("sampling", "temperature")``
+            ``[N]`` are refused.
+        aggregation_norm: Further constant to divide ``"seq_mean_token_sum"`` by.
+        critic: A value network, called like the actor. Its output, or the output's ``logits``, has one
+            value per token, ``[N, L]`` or ``[N, L, 1]``. Its loss reads ``"returns"``.
         critic_coef: Weight of the value loss.
         clip_value: Clip the value loss at this distance from ``"values"``
             (:func:`~torchrl_mt.objectives.functional.value_loss`).
-        passes: How the forward pass is made. Its limits are not read: the rows given are one pass, so
-            that all workers make equally many. Shards of the rows bound memory (:meth:`total`).
+        passes: How the forward pass is made. Its limits are ignored: each call is one pass, so that
+            all workers make equally many. To bound memory, give shards of the rows (:meth:`total`).
         **keywords: ``packed`` and ``dtype`` of :class:`~torchrl_mt.objectives.Passes`, one by one.
 
     Raises:
-        ValueError: If a name is unknown, a number is out of range, ``clip_value`` is given without
-            ``critic``, ``sequence`` with nothing that asks for one, bounds to an objective without
-            or twice, or two would weigh by the ratio to the sampler.
-        TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number or
-            a function none of the kind.
+        ValueError: If a name is unknown; a number is out of range; ``clip_value`` is given without
+            ``critic``; ``sequence="turn"`` without an objective or correction of whole sequences;
+            ``clip_epsilon`` to an objective that has no bounds or has them bound already; or both
+            objective and correction weight by the ratio to the sampler.
+        TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number, or
+            ``objective`` or ``correction`` neither a name nor a function.
 
     Examples:
         >>> class Bigrams(nn.Embedding):
@@ -169,7 +170,7 @@ class MultiTurnLoss(LossModule):
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
-        """Where the entries lie; ``set_keys`` changes them."""
+        """Keys of the entries; ``set_keys`` changes them."""
 
         action: NestedKey = ExperienceKeys.action
         attention_mask: NestedKey = ExperienceKeys.attention_mask
@@ -215,9 +216,9 @@ class MultiTurnLoss(LossModule):
         corrections = find_corrections(correction)
         if takes(objective, "sampler_log_prob") and any(map(weighs, corrections)):
             raise ValueError(
-                f"objective={objective!r} takes sampler_log_prob and weighs by the ratio to the sampler "
-                f"itself: correction={correction!r} would apply it twice. Pass correction=None, or "
-                "'geometric', which leaves out without weighing."
+                f"objective={objective!r} takes sampler_log_prob and weights by the ratio to the "
+                f"sampler itself: correction={correction!r} would apply it twice. Pass "
+                "correction=None, or 'geometric', which only masks."
             )
         check_choice("aggregation", aggregation, get_args(Aggregation))
         check_norm("aggregation_norm", aggregation_norm, aggregation)
@@ -269,11 +270,11 @@ class MultiTurnLoss(LossModule):
 
     @property
     def functional(self) -> bool:
-        """False: the models keep their parameters."""
+        """Always false: the models keep their parameters."""
         return False
 
     def _names(self) -> list[str]:
-        """Name the entries that are read, as ``set_keys`` does."""
+        """List the required entries by their names in ``set_keys``."""
         needed = {
             "ref_log_probs": self.kl_coef is not None and not self._ref_is_optional,
             "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),
@@ -287,26 +288,26 @@ class MultiTurnLoss(LossModule):
 
     @property
     def _ref_is_optional(self) -> bool:
-        """Whether the KL to the reference is reported, but counts for nothing."""
+        """Whether the KL to the reference is only reported."""
         return self.kl_coef is not None and not kl_coefficient(self.kl_coef)
 
     def _set_in_keys(self) -> None:
-        """List the entries that are read; the base class calls this after ``set_keys``."""
+        """Set ``in_keys``; the base class calls this after ``set_keys``."""
         self.in_keys = [getattr(self.tensor_keys, name) for name in self._names()]
 
     @property
     def optional_in_keys(self) -> list[NestedKey]:
-        """The entries that are read where they are there, and count then."""
+        """Keys of the entries that are used where the rows have them."""
         keys = self.tensor_keys
         ref = [keys.ref_log_probs] * self._ref_is_optional
         return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *loss_mask_keys(self)]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
-        """Count what the aggregation divides by, to give to ``forward`` with shards of these rows.
+        """Compute the aggregation's divisor, to pass to ``forward`` with shards of these rows.
 
         Args:
-            tensordict: All rows of one optimizer step. Workers that each have a part of them merge
-                their totals with :func:`~torchrl_mt.objectives.functional.merge_totals`.
+            tensordict: All rows of one optimizer step. Workers that each have a part merge their totals
+                with :func:`~torchrl_mt.objectives.functional.merge_totals`.
 
         Returns:
             Scalar int64; for ``"prompt_mean"`` ``[K, 2]`` int64
@@ -333,21 +334,21 @@ class MultiTurnLoss(LossModule):
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None
     ) -> TensorDictBase:
-        """Compute the losses of rows.
+        """Compute the losses and diagnostics.
 
         Args:
             tensordict: Rows ``[N]`` as :class:`ExperienceMaker` completes them.
-            total: With shards of a batch, :meth:`total` of the whole batch; the shards' losses and
-                gradients then sum to the batch's. Diagnostics are the shard's own.
+            total: For a shard, :meth:`total` of the whole batch: the shards' losses and gradients then
+                sum to the batch's. Diagnostics are the shard's own.
 
         Returns:
             A TensorDict without batch dimensions; see the class.
 
         Raises:
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together, one is not finite on a sampled token or carries
-                a graph, rows were sampled at another temperature, or a model returns logits of another
-                shape than its input's, or what is not finite.
+            ValueError: If entries do not fit together, an entry is not finite on a sampled token or
+                carries a graph, rows were sampled at another temperature, or a model's output has the
+                wrong shape or is not finite.
             TypeError: If ``total`` is no number or tensor, or the actor returns no logits.
         """
         check_total(total)
@@ -360,7 +361,7 @@ class MultiTurnLoss(LossModule):
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)
         inputs = rows["action"], rows["attention_mask"], mask
-        # Without a bonus the entropy is only reported: its gradient is not computed.
+        # Without a bonus the entropy is only reported: no gradient reaches it.
         log_prob, entropy = row_log_probs(
             self.actor_network,
             *inputs,
@@ -419,6 +420,6 @@ class MultiTurnLoss(LossModule):
         return TensorDict(out, batch_size=[])
 
     def _extras(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Give the objective the entries that it asks for."""
+        """Select the optional entries that the objective takes."""
         names = ("sampler_log_prob", "turns")
         return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}

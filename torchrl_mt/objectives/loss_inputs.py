@@ -1,6 +1,6 @@
-"""What the loss is made of, entries of rows and outputs of models: there, of one shape, and finite.
+"""Inputs of the loss: entries of rows and outputs of models, checked on the tokens that count.
 
-Only the tokens that count matter. Entries are all checked before anything is computed.
+All entries are checked before anything is computed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ FLOATING = (
     "value",
     "value_target",
 )
-"""Entries that are turned to float32 and must be finite on the tokens that count."""
+"""Entries that are converted to float32 and must be finite on the tokens that count."""
 LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
-"""Those of them that are logarithms of probabilities."""
+"""Entries that are log-probabilities."""
 
 
 def read_inputs(
     tensordict: TensorDictBase, keys: Any, names: Iterable[str], loss_masks: Sequence[NestedKey]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Read the entries that ``keys`` has under ``names``, and ``keys.weight`` where it is present.
+    """Read the entries ``names`` of ``keys``, and ``"weight"`` where present.
 
-    Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of the tokens that
-    count; see :func:`counted_tokens`.
+    Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of
+    :func:`counted_tokens`.
     """
-    usual = type(keys)()
+    default = type(keys)()
     rows = {
-        name: read_entry(tensordict, getattr(keys, name), getattr(usual, name)) for name in names
+        name: read_entry(tensordict, getattr(keys, name), getattr(default, name)) for name in names
     }
     weight = tensordict.get(keys.weight, None)
     if weight is not None:
@@ -76,10 +76,10 @@ def counted_tokens(
     assistant_mask: Tensor,
     loss_masks: Sequence[NestedKey],
 ) -> Tensor:
-    """Find the tokens that are trained, ``[N, S]`` bool.
+    """Find the trained tokens, ``[N, S]`` bool.
 
-    They are the sampled ones that have a score, of valid rows, where all ``loss_masks`` that the rows
-    have are true.
+    These are the sampled tokens of valid rows that have a score and that no present entry of
+    ``loss_masks`` masks.
     """
     check_like(keys.assistant_mask, assistant_mask, keys.attention_mask, attention_mask.shape)
     for key, mask in ((keys.attention_mask, attention_mask), (keys.assistant_mask, assistant_mask)):
@@ -97,27 +97,27 @@ def counted_tokens(
 
 
 def _loss_mask(key: NestedKey, mask: Tensor, shape: torch.Size) -> Tensor:
-    """Bring one of TorchRL's loss masks, of rows or of tokens, to a shape that fits ``[N, S]``."""
+    """Reshape one of TorchRL's loss masks, of rows or tokens, to broadcast with ``[N, S]``."""
     n, s = shape
     if tuple(mask.shape) not in ((n,), (n, 1), (n, s), (n, s, 1)):
         raise ValueError(
-            f"the loss mask {key!r} of rows must have shape [N] or [N, S], with or without a last 1, "
-            f"where [N, S] is {(n, s)}, got {tuple(mask.shape)}. Drop it, or name another entry, or "
-            "None, as loss_mask_key."
+            f"the loss mask {key!r} of rows must have shape [N] or [N, S], with or without a trailing "
+            f"1, where [N, S] is {(n, s)}, got {tuple(mask.shape)}. Drop it, or set loss_mask_key to "
+            "another entry or None."
         )
     check_mask(f"the loss mask {key!r} of rows", mask, mask.shape)
     return mask.reshape(n, s if mask.shape[1:2] == (s,) else 1)
 
 
 def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> bool:
-    """Warn if the old log-probabilities are the sampler's; say whether the rows tell.
+    """Warn if the old log-probabilities are the sampler's; return whether they could be compared.
 
-    Certain tokens, whose log-probability is 0, tell nothing.
+    Tokens whose log-probabilities are both 0 are not compared: they were certain.
     """
     old, sampler = rows["sample_log_prob"], rows["sampler_log_prob"]
-    told = mask & ((old != 0) | (sampler != 0))
-    tells = bool(told.any())
-    if tells and not bool((told & (old != sampler)).any()):
+    compared = mask & ((old != 0) | (sampler != 0))
+    has_compared = bool(compared.any())
+    if has_compared and not bool((compared & (old != sampler)).any()):
         _logger.warning(
             "%r equals %r on all trained tokens: there is nothing to correct, and all weights are 1. "
             "ExperienceMaker(old_log_probs='actor') makes the old log-probabilities the actor's own, "
@@ -125,13 +125,13 @@ def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> b
             keys.sample_log_prob,
             keys.sampler_log_prob,
         )
-    return tells
+    return has_compared
 
 
 def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:
-    """Refuse what models gave, ``[N, S]`` each by its name, that is no number on a token that counts.
+    """Refuse models' outputs, ``[N, S]`` by name, that are not finite on a token that counts.
 
-    In one look at the device. The loss might hide it: a ratio of 0 trains nothing, and says nothing.
+    The loss may hide them: a ratio of 0 trains nothing. One synchronisation with the device.
     """
     wrongs = [~x.detach().isfinite() for x in outputs.values()]
     for i, count, (row, token) in _wrong_places(mask, wrongs):
@@ -153,29 +153,32 @@ def check_total(total: object) -> None:
 
 
 def _check_constant(rows: dict[str, Tensor], keys: Any) -> None:
-    """Refuse entries with a graph: gradients through them could cancel those of the loss."""
+    """Refuse entries with a graph: gradients through them could cancel the loss's."""
     for name in FLOATING:
         if name in rows and rows[name].requires_grad:
             raise ValueError(
-                f"{getattr(keys, name)!r} must be a constant of the loss, but it carries a graph: make "
-                "it under torch.no_grad(), or detach() it."
+                f"{getattr(keys, name)!r} must be a constant of the loss, but it carries a graph: "
+                "compute it under torch.no_grad(), or detach() it."
             )
 
 
 def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
-    """Refuse NaN, infinity, padding and wrong signs on tokens that count, in one look at the device."""
-    finite = "be finite on sampled tokens", "Drop these rows, or mend what wrote them."
-    looks = [(name, ~rows[name].isfinite(), *finite) for name in FLOATING if name in rows]
+    """Refuse NaN, infinity, padding and positive log-probabilities on tokens that count.
+
+    One synchronisation with the device.
+    """
+    finite = "be finite on sampled tokens", "Drop these rows, or fix what wrote them."
+    checks = [(name, ~rows[name].isfinite(), *finite) for name in FLOATING if name in rows]
     attended = (
         f"be false on padding, where {keys.attention_mask!r} is false",
-        "Mend what wrote them.",
+        "Fix what wrote them.",
     )
-    looks.append(("assistant_mask", ~rows["attention_mask"], *attended))
+    checks.append(("assistant_mask", ~rows["attention_mask"], *attended))
     for name in LOG_PROBS:
         if name in rows:
-            looks.append((name, rows[name] > LOG_PROB_ROUNDING, *NO_LOG_PROB))
-    for i, count, (row, token) in _wrong_places(mask, [wrong for _, wrong, _, _ in looks]):
-        name, _, must, advice = looks[i]
+            checks.append((name, rows[name] > LOG_PROB_ROUNDING, *NO_LOG_PROB))
+    for i, count, (row, token) in _wrong_places(mask, [wrong for _, wrong, _, _ in checks]):
+        name, _, must, advice = checks[i]
         raise ValueError(
             f"{getattr(keys, name)!r} must {must}, but {count} are not, the first in row {row} at "
             f"token {token}: {rows[name][row, token].item()}. {advice}"
@@ -185,7 +188,7 @@ def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
 def _wrong_places(
     mask: Tensor, wrongs: Sequence[Tensor]
 ) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """The number of each entry that is wrong on tokens that count, how often, and where first."""
+    """Yield index, count and first place of each entry that is wrong on tokens that count."""
     counts = torch.stack([mask & wrong for wrong in wrongs]).sum((1, 2)).tolist()
     for i, count in enumerate(counts):
         if count:

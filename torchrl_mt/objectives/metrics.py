@@ -1,4 +1,4 @@
-"""What is reported: of a batch of rows as plain numbers, of a loss as detached means, always finite.
+"""Metrics: plain numbers of a batch of rows, and detached means of a loss; always finite.
 
 Rows of rejected episodes, masked tokens and padding never count.
 """
@@ -35,7 +35,7 @@ CORRECTION_DIAGNOSTICS = (
 
 
 def summary(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, standard deviation (0 for one) and count of a tensor ``[n]``, as numbers under a name.
+    """Compute mean, standard deviation (biased) and count of a tensor ``[n]``.
 
     Examples:
         >>> summary("x", torch.tensor([1.0, 3.0]))
@@ -47,7 +47,7 @@ def summary(name: str, values: Tensor) -> dict[str, float]:
 
 
 def sampled_tokens(batch: RowBatch) -> dict[str, float]:
-    """How many tokens were sampled in each row and each episode that is not rejected."""
+    """Summarise the sampled tokens per valid row and per valid episode."""
     counted = batch.counted.double()
     kept = batch.valid.new_zeros(batch.episodes.last_token.shape)
     kept[batch.episodes.of_row[batch.valid]] = True
@@ -58,7 +58,7 @@ def sampled_tokens(batch: RowBatch) -> dict[str, float]:
 
 
 def episodes_per_group(batch: RowBatch) -> dict[str, float]:
-    """How many episodes that are not rejected each group has: a spread tells of torn groups."""
+    """Summarise the valid episodes per group; a spread reveals torn groups."""
     group = batch.group()[batch.valid]
     episode = batch.episodes.of_row[batch.valid]
     of_group = torch.stack([group, episode], dim=1).unique(dim=0)[:, 0]
@@ -66,10 +66,7 @@ def episodes_per_group(batch: RowBatch) -> dict[str, float]:
 
 
 def groups_without_spread(batch: RowBatch, outcome: Tensor) -> dict[str, float]:
-    """Which share of the groups has episodes that all came to the same: comparing them says nothing.
-
-    ``outcome`` ``[N]`` is what each row's episode came to.
-    """
+    """Compute the share of groups whose episodes all have the same outcome ``[N]``."""
     group = batch.group()
     teaches = group[dynamic_sampling_mask(outcome, group, valid=batch.valid)].unique()
     number = len(group[batch.valid].unique())
@@ -80,7 +77,7 @@ def groups_without_spread(batch: RowBatch, outcome: Tensor) -> dict[str, float]:
 def policy_diagnostics(
     log_prob: Tensor, old: Tensor, entropy: Tensor, clipped: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Tokens, clip fractions, KL from the old policy (k3), effective share of samples, entropy."""
+    """Compute :data:`POLICY_DIAGNOSTICS`."""
     difference = log_ratio(log_prob, old, mask)
     side = clipped.to(torch.int8)
     return {
@@ -98,9 +95,12 @@ def policy_diagnostics(
 def critic_diagnostics(
     value: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Share of clipped values, and ``1 - Var(returns - value) / Var(returns)``, 0 without variance."""
+    """Compute :data:`CRITIC_DIAGNOSTICS`.
+
+    The explained variance is ``1 - Var(returns - value) / Var(returns)``, 0 if returns are equal.
+    """
     spread, left = _variance(returns, mask), _variance(returns - value, mask)
-    # Read from the data: the variance of equal returns is a rounding error, by which one divides.
+    # From the data: the computed variance of equal returns may be a rounding error above 0.
     sampled = returns[mask]
     varied = (sampled != sampled[:1]).any() & (spread > 0)
     explained = torch.where(varied, 1.0 - left / torch.where(varied, spread, 1.0), 0.0)
@@ -108,5 +108,4 @@ def critic_diagnostics(
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance over the sampled tokens."""
     return aggregate((x - aggregate(x, mask)).square(), mask)

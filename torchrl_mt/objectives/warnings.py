@@ -1,7 +1,4 @@
-"""Training that learns nothing, or from other numbers than was meant, without an error: said once.
-
-Looking changes nothing, and ends where there is nothing more to be said.
-"""
+"""Warnings, once each, about training that silently learns nothing or from unintended numbers."""
 
 from __future__ import annotations
 
@@ -16,23 +13,23 @@ from torchrl_mt.objectives.rows.batch import RowBatch
 _logger = logging.getLogger("torchrl_mt")
 
 _BATCHES = 4
-"""So many batches of new episodes from one weight version, the weights changing in between, are no
-accident: a collector that runs ahead by less is told of new weights before the last of them."""
+"""Batches of new episodes from one weight version, with changing weights, that lead to the warning. A
+collector that runs ahead has fewer before it gets new weights."""
 _NEW = 0.25
-"""The share of a batch's episodes that must be newer than all before: those of a buffer are mixed."""
+"""Smallest share of new episodes in a new batch; batches from a buffer mix old and new ones."""
 _WEIGHTS = 64
-"""How many numbers of each parameter are compared: every step of an optimizer changes some."""
+"""Numbers of each parameter that are compared: every optimizer step changes some."""
 
 
 class Warnings:
-    """What one :class:`~torchrl_mt.objectives.ExperienceMaker` warns of, each once."""
+    """The warnings of one :class:`~torchrl_mt.objectives.ExperienceMaker`, each given once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._versions = VersionWatch()
 
     def of_advantage(self, batch: RowBatch, advantage: Tensor, weight: Tensor | None) -> None:
-        """Warn of a batch in which no trained token has an advantage and a weight, ``[N, S]``."""
+        """Warn if the weighted advantage ``[N, S]`` is 0 on all trained tokens."""
         counts = advantage if weight is None else advantage * weight
         if "advantage" in self._said or not bool(batch.scored.any()):
             return
@@ -47,7 +44,7 @@ class Warnings:
             )
 
     def of_gamma(self, batch: RowBatch, gamma: float) -> None:
-        """Warn if the rows' own returns, which are used, are not those that ``gamma`` would make."""
+        """Warn if the rows' own returns, which are used, were not discounted by ``gamma``."""
         if "gamma" in self._said or not bool(batch.counted.any()):
             return
         if batch.has("reward"):
@@ -66,16 +63,16 @@ class Warnings:
         )
 
     def of_versions(self, batch: RowBatch, actor: nn.Module) -> None:
-        """Warn if new episodes go on coming from one weight version though the actor is trained."""
+        """Warn if new episodes keep coming from one weight version while the actor is trained."""
         version = self._versions(batch, actor)
         if version is not None:
             _logger.warning(
-                "%r has been %d in %d batches of ever new episodes, though the actor's weights changed "
-                "between them: what samples was not told. Call "
-                "collector.update_policy_weights_(model) after training, or, where there is no "
-                "collector, engine.update_weights(model); also with share_weights=True, where it makes "
-                "the engine drop what it cached under the old weights. If the episodes are a data "
-                "set's, all is well. This is said once.",
+                "%r has been %d in %d batches of new episodes, though the actor's weights changed "
+                "between them: the sampler did not get the new weights. Call "
+                "collector.update_policy_weights_(model) after training, or, without a collector, "
+                "engine.update_weights(model); also with share_weights=True, where it makes the "
+                "engine drop its cache under the old weights. Ignore this if the episodes come from "
+                "a data set. This is said once.",
                 batch.keys.versions,
                 version,
                 _BATCHES,
@@ -83,11 +80,11 @@ class Warnings:
 
 
 class VersionWatch:
-    """Look for batches of new episodes that all come from the first one's weight version.
+    """Detector of batches of new episodes that all come from the first batch's weight version.
 
-    New are those whose ids are above all before. The same episodes again (epochs of training), a
-    buffer's mixture of old and new ones, and weights that do not change prove nothing. Once another
-    version is seen, the sampler evidently is told of new weights, and the watch is over.
+    An episode is new if its id is above all earlier ones. Repeated episodes (epochs), mostly old
+    episodes (a buffer) and unchanged weights do not count. The watch ends at the first other version:
+    the sampler does get new weights.
     """
 
     def __init__(self) -> None:
@@ -98,7 +95,7 @@ class VersionWatch:
         self._weights = torch.empty(0)
 
     def __call__(self, batch: RowBatch, actor: nn.Module) -> int | None:
-        """Look at a batch; give the version, once, when too many batches had it."""
+        """Check a batch; return the version, once, when too many batches had it."""
         if self._over or not bool(batch.counted.any()):
             return None
         version = int(batch.read("versions")[batch.counted].max())
@@ -122,7 +119,7 @@ class VersionWatch:
 
 
 def some_weights(model: nn.Module) -> Tensor:
-    """Copy some numbers of each parameter that is trained, ``[K]`` float32 on the CPU."""
+    """Copy some numbers of each trained parameter, ``[K]`` float32 on the CPU."""
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
     some = [p.flatten()[:_WEIGHTS].to(trained[0].device, torch.float32) for p in trained]
     return torch.cat(some).cpu() if some else torch.empty(0)

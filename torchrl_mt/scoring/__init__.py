@@ -1,4 +1,4 @@
-"""Models run on training rows: log-probabilities and values, padded or packed, without a trace."""
+"""Scoring of training rows by models: log-probabilities and values, padded or packed."""
 
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.passes import Passes

@@ -1,7 +1,7 @@
-"""Running a model on training rows: without a cache, in half precision where asked, and unchanged.
+"""Forward passes of a model that leave it unchanged, without a cache, in half precision if asked.
 
-What a model was before (modes, hooks, frequencies that depend on lengths) it is again afterwards, and so
-is the random state where one thread runs; threads that share a model take turns.
+Modes, hooks and length-dependent frequencies are restored, and so is the random state if no other thread
+runs. Threads that share a model take turns.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ _LOCKS_CHANGE = Lock()
 
 @contextmanager
 def scoring_mode(*models: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients; give back every submodule's mode as it was.
+    """Put models in evaluation mode without gradients; restore every submodule's mode afterwards.
 
-    Another thread that enters it with one of the models, or that runs one through :func:`run_model`,
-    waits until this one has left. Calls of the model itself do not wait.
+    Other threads wait to enter it with one of the models, or to run one through :func:`run_model`;
+    direct calls of a model do not wait.
 
-    The random state is given back, too, but only while no other thread runs: torch's generators belong
-    to all threads, and turned back they would deal another one (that samples, say) the same numbers
-    twice. Then a model that draws although it is in evaluation mode moves it on.
+    The random state is restored only if no other thread runs: generators are shared by all threads, and
+    one that samples meanwhile would get the same numbers twice.
 
     Args:
-        *models: The models that are used inside.
+        *models: The models to use inside.
     """
     with ExitStack() as stack:
-        # In one order, lest two threads hold what the other waits for.
+        # In a fixed order, against deadlocks.
         for lock in sorted({id(lock): lock for lock in map(_lock, models)}.values(), key=id):
             stack.enter_context(lock)
         modes = [(module, module.training) for model in models for module in model.modules()]
@@ -56,16 +55,16 @@ def scoring_mode(*models: nn.Module) -> Iterator[None]:
 
 
 def _lock(model: nn.Module) -> AbstractContextManager[Any]:
-    """Lock of a model and of all that have its first layer: wrappers, a critic on its backbone."""
+    """Return the lock of all models with the same first layer: wrappers, critics on a backbone."""
     layers = (module for module in model.modules() if next(module.children(), None) is None)
     with _LOCKS_CHANGE:
         return _LOCKS.setdefault(next(layers), RLock())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Look through wrappers whose only submodule is ``module``: DistributedDataParallel, for one.
+    """Return the model inside wrappers whose only submodule is ``module``, as DistributedDataParallel.
 
-    It is the wrapper that is to be called; the model inside has the attributes that tell what it is.
+    Call the wrapper; read attributes of the model inside.
 
     Examples:
         >>> inner = nn.Linear(1, 1)
@@ -78,14 +77,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of a model, or of its text part if it has more; ``None`` if it has none."""
+    """Return a model's configuration, of its text part if it has several; ``None`` if it has none."""
     config = getattr(unwrapped(model), "config", None)
     find = getattr(config, "get_text_config", None)
     return find() if callable(find) else config
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Say whether a model, and all that wraps it, can be called with a keyword argument of a name."""
+    """Whether a model and all its wrappers take a keyword argument of this name."""
 
     def takes(module: nn.Module) -> bool:
         parameters = inspect.signature(module.forward).parameters
@@ -95,7 +94,7 @@ def accepts(model: nn.Module, name: str) -> bool:
 
 
 def _levels(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, what it wraps, what that wraps, ..."""
+    """Yield the model, the model that it wraps, and so on."""
     yield model
     inner = getattr(model, "module", None)
     while isinstance(inner, nn.Module) and list(model.children()) == [inner]:
@@ -106,20 +105,19 @@ def _levels(model: nn.Module) -> Iterator[nn.Module]:
 def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
     """Call a model on its own device, while no other thread scores with it.
 
-    ``inputs`` are keyword arguments, whose tensors may lie anywhere; ``dtype`` is what to compute in
-    where torch's automatic mixed precision does.
+    ``inputs`` are keyword arguments with tensors on any device; ``dtype`` is the type for automatic
+    mixed precision, if any.
 
     Raises:
-        ValueError: If the model has no embedding of a token, or its rotary frequencies depend on the
-            longest row of a pass, and rows of this one would have others alone
-            (:mod:`~torchrl_mt.scoring.rope_lengths`).
+        ValueError: If a token is outside the model's vocabulary, or rows need different rotary
+            frequencies (:mod:`~torchrl_mt.scoring.rope_lengths`).
     """
     _check_vocabulary(model, inputs["input_ids"])
     parameter = next(model.parameters(), None)
     device = inputs["input_ids"].device if parameter is None else parameter.device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     inner = unwrapped(model)
-    # What comes through ** may be a module's that does not know it; transformers' models all do.
+    # A ** may lead to a module without this keyword; transformers' models all have it.
     named = "use_cache" in inspect.signature(inner.forward).parameters
     if accepts(model, "use_cache") and (named or getattr(inner, "config", None) is not None):
         inputs["use_cache"] = False
@@ -129,17 +127,17 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
 
 
 def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
-    """Refuse tokens that the model cannot embed: on a GPU they would end the process's use of it."""
+    """Refuse tokens that the model cannot embed: on a GPU they would break the CUDA context."""
     inner = unwrapped(model)
     embedding = None
-    # Models of more than text may have no one embedding.
+    # Multimodal models may have no single embedding.
     with suppress(AttributeError, NotImplementedError):
         embedding = cast(Any, inner).get_input_embeddings()
     if getattr(type(embedding), "forward", None) is not nn.Embedding.forward:
-        return  # Another one may know what to do with any number.
+        return  # A custom embedding may take any number.
     count = cast(nn.Embedding, embedding).num_embeddings
     unknown = token_ids[(token_ids < 0) | (token_ids >= count)]
-    # A model puts pictures in the place of some tokens before it embeds the others.
+    # Some tokens are placeholders for pictures, replaced before embedding.
     placeholders = {
         value
         for name, value in vars(getattr(inner, "config", None) or object).items()
@@ -148,8 +146,8 @@ def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:
     left = set(unknown.tolist()) - placeholders
     if left:
         raise ValueError(
-            f"tokens must be in [0, {count}), the vocabulary of the {type(inner).__name__} that they "
-            f"are given to, got {min(left)}; were they made with another tokenizer than this model's?"
+            f"tokens must be in [0, {count}), the vocabulary of {type(inner).__name__}, got "
+            f"{min(left)}; were they made with another model's tokenizer?"
         )
 
 
@@ -159,12 +157,12 @@ def hooked(
     before: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None,
     after: Callable[[tuple[Any, ...], Any], Any] | None = None,
 ) -> Iterator[None]:
-    """Watch a submodule's calls from this thread; calls from other threads go on as ever.
+    """Hook a submodule's calls from this thread; calls from other threads are unaffected.
 
     Args:
         module: The submodule.
-        before: Called with the positional arguments; returns what to call with instead, or ``None``.
-        after: Called with these and the output; returns what to give instead, or ``None``.
+        before: Called with the positional arguments; returns their replacement, or ``None``.
+        after: Called with these and the output; returns the output's replacement, or ``None``.
     """
     owner = get_ident()
 

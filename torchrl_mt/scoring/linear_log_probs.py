@@ -1,7 +1,6 @@
-"""Log-probability and entropy of tokens from hidden states and the output layer's weights.
+"""Log-probabilities and entropies of tokens from hidden states and the output layer's weights.
 
-The logits are made chunk by chunk and made again in the backward pass: at no time is there more of
-them than one chunk, and the gradients are those of the whole computation.
+Logits are computed in chunks, and again in the backward pass: no more than one chunk is ever in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torchrl_mt.scoring.token_log_probs import (
 )
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits (tokens times vocabulary) at any one time; each chunk reads the weights once."""
+"""Logits (tokens times vocabulary) per chunk; each chunk reads the weights once."""
 
 
 def linear_log_probs(
@@ -47,11 +46,11 @@ def linear_log_probs(
         weight: ``[V, H]`` floating.
         tokens: ``[K]`` int64.
         bias: ``[V]`` floating.
-        scale: What the layer's output is multiplied by.
-        softcap: The bound of the logits.
-        temperature: What the logits are divided by, in float32.
+        scale: Factor of the layer's output.
+        softcap: Bound of the logits; ``None`` for no bound.
+        temperature: Divisor of the logits, in float32.
         with_entropy: Whether to compute the entropies as well.
-        dtype: What the matrix products are computed in: autocast's, where it is on, else that of
+        dtype: Type of the matrix products; by default autocast's where it is on, else that of
             ``hidden``. All else is in float32.
 
     Returns:
@@ -83,7 +82,7 @@ def linear_log_probs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Scores of ``K`` targets; see :func:`linear_log_probs`."""
+    """Scores of ``K`` targets, for :func:`linear_log_probs`."""
 
     @staticmethod
     def forward(
@@ -124,7 +123,7 @@ class _LinearLogProbs(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         total = wide(ctx.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        # Sums over chunks are kept in float32: in half precision they would lose the small ones.
+        # Sums over chunks are in float32: half precision would lose small terms.
         grad_weight = torch.zeros_like(weight, dtype=total) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=total) if need_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -155,7 +154,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def _logits(
     ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, with_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits over the temperature, and how they change with the layer's output if not evenly."""
+    """Compute logits over the temperature, and their derivative by the layer's output if soft-capped."""
     x = torch.nn.functional.linear(hidden, weight, bias)
     x = x.to(wide(ctx.dtype))
     slope = None

@@ -1,7 +1,7 @@
-"""Log-probabilities of training rows under a language model, wherever their padding lies.
+"""Log-probabilities of training rows under a language model.
 
-The score of a token is conditioned on the attended tokens before it and on nothing else: padding
-before, after or between them, its amount, and the rows beside, padded or packed, change nothing.
+A token's score depends only on the attended tokens before it: padding anywhere, and other rows of the
+batch, padded or packed, change nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torchrl_mt.scoring.token_log_probs import log_probs_at
 
 
 def causal_lm(actor: nn.Module) -> nn.Module:
-    """Find the language model in an actor: the model itself, not a copy.
+    """Return the language model inside an actor, without copying.
 
     Args:
-        actor: A causal language model that is called with ``input_ids`` and ``attention_mask`` and
-            returns logits ``[N, L, V]`` or an object that has them as ``logits``; or TorchRL's
-            ``TransformersWrapper`` around one. Another kind of policy is a ``TypeError``.
+        actor: A causal language model, called with ``input_ids`` and ``attention_mask``, that returns
+            logits ``[N, L, V]`` or an object with ``logits``; or a ``TransformersWrapper`` around one.
+
+    Raises:
+        TypeError: If ``actor`` is neither.
     """
     if isinstance(actor, TransformersWrapper) and isinstance(actor.model, nn.Module):
         return actor.model
@@ -39,7 +41,7 @@ def causal_lm(actor: nn.Module) -> nn.Module:
 
 
 def scored_tokens(attention_mask: Tensor, mask: Tensor) -> Tensor:
-    """Find the sampled tokens that have a score: all but the first of a row, which nothing predicts.
+    """Select the sampled tokens that are not the first of their row, which nothing predicts.
 
     Examples:
         >>> import torch
@@ -64,33 +66,31 @@ def row_log_probs(
     passes: Passes | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Score the sampled tokens of rows.
+    """Compute the log-probabilities of the sampled tokens of rows.
 
-    Logits are made for the sampled tokens alone and a chunk at a time
-    (:func:`~torchrl_mt.scoring.linear_log_probs`), unless the model's
-    output layer is none that can be computed outside of it
-    (:func:`~torchrl_mt.scoring.output_head.output_states`; a model that bounds its logits
-    otherwise than by soft-capping needs ``full_logits``).
+    Logits are computed in chunks and for sampled tokens only
+    (:func:`~torchrl_mt.objectives.functional.linear_log_probs`) if the model's output layer allows
+    it (:func:`~torchrl_mt.scoring.output_head.output_states`). A model that bounds its logits by other
+    means than soft-capping needs ``full_logits``.
 
     Args:
         actor: See :func:`causal_lm`.
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens: the ones to score.
-        temperature: What the logits are divided by, in float32.
+        temperature: Divisor of the logits, in float32.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
-        full_logits: Make all logits of a pass at once, as the model does by itself.
+        full_logits: Compute all logits of a pass at once, as the model itself does.
         passes: How rows are cut into forward passes.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Returns:
         Log-probabilities, and entropies or ``None``: ``[N, S]`` float32 on the device of ``tokens``,
-        zero on masked tokens and on the first token of a row, which nothing predicts.
+        zero on masked tokens and on a row's first token, which nothing predicts.
 
     Raises:
-        ValueError: If shapes differ, a sampled token lies on padding, a number is out of range,
-            the model cannot be given packed rows, or its logits are not one
-            distribution after each token.
+        ValueError: If shapes differ, a sampled token is padding, a number is out of range, the model
+            does not support packing, or its logits are not one distribution per token.
         TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits, or
             both ``passes`` and keywords are given.
     """
@@ -115,7 +115,6 @@ def _score(
     passes: Passes,
     full_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of one forward pass, ``[K]``."""
     find = whole_logits if full_logits else output_states
     states = find(model, step.inputs, passes.dtype)
     if isinstance(states, OutputStates):

@@ -1,8 +1,8 @@
-"""A language model's states under its output layer, and what makes logits of them.
+"""Inputs of a language model's output layer, from which logits can be recomputed.
 
-Given only where recomputing the logits from them gives the model's own: every call compares the two at
-a few positions, which are the only ones whose logits are made. What a model does to other positions'
-logits alone, or to large ones that are not among these, cannot be seen.
+Every call compares recomputed logits with the model's own at a few positions; where they differ, whole
+logits are returned. Changes to other positions' logits only, or to larger logits than those, go
+unnoticed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torchrl_mt.scoring.forward import hooked, run_model, text_config, unwrapped
 PROBED = 4
 """Positions at which a call's logits are compared."""
 
-# Models whose logits are found to be something else: the states are not asked for again.
-_OTHERS: WeakSet[nn.Module] = WeakSet()
+# Models whose logits were found to differ: they are always asked for whole logits.
+_WHOLE_ONLY: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
 class OutputStates:
-    """States whose logits are ``cap * tanh(scale * (hidden @ weight.T + bias) / cap)``."""
+    """States with the logits ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
 
     hidden: Tensor
     """``[B, L, H]``."""
@@ -35,9 +35,9 @@ class OutputStates:
     bias: Tensor | None
     """``[V]``."""
     scale: float
-    """What the layer's output is multiplied by."""
+    """Factor of the layer's output."""
     softcap: float | None
-    """Bound of the logits; ``None`` for no bound, hence no ``tanh``."""
+    """Bound of the logits; ``None`` for no bound and no ``tanh``."""
 
 
 def output_states(
@@ -48,21 +48,21 @@ def output_states(
     Args:
         model: A causal language model.
         inputs: Its keyword arguments, with ``input_ids`` ``[B, L]``.
-        dtype: What to compute in; see :func:`~torchrl_mt.scoring.forward.run_model`.
+        dtype: See :func:`~torchrl_mt.scoring.forward.run_model`.
 
     Returns:
-        The states; or whole logits ``[B, L, V]`` if the model's output layer is not a plain
-        ``nn.Linear`` (an adapter, a shard, a hook), is compiled or is not called with the states
-        ``[B, L, H]`` alone, its logits go through more than a factor and soft-capping, or the states
-        have no graph though what made them is to be trained (a reentrant checkpoint around the model).
-        Which it is, is seen in the last logits of the first row: a bound that those are far from (a
-        clamp) is not noticed. Let such a model's ``get_output_embeddings`` return ``None``.
+        The states; or whole logits ``[B, L, V]`` if the output layer is not a plain ``nn.Linear`` (an
+        adapter, a shard, a hook), is compiled, or is called with other arguments than states
+        ``[B, L, H]``; if the logits undergo more than a factor and soft-capping; or if the states lost
+        their graph (a reentrant checkpoint around the model). This is tested on the last logits of the
+        first row: a bound that they do not reach (a clamp) goes unnoticed. Let
+        ``get_output_embeddings`` of such a model return ``None``.
 
     Raises:
         ValueError: If the logits have another shape.
-        TypeError: If the model returns none.
+        TypeError: If the model returns no logits.
     """
-    layer = None if model in _OTHERS else _output_layer(model)
+    layer = None if model in _WHOLE_ONLY else _output_layer(model)
     if layer is None:
         return whole_logits(model, inputs, dtype)
     shape = inputs["input_ids"].shape
@@ -75,7 +75,7 @@ def output_states(
     def cut(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = args[0] if len(args) == 1 else None
         if not isinstance(x, Tensor) or x.shape[:-1] != shape:
-            return None  # Called in a way of its own: nobody knows what of it one could leave out.
+            return None  # Unknown arguments cannot be cut.
         states.append(x)
         return (x[:1, -PROBED:].detach(),)
 
@@ -90,57 +90,56 @@ def output_states(
             raise
         failed = True
     if failed:
-        # What follows the layer cannot do with few logits; if it is something else, it fails again.
+        # The model may need all logits; an unrelated error occurs again.
         logits = whole_logits(model, inputs, dtype)
-        _OTHERS.add(model)
+        _WHOLE_ONLY.add(model)
         return logits
     if not states:
-        # The layer was bypassed, by compiled code for instance: nothing was cut.
+        # The layer was bypassed, as by compiled code: nothing was cut.
         return _checked(model, _logits(model, output), shape)
     if len(states) == 1 and not _lost_graph(model, layer, states[0]):
         logits = _logits(model, output)
         for scale, softcap in _post_processing(model):
             if _same(raw[0], scale, softcap, logits):
                 return OutputStates(states[0], layer.weight, layer.bias, scale, softcap)
-    # NaN tells nothing of what is done to the logits: another pass will.
+    # NaN cannot be compared: decide in a later pass.
     if not raw or bool(raw[0].isfinite().all()):
-        _OTHERS.add(model)
+        _WHOLE_ONLY.add(model)
     return whole_logits(model, inputs, dtype)
 
 
 def whole_logits(
     model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Run a language model for its logits ``[B, L, V]``; see :func:`output_states`."""
+    """Compute a language model's logits ``[B, L, V]``; see :func:`output_states`."""
     logits = _logits(model, run_model(model, inputs, dtype))
     return _checked(model, logits, inputs["input_ids"].shape)
 
 
 def _logits(model: nn.Module, output: Any) -> Tensor:
-    """The logits in a model's output."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
-            "actor must return logits [B, L, V], or an object that has them as `logits`, but from "
-            f"{type(model).__name__} one got {type(output).__name__}."
+            "actor must return logits [B, L, V], or an object that has them as `logits`; from "
+            f"{type(model).__name__} got {type(output).__name__}."
         )
     return logits
 
 
 def _checked(model: nn.Module, logits: Tensor, shape: torch.Size) -> Tensor:
-    """Refuse logits that are not one distribution after each token."""
+    """Refuse logits that are not one distribution per token."""
     if logits.ndim != 3 or logits.shape[:2] != shape:
         rows, length = shape
         raise ValueError(
             f"actor must return logits ({rows}, {length}, vocabulary), one distribution after each "
-            f"token of input_ids {(rows, length)}, but from {type(model).__name__} one got "
-            f"{tuple(logits.shape)}; cut off those of a soft prompt, and let the batch come first."
+            f"token of input_ids {(rows, length)}; from {type(model).__name__} got "
+            f"{tuple(logits.shape)}; cut off those of a soft prompt, and put the batch first."
         )
     return logits
 
 
 def _lost_graph(model: nn.Module, layer: nn.Linear, states: Tensor) -> bool:
-    """Whether what made the states is to be trained, but a reentrant checkpoint keeps its graph."""
+    """Whether states of trained layers have no graph, as under a reentrant checkpoint."""
     if states.requires_grad or not torch.is_grad_enabled():
         return False
     others = (module for module in model.modules() if module is not layer)
@@ -148,27 +147,27 @@ def _lost_graph(model: nn.Module, layer: nn.Linear, states: Tensor) -> bool:
 
 
 def _output_layer(model: nn.Module) -> nn.Linear | None:
-    """The model's output layer if it is one whose product may be computed outside of it."""
+    """Return the model's output layer if its product may be computed outside of the model."""
     if getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False):
-        return None  # DistributedDataParallel would look for the gradient's way in cut logits.
+        return None  # DistributedDataParallel would trace gradients through the cut logits.
     outer, model = model, unwrapped(model)
     find = getattr(model, "get_output_embeddings", None)
     layer = find() if callable(find) else None
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return None
     if layer.weight.shape != (layer.out_features, layer.in_features):
-        return None  # A shard, which is whole inside the model's own forward pass alone.
-    told = is_compiled(outer) or is_compiled(model) or is_compiled(layer) or is_changed(layer)
-    return None if told else layer
+        return None  # A shard, which is whole only inside the model's forward pass.
+    special = is_compiled(outer) or is_compiled(model) or is_compiled(layer) or is_changed(layer)
+    return None if special else layer
 
 
 def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
-    """What may happen to the layer's output, by the names that transformers' configurations have."""
+    """List candidate (scale, softcap) pairs from a transformers configuration, likeliest first."""
     config = text_config(model)
     factor = getattr(config, "logit_scale", None) or 1.0
     scaling = getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
-    # Small logits hardly tell what is done to large ones: what is configured comes first.
+    # Small logits hardly show a soft cap: configured values come first.
     scales = dict.fromkeys([factor, 1.0 / scaling, scaling, 1.0])
     if scaling != 1.0:
         scales = dict.fromkeys([1.0 / scaling, scaling, factor, 1.0])
@@ -178,7 +177,7 @@ def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
 
 @torch.no_grad()
 def _same(raw: Tensor, scale: float, softcap: float | None, logits: Tensor) -> bool:
-    """Whether the layer's output, processed so, is the logits."""
+    """Whether scale and soft cap turn the layer's output into the logits."""
     if raw.shape != logits.shape:
         return False
     low = raw.dtype.itemsize == 2

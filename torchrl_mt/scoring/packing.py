@@ -1,7 +1,7 @@
-"""Rows cut into forward passes, without the padding they came with, padded anew or packed.
+"""Rows cut into forward passes, without their original padding, padded anew or packed.
 
-Every attended token is in exactly one pass, after the attended tokens of its row and nothing else.
-What predicts a sampled token is the state of the attended token before it.
+Every attended token is in exactly one pass, preceded by the attended tokens of its row only. A sampled
+token is predicted by the state of the attended token before it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torchrl_mt.scoring.passes import Passes
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The input of one forward pass over ``[B, L]`` tokens, and which of its states are wanted."""
+    """Inputs of one forward pass over ``[B, L]`` tokens, and the sampled tokens that it predicts."""
 
     inputs: dict[str, Any]
     """Keyword arguments of the model."""
     state: Tensor
-    """``[K]`` int64: positions in the flattened ``[B * L]`` whose states predict sampled tokens."""
+    """``[K]`` int64 positions in the flattened ``[B * L]`` whose states predict sampled tokens."""
     target: Tensor
-    """``[K]`` int64: those tokens."""
+    """``[K]`` int64 sampled tokens."""
     place: Tensor
-    """``[K]`` int64: where they are in the flattened rows ``[N * S]``."""
+    """``[K]`` int64 positions of these tokens in the flattened rows ``[N * S]``."""
 
 
 def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
-    """Refuse rows whose shapes differ or that have sampled tokens on padding."""
+    """Refuse rows whose shapes differ or whose sampled tokens are padding."""
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have shape [N, S], got {tuple(tokens.shape)}.")
     check_mask("attention_mask", attention_mask, tokens.shape)
@@ -50,10 +50,10 @@ def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
 def micro_batches(
     lengths: Tensor, max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[Tensor]:
-    """Cut rows into batches of similar length.
+    """Group rows into batches of similar length.
 
     A batch has at most ``max_rows`` rows and ``max_tokens`` tokens, padding included; a longer row is a
-    batch of its own. What is returned are row indices of each batch, longest rows first.
+    batch of its own. Returns the row indices of each batch, longest rows first.
 
     Examples:
         >>> micro_batches(torch.tensor([2, 9, 3]), max_tokens=8)
@@ -76,10 +76,10 @@ def micro_batches(
 
 
 def packs(lengths: Tensor, capacity: int, max_rows: int | None = None) -> list[list[int]]:
-    """Put rows together so that few packs hold them: best-fit decreasing.
+    """Group rows into few packs, by best-fit decreasing.
 
-    A pack has at most ``capacity`` tokens and ``max_rows`` rows; a longer row is a pack of its own, and
-    rows without tokens are left out. What is returned are row indices of each pack.
+    A pack has at most ``capacity`` tokens and ``max_rows`` rows; a longer row is a pack of its own.
+    Returns the row indices of each pack, without rows that have no tokens.
 
     Examples:
         >>> packs(torch.tensor([2, 9, 3, 6, 0]), 9)
@@ -87,7 +87,7 @@ def packs(lengths: Tensor, capacity: int, max_rows: int | None = None) -> list[l
     """
     sizes = lengths.tolist()
     out: list[list[int]] = []
-    # Free tokens and index of each pack that has any, ascending.
+    # Free tokens and index of each pack with room, ascending.
     room: list[tuple[int, int]] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         if not sizes[row]:
@@ -114,23 +114,22 @@ def forward_passes(
 ) -> Iterator[ForwardPass]:
     """Cut rows into forward passes.
 
-    Packed, several rows lie in one sequence without padding, each with positions from 0 on. Attention
-    that masks what is not of the row costs the square of the sequence: sequences are as long as the
-    longest row, or ``micro_batch_tokens`` if that is less, and several make a batch. Attention that is
-    told the lengths costs no more for many rows: all of a pass are one sequence, and
-    ``micro_batch_size`` counts its rows.
+    If packed, several rows share a sequence without padding, each with positions from 0. Masked
+    attention costs the square of the sequence, so sequences are as long as the longest row, or
+    ``micro_batch_tokens`` if that is less, and several make a batch. Attention over variable lengths
+    costs no more for many rows, so all rows of a pass are one sequence.
 
     Args:
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        passes: How to cut. ``with_lengths`` ``micro_batch_size`` counts rows, not sequences.
-        with_lengths: Pack for attention over variable lengths, and name the lengths as transformers
-            does for it; counts only if ``passes.packed``.
+        passes: How to cut. With ``with_lengths``, ``micro_batch_size`` counts rows, not sequences.
+        with_lengths: Pack for attention over variable lengths, with transformers' arguments for it;
+            ignored unless ``passes.packed``.
 
     Yields:
-        The passes, at least one even if there are no tokens: a worker without rows must run the model
-        as the others do. Tensors lie where ``tokens`` does.
+        The passes, on the device of ``tokens``. At least one, even without tokens: a worker without
+        rows must run the model as the others do.
 
     Examples:
         >>> attended = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
@@ -144,7 +143,7 @@ def forward_passes(
     packed, with_lengths = passes.packed, passes.packed and with_lengths
     most_rows, most_tokens = passes.micro_batch_size, passes.micro_batch_tokens
     if not tokens.numel():
-        # A row of one token that is not attended: the model runs, and every parameter gets a gradient.
+        # One unattended token: the model runs, and every parameter gets a gradient.
         tokens = tokens.new_zeros(1, 1)
         attention_mask = mask = torch.zeros_like(tokens, dtype=torch.bool)
     lengths = attention_mask.sum(-1).cpu()
@@ -152,7 +151,7 @@ def forward_passes(
     if packed:
         total = max(1, int(lengths.sum()))
         longest = total if with_lengths else max(1, int(lengths.max()))
-        # Rows without a token have no state that one could want.
+        # Packs leave out rows without tokens, which need no state.
         most = most_rows if with_lengths else None
         lines = packs(lengths, min(longest, most_tokens or total), most) or [[0]]
         fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
@@ -165,9 +164,9 @@ def forward_passes(
 
 
 def put_back(values: list[Tensor], places: list[Tensor], tokens: Tensor) -> Tensor:
-    """Put what the passes gave, ``[K]`` each, back into rows: ``[N, S]`` float32, zero elsewhere.
+    """Scatter the passes' values ``[K]`` to rows: ``[N, S]`` float32, zero elsewhere.
 
-    ``places`` are :attr:`ForwardPass.place` of each pass, ``tokens`` the rows.
+    ``places`` has each pass's :attr:`ForwardPass.place`; ``tokens`` are the rows.
     """
     out = torch.zeros(tokens.numel(), device=tokens.device)
     if values:
@@ -184,13 +183,13 @@ def _forward_pass(
     lines: list[list[int]],
     packed: bool,
 ) -> ForwardPass:
-    """One pass over lines of rows, each line a sequence of the batch."""
+    """Make one pass over lines of rows; each line becomes a sequence of the batch."""
     device, count = tokens.device, len(lines)
     rows = torch.tensor([row for line in lines for row in line])
     line = torch.tensor([i for i, line in enumerate(lines) for _ in line])
     size = lengths[rows]
     fill = torch.zeros(count, dtype=torch.long).index_add(0, line, size)
-    # A line of padding alone has one dummy token: attention over nothing is not a number.
+    # A line of padding gets one dummy token: attention over nothing gives NaN.
     width = max(1, int(fill.max()))
     start = size.cumsum(0) - size
     offset = line * width + start - (fill.cumsum(0) - fill)[line]
@@ -206,7 +205,7 @@ def _forward_pass(
     inputs: dict[str, Any] = {"input_ids": input_ids}
     along = torch.arange(width, device=device)
     if packed:
-        # What fills a line up is rows of one token, which no row's length depends on.
+        # The line is filled with one-token rows, which affect no row's length.
         position = (along - fill[:, None]).clamp(max=0).reshape(-1).index_copy(0, slot, rank)
         inputs["position_ids"] = position.view(count, width)
     else:
@@ -216,7 +215,7 @@ def _forward_pass(
 
 
 def _lengths(size: Tensor, device: torch.device) -> dict[str, Any]:
-    """Lengths of the rows of one sequence, as transformers' flash attention takes them."""
+    """Make the length arguments of transformers' flash attention for the rows of one sequence."""
     size = size.clamp(min=1)
     ends = torch.nn.functional.pad(size.cumsum(0), (1, 0)).to(device, torch.int32)
     longest = int(size.max())

@@ -1,8 +1,7 @@
-"""Whether a model keeps packed rows apart: tried once with a few tokens, not told by its name.
+"""Test, once per model with a few tokens, of whether it keeps packed rows apart.
 
-A model passes if a packed row's states are those of the row alone, and if no other row's embedding has a
-gradient in them. The gradient must be zero, not small: it tells a leak through weights that are still so
-weak that the states differ by less than rounding.
+A model passes if a packed row's states equal those of the row alone, and have exactly zero gradient by
+other rows' embeddings: the gradient reveals leaks through weights too small to change the states.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from torchrl_mt.scoring.packing import ForwardPass, check_rows, forward_passes
 from torchrl_mt.scoring.passes import Passes
 
 LENGTHS = (12, 4, 4, 4)
-"""Tokens of the rows that are tried: the first is a sequence, the others share one."""
+"""Lengths of the tested rows: the first is a sequence of its own, the others share one."""
 LOOKED_AT = 2
-"""The row whose states are looked at: one lies before it, one after it."""
+"""The row whose states are compared, with one before and one after it."""
 ROUNDING = 1e-3
-"""Share of a row's states that rounding in other orders may change."""
+"""Relative difference of a row's states that rounding may cause."""
 LOW_ROUNDING = 0.05
-"""The same of sums in half precision."""
+"""The same in half precision."""
 
 _FAULTS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
@@ -46,8 +45,7 @@ def passes_over(
     """Check rows, and cut them into forward passes of a model.
 
     Raises:
-        ValueError: If shapes differ, a sampled token lies on padding, or the model cannot be given
-            packed rows.
+        ValueError: If shapes differ, a sampled token is padding, or the model does not support packing.
         TypeError: If a mask is not boolean.
     """
     check_rows(tokens, attention_mask, mask)
@@ -59,7 +57,7 @@ def passes_over(
 
 
 def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Refuse a model that cannot be given packed rows, for the reason of :func:`packing_fault`."""
+    """Refuse a model that has a :func:`packing_fault`."""
     fault = packing_fault(model, tokens, dtype)
     if fault is not None:
         raise ValueError(
@@ -69,47 +67,43 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 
 
 def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """Find out why a model cannot be given packed rows.
+    """Find out why a model does not support packed rows.
 
-    It is found out once per model, attention implementation, type that is computed in and kind of
-    device. What is excluded: influence of a row on another, earlier or later one of its sequence or of
-    its batch, that has a gradient or is above rounding; and states other than the row's alone by more
-    than rounding. What is not: what sets in only with longer rows or more of them than are tried; what
-    goes through a weight that is exactly zero now; influence without a gradient, or use of a position,
-    that is below rounding. Where no gradient can be had (compiled code, kernels without one) other rows
-    must not change a single bit.
+    The test runs once per model, attention implementation, computation type and kind of device. It finds
+    any influence of other rows of the sequence or batch that has a gradient or exceeds rounding, and
+    states that differ from the row's alone by more than rounding. It misses effects of longer or more
+    rows than it tries, of weights that are exactly zero now, and those below rounding that have no
+    gradient. Without gradients (compiled code, kernels without a backward pass) other rows must not
+    change a single bit.
 
     Args:
         model: A causal language model or a critic.
-        tokens: Any tokens that it knows.
-        dtype: What to compute in.
+        tokens: Any tokens of its vocabulary.
+        dtype: Type to compute in.
 
     Returns:
-        The reason, to follow the model's name, or ``None`` if it can.
+        The reason, phrased to follow the model's name, or ``None`` if packing is supported.
 
     Raises:
-        ValueError: If the model gives no state for each token, or states that are not finite or do not
-            depend on its tokens, which tells nothing and is not remembered.
-        TypeError: If it returns no tensor.
+        ValueError: If the model does not return one state per token, or its states are not finite or do
+            not depend on its tokens; such a result is not cached.
+        TypeError: If the model returns no tensor.
     """
     known = _FAULTS.setdefault(model, {})
     kind = (attention_implementation(model), *_types(model, dtype))
     if kind not in known:
-        # What is run is not the wrapper, by which workers would wait for each other.
+        # Run the model inside its wrapper: the wrapper's workers would wait for each other.
         known[kind] = _signature_fault(model) or _trial_fault(unwrapped(model), tokens, dtype)
     return known[kind]
 
 
 def takes_lengths(model: nn.Module) -> bool:
-    """Tell whether a model's attention is told the lengths of packed rows rather than given a mask.
-
-    That is so of transformers' flash attention, whatever its version.
-    """
+    """Whether a model's attention takes packed rows' lengths, as transformers' flash attention."""
     return "flash" in (attention_implementation(model) or "") and accepts(model, "cu_seq_lens_q")
 
 
 def _types(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, str]:
-    """Type of the model's weights, type that their products are computed in, and kind of device."""
+    """Return the type of a model's weights, the type of its products, and its kind of device."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     device = weight.device.type
     if dtype is None and torch.is_autocast_enabled(device):
@@ -118,7 +112,7 @@ def _types(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, to
 
 
 def _signature_fault(model: nn.Module) -> str | None:
-    """Why the model cannot be called with packed rows, or not with long ones."""
+    """Find out why a model cannot be called with packed rows, or with long ones."""
     if not accepts(model, "position_ids"):
         return "does not take position_ids"
     mask = inspect.signature(unwrapped(model).forward).parameters.get("attention_mask")
@@ -132,7 +126,7 @@ def _signature_fault(model: nn.Module) -> str | None:
 
 
 def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | None:
-    """Why packed rows are not what they are alone."""
+    """Find out how packed rows differ from the rows alone."""
     name = type(model).__name__
     some = torch.cat([tokens.new_tensor([0, 1]), tokens.reshape(-1)]).unique().cpu()
     attended = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
@@ -146,7 +140,7 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
         )
         return step
 
-    # In this order: to leave inference mode is to record gradients.
+    # In this order: leaving inference mode enables gradients.
     with torch.inference_mode(False), scoring_mode(model):
         alone = _states(model, trial(choice, packed=False), dtype)
         step = trial(choice, packed=True)
@@ -156,8 +150,8 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
             return f"cannot be called with position_ids and without attention_mask ({error})"
         if not bool(alone.isfinite().all() & together.isfinite().all()):
             raise ValueError(
-                f"packed=True is tried with a few tokens first, but {name} computes NaN or infinity of "
-                "them; look at its weights and at dtype."
+                f"packed=True is tried with a few tokens first, but {name} computes NaN or infinity "
+                "from them; look at its weights and at dtype."
             )
         leaks = _has_gradient_of_others(model, step, dtype)
         if leaks is None:
@@ -167,9 +161,9 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
             leaks = not torch.equal(others, together)
             if torch.equal(itself, together):
                 raise ValueError(
-                    f"packed=True is tried with a few tokens first, but {name} computes the same of "
-                    "any, which does not tell whether it keeps rows apart; give it weights other than "
-                    "zero, or pass packed=False until it is trained."
+                    f"packed=True is tried with a few tokens first, but {name} computes the same from "
+                    "any tokens, so it cannot be tested; give it weights other than zero, or pass "
+                    "packed=False until it is trained."
                 )
     low = _types(model, dtype)[1].itemsize <= 2
     tolerance = (LOW_ROUNDING if low else ROUNDING) * float(alone.double().norm())
@@ -183,7 +177,7 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
 def _has_gradient_of_others(
     model: nn.Module, step: ForwardPass, dtype: torch.dtype | None
 ) -> bool | None:
-    """Whether other rows' embeddings have a gradient in the row's states; ``None`` if none has one."""
+    """Whether a row's states have a gradient by other rows' embeddings; ``None`` if unknown."""
     ids = step.inputs["input_ids"]
     embedded: list[Tensor] = []
 
@@ -192,7 +186,7 @@ def _has_gradient_of_others(
         if not isinstance(given, Tensor) or not torch.equal(given.to(ids.device), ids):
             return None
         embedded.append(output.detach().requires_grad_())
-        # What is done to it in place must not be done to the leaf.
+        # A copy: in-place changes of a leaf are errors.
         return embedded[-1].clone()
 
     find = getattr(model, "get_input_embeddings", None)
@@ -206,17 +200,17 @@ def _has_gradient_of_others(
             states = _states(model, step, dtype)
             if not embedded or not states.requires_grad:
                 return None
-            # Norms and means hide what is the same in all directions.
+            # Random, because norms and means hide changes that are equal in all directions.
             weight = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
             found = torch.autograd.grad(states, embedded, weight.to(states), allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            return None  # Of kernels without a backward pass.
+            return None  # A kernel without a backward pass.
     own = torch.zeros(ids.numel(), dtype=torch.bool)
     own[int(step.state.min()) : int(step.state.max()) + 2] = True
     gradients = [gradient.flatten(0, 1).cpu() for gradient in found if gradient is not None]
-    # States that depend on the row by steps alone have no gradient in it, nor in others.
+    # Without a gradient by the row itself, a zero gradient by others proves nothing.
     if not any(bool(x[own].any()) for x in gradients):
         return None
     if not all(bool(x.isfinite().all()) for x in gradients):
@@ -225,10 +219,7 @@ def _has_gradient_of_others(
 
 
 def _states(model: nn.Module, step: ForwardPass, dtype: torch.dtype | None) -> Tensor:
-    """States of the row that is looked at.
-
-    They are those below the output layer where the model tells which: a new layer may say nothing.
-    """
+    """Compute the states of the compared row, below the output layer if known (it may still be zero)."""
     seen: list[Any] = []
     base = getattr(model, "base_model", None)
 

@@ -1,4 +1,4 @@
-"""How rows are cut into forward passes of a model: the same settings for every call that scores."""
+"""Settings of forward passes over rows, shared by all calls that score."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
-"""What ``dtype`` may be: ``None`` computes in the types that the model has."""
+"""Values of ``dtype``; ``None`` computes in the model's own types."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Settings of forward passes over rows; one may be shared by a maker, a loss and reward models.
+    """Settings of forward passes over rows, for makers, losses and reward models.
 
     Args:
-        packed: Put several rows into one sequence instead of padding each to the longest. The model's
-            attention must keep them apart, which is tried once with a few tokens. Reward models get
-            their rows padded in any case.
-        micro_batch_size: Most sequences (rows, or packs of rows) of one pass; no limit by default.
-        micro_batch_tokens: Most tokens of one pass, padding included; no limit by default. A longer
+        packed: Put several rows into one sequence instead of padding. The model's attention must keep
+            them apart, which is tested once with a few tokens. Rows for reward models are always
+            padded.
+        micro_batch_size: Maximum sequences (rows, or packs of rows) per pass; no limit by default.
+        micro_batch_tokens: Maximum tokens per pass, padding included; no limit by default. A longer
             row is a pass of its own.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision; by default the
-            model's own types. Softmax, values and losses are in float32 in any case.
+            model's own types. Softmax, values and losses are always in float32.
 
     Raises:
-        ValueError: If a limit is below 1, or ``dtype`` is another one.
+        ValueError: If a limit is below 1, or ``dtype`` is not supported.
 
     Examples:
         >>> Passes(packed=True, micro_batch_tokens=32_768)
@@ -56,9 +56,10 @@ def find_passes(
     keywords: Mapping[str, Any],
     known: Sequence[str] = ("packed", "micro_batch_size", "micro_batch_tokens", "dtype"),
 ) -> Passes:
-    """Take settings as one record, or as keywords of those of its fields that are ``known``.
+    """Return ``passes``, or make them of keywords among the ``known`` fields.
 
-    Both at once, and an unknown keyword, are a ``TypeError``.
+    Raises:
+        TypeError: If both are given, or a keyword is unknown.
 
     Examples:
         >>> find_passes(None, {"packed": True}) == Passes(packed=True)
@@ -70,7 +71,7 @@ def find_passes(
     unknown = [name for name in keywords if name not in known]
     if unknown:
         raise TypeError(
-            f"{unknown[0]} is no argument; those of forward passes are passes=Passes(...) or one by one "
+            f"{unknown[0]} is no argument; give forward passes as passes=Passes(...) or by the keywords "
             f"{', '.join(known)}."
         )
     if passes is None:

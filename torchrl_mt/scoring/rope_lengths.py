@@ -1,6 +1,6 @@
-"""Rotary embeddings whose frequencies depend on the longest row of a pass: dynamic NTK and LongRoPE.
+"""Rotary embeddings whose frequencies depend on a pass's longest row: dynamic NTK and LongRoPE.
 
-A pass gives each row what the model gives the row alone, whatever was computed before it, or is refused.
+A pass that would compute a row differently from the row alone is refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchrl_mt._hosts.transformers import RotaryFrequencies, rotary_frequencies
 
 @contextmanager
 def lengths_apart(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
-    """Compute a pass as if it were the model's first, and leave the frequencies as they were.
+    """Reset the frequencies for a pass, and restore them afterwards.
 
-    A model without such embeddings is left alone. ``inputs`` are keyword arguments of the pass:
-    ``input_ids`` and ``position_ids`` or ``attention_mask``. Rows that have other frequencies together
-    than they would have alone are refused.
+    Models without such embeddings are unaffected. ``inputs`` are the keyword arguments of the pass:
+    ``input_ids`` and ``position_ids`` or ``attention_mask``. Rows that would get other frequencies
+    together than alone are refused.
     """
     ropes = rotary_frequencies(model)
     for rope in ropes:
@@ -33,7 +33,6 @@ def lengths_apart(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
 
 
 def _row_lengths(inputs: dict[str, Any]) -> Tensor:
-    """Tokens of each row of a pass, padded or packed."""
     position, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if position is not None:
         ends = torch.nn.functional.pad(position[:, 1:] == 0, (0, 1), value=True)
@@ -44,7 +43,7 @@ def _row_lengths(inputs: dict[str, Any]) -> Tensor:
 
 
 def _check_lengths(model: nn.Module, rope: RotaryFrequencies, lengths: Tensor) -> None:
-    """Refuse rows that have not the same frequencies."""
+    """Refuse rows that need different frequencies."""
     # A single token is not rotated against another.
     lengths = lengths[lengths > 1]
     kind = torch.where(lengths > rope.original, lengths if rope.dynamic else rope.original + 1, 0)

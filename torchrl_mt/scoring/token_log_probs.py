@@ -1,7 +1,7 @@
-"""Log-probability and entropy of tokens from logits, in float32 and in bounded memory.
+"""Log-probabilities and entropies of tokens from logits, in float32 and bounded memory.
 
-No float32 copy of the logits outlives a chunk: the backward pass recomputes it from the logits, so
-the peak above the logits and their gradient is one chunk whatever the batch and the vocabulary.
+Float32 copies of the logits are made in chunks, and again in the backward pass: beyond the logits and
+their gradient, no more than one chunk is ever in memory.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.autograd.function import once_differentiable
 from torchrl_mt.checks import check_mask, check_positive, check_shape
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits (tokens times vocabulary) in float32 at any one time."""
+"""Logits (tokens times vocabulary) per chunk."""
 
 
 def token_log_probs(
     logits: Tensor, tokens: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of each token under the logits at its position.
+    """Compute the log-probability of each token.
 
     Args:
-        logits: ``[..., V]`` floating, aligned: those at a position predict the token at it.
+        logits: ``[..., V]`` floating; logits at a position predict the token at the same position.
         tokens: ``[...]`` int64; not read where masked.
-        mask: ``[...]`` bool: which positions to compute. All by default.
-        temperature: What the logits are divided by, in float32.
+        mask: ``[...]`` bool: positions to compute; all by default.
+        temperature: Divisor of the logits, in float32.
 
     Returns:
         ``[...]`` float32 (float64 for float64 logits), zero where masked.
@@ -42,12 +42,12 @@ def token_log_probs(
 def token_entropy(
     logits: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
-    """Entropy, in nats, of the distribution at each position.
+    """Compute the entropy, in nats, at each position.
 
     Args:
         logits: ``[..., V]`` floating; ``-inf`` for impossible tokens.
-        mask: ``[...]`` bool: which positions to compute. All by default.
-        temperature: What the logits are divided by, in float32.
+        mask: ``[...]`` bool: positions to compute; all by default.
+        temperature: Divisor of the logits, in float32.
 
     Returns:
         ``[...]`` float32 (float64 for float64 logits), zero where masked.
@@ -63,13 +63,13 @@ def token_entropy(
 def log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """:func:`token_log_probs` and :func:`token_entropy` from one softmax.
+    """Compute :func:`token_log_probs` and :func:`token_entropy` from one softmax.
 
     Args:
         logits: ``[..., V]`` floating, aligned with ``tokens``.
         tokens: ``[...]`` int64; not read where masked.
-        mask: ``[...]`` bool: which positions to compute. All by default.
-        temperature: What the logits are divided by, in float32.
+        mask: ``[...]`` bool: positions to compute; all by default.
+        temperature: Divisor of the logits, in float32.
 
     Returns:
         Log-probabilities and entropies, ``[...]`` float32 (float64 for float64 logits), zero where
@@ -91,10 +91,9 @@ def log_probs_at(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of tokens ``[K]`` under logits ``[T, V]`` at chosen positions ``[K]``.
+    """Compute log-probabilities and entropies (or ``None``) of tokens at chosen positions.
 
-    No other logits are read, and no position is there twice. The entropies there are ``None`` unless
-    they are asked for.
+    ``tokens`` and ``position`` are ``[K]``, without duplicate positions; ``logits`` are ``[T, V]``.
 
     Examples:
         >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()
@@ -109,7 +108,7 @@ def log_probs_at(
 def _apply(
     logits: Tensor, tokens: Tensor, mask: Tensor | None, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments, compute at the unmasked positions, put the results in place."""
+    """Check the arguments and compute log-probabilities and entropies at unmasked positions."""
     shape = logits.shape[:-1]
     check_shape("tokens", tokens, shape)
     check_positive("temperature", temperature)
@@ -128,7 +127,7 @@ def _apply(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-probabilities (and entropies) of ``K`` targets at ``K`` of the ``T`` rows of logits."""
+    """Log-probabilities and entropies of ``K`` targets at ``K`` of ``T`` positions."""
 
     @staticmethod
     def forward(
@@ -169,18 +168,18 @@ class _LogProbs(torch.autograd.Function):
 
 
 def chunks(size: int, vocabulary: int, elements: int) -> list[slice]:
-    """Cut ``size`` positions so that one part has at most ``elements`` logits, or is one position."""
+    """Split ``size`` positions into parts of at most ``elements`` logits, at least one position each."""
     step = max(1, elements // max(1, vocabulary))
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: float64 stays itself, all else is float32."""
+    """Return the type to compute in: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def empty_scores(like: Tensor, size: int, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for log-probabilities, normalisers and (none, if they are not wanted) entropies."""
+    """Allocate log-probabilities, normalisers and entropies (empty if not asked for)."""
     log_prob = like.new_empty(size, dtype=wide(like.dtype))
     entropy = torch.empty_like(log_prob) if with_entropy else log_prob.new_empty(0)
     return log_prob, torch.empty_like(log_prob), entropy
@@ -189,7 +188,7 @@ def empty_scores(like: Tensor, size: int, with_entropy: bool) -> tuple[Tensor, T
 def score_chunk(
     x: Tensor, target: Tensor, part: slice, log_prob: Tensor, log_sum: Tensor, entropy: Tensor
 ) -> None:
-    """Write the scores of one part, whose logits ``x`` are used up."""
+    """Write the scores of one part; its logits ``x`` are overwritten."""
     log_sum[part] = x.logsumexp(-1)
     log_prob[part] = x.gather(-1, target[part, None]).squeeze(-1) - log_sum[part]
     if len(entropy):
@@ -207,11 +206,11 @@ def chunk_gradient(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient by the logits ``x`` of one part, which are used up."""
+    """Compute the gradient by the logits ``x`` of one part, which are overwritten."""
     x -= log_sum[part, None]
     p = x.exp()
     if grad_entropy is not None and len(entropy):
-        # dH/dx = -p (log p + H); by p first, which takes what was -inf to 0.
+        # dH/dx = -p (log p + H); p comes first because it turns -inf into 0.
         out = _finite_(x).add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
         if grad_log_prob is not None:
             out -= p.mul_(grad_log_prob[part, None])
@@ -226,12 +225,12 @@ def chunk_gradient(
 
 
 def _select(logits: Tensor, position: Tensor | None, part: slice, temperature: float) -> Tensor:
-    """A copy of one part of the logits in float32, divided by the temperature."""
+    """Copy one part of the logits in float32, divided by the temperature."""
     x = logits[part] if position is None else logits[position[part]]
     x = x.to(wide(x.dtype), copy=position is None)
     return x if temperature == 1.0 else x.div_(temperature)
 
 
 def _finite_(log_p: Tensor) -> Tensor:
-    """Replace ``-inf``, whose product with a probability of 0 must be 0."""
+    """Replace ``-inf`` so that its product with a probability of 0 is 0."""
     return log_p.clamp_(min=torch.finfo(log_p.dtype).min)

@@ -1,7 +1,6 @@
-"""Critics: a value network made of a language model, and its values at the sampled tokens of rows.
+"""Critics: a value network on a language model, and values at the sampled tokens of rows.
 
-The value at a token is predicted before the token is seen: it is a function of the attended tokens
-before it and of nothing else, wherever the rows' padding lies.
+The value at a token depends only on the attended tokens before it, wherever padding lies.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torchrl_mt.scoring.passes import Passes, find_passes
 class ValueModel(nn.Module):
     """A language model's backbone with a scalar head.
 
-    The value at a position is a function of the tokens up to and including it. The head starts at
-    zero: until it has learned something every value is 0, and advantages are plain returns.
+    The value at a position depends on the tokens up to and including it. The head starts at zero: at
+    first all values are 0, and advantages are plain returns.
 
     Args:
         backbone: A transformers model whose output has ``last_hidden_state`` ``[N, L, H]``. It is
@@ -45,7 +44,7 @@ class ValueModel(nn.Module):
         super().__init__()
         parameter = next(backbone.parameters(), None)
         self.backbone = backbone
-        # Its gradient is a sum over all tokens: in half precision it would lose the small ones.
+        # In float32: its gradient sums over all tokens, and half precision would lose small terms.
         self.head = nn.Linear(
             hidden_size, 1, device=None if parameter is None else parameter.device
         )
@@ -57,8 +56,8 @@ class ValueModel(nn.Module):
         """Put a scalar head on a transformers model.
 
         Args:
-            model: A causal language model, whose output layer is left out, or a backbone. Its
-                parameters are shared: for a critic beside an actor, load or copy the model once more.
+            model: A causal language model, whose output layer is not used, or a backbone. Its
+                parameters are shared: beside an actor, load or copy the model again.
 
         Returns:
             The critic.
@@ -75,16 +74,16 @@ class ValueModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The backbone's configuration; ``None`` if it has none."""
+        """Configuration of the backbone, or ``None``."""
         return getattr(self.backbone, "config", None)
 
     @property
     def base_model(self) -> nn.Module:
-        """The backbone, under the name that transformers has for it."""
+        """The backbone, under transformers' name."""
         return self.backbone
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's embedding of tokens, as transformers' models give it."""
+        """Return the backbone's token embedding."""
         return cast(PreTrainedModel, self.backbone).get_input_embeddings()
 
     def forward(
@@ -94,7 +93,7 @@ class ValueModel(nn.Module):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Value after each token.
+        """Compute the value after each token.
 
         Args:
             input_ids: ``[N, L]`` int64.
@@ -124,11 +123,10 @@ def row_values(
     passes: Passes | None = None,
     **keywords: Any,
 ) -> Tensor:
-    """Predict the return from each sampled token on, before the token is known.
+    """Compute the values of the states in which tokens were sampled.
 
-    The state in which a token is sampled is the attended tokens before it: its value is the critic's
-    output at the previous attended position, sampled or not. The critic's output at a row's last token
-    is not read.
+    A sampled token's state is the attended tokens before it: its value is the critic's output at the
+    previous attended position, sampled or not. The output at a row's last token is not used.
 
     Args:
         critic: Called with ``input_ids`` and ``attention_mask`` (with ``position_ids`` when packed);
@@ -142,12 +140,11 @@ def row_values(
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Returns:
-        ``[N, S]`` float32 on the device of ``tokens``, zero where masked and at the first token of a
-        row, before which there is nothing.
+        ``[N, S]`` float32 on the device of ``tokens``, zero on masked tokens and on a row's first token.
 
     Raises:
-        ValueError: If shapes differ, a sampled token lies on padding, a number is out of range, the
-            critic's output has another shape, or it cannot be given packed rows.
+        ValueError: If shapes differ, a sampled token is padding, a number is out of range, the critic's
+            output has another shape, or the critic does not support packing.
         TypeError: If a mask is not boolean, ``critic`` is no module, or both ``passes`` and keywords
             are given.
 
@@ -171,13 +168,13 @@ def row_values(
 
 
 def check_critic(critic: nn.Module) -> None:
-    """Refuse what is no module."""
+    """Refuse a critic that is no module."""
     if not isinstance(critic, nn.Module):
         raise TypeError(f"critic must be a torch.nn.Module, got {type(critic).__name__}.")
 
 
 def _values(output: Any, shape: torch.Size) -> Tensor:
-    """The values in a critic's output, one for each token."""
+    """Extract the values from a critic's output, one per token."""
     value = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(value, Tensor) or value.shape not in (shape, (*shape, 1)):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(output).__name__

@@ -129,7 +129,7 @@ def test_bad_input_is_refused_by_name():
     loss, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     group = torch.tensor([4, 5])
     for options, message in [
-        ({"kind": "prompt_mean"}, "needs group"),
+        ({"kind": "prompt_mean"}, "group must be each row"),
         ({"kind": "prompt_mean", "group": group[:1]}, "group must have shape"),
         ({"kind": "prompt_mean", "group": group, "total": 3}, "total must be a table"),
         (

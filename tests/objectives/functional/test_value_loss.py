@@ -34,7 +34,7 @@ def test_it_is_the_formula(batch, clip):
 
 def test_bad_input_is_refused_by_name():
     good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="needs old_value"):
+    with pytest.raises(ValueError, match="old_value must be given"):
         value_loss(good, good, mask, clip_value=0.2)
     with pytest.raises(ValueError, match="clip_value must be positive"):
         value_loss(good, good, mask, old_value=good, clip_value=0.0)

@@ -139,7 +139,7 @@ def test_the_copy_shares_tensors_and_shows_the_usual_keys(rows):
     keys.action, keys.group = "tokens", ("group", "id")
     batch["tokens"] = batch["tokens", "full"]
     batch["group"] = TensorDict({"id": batch["group"], "size": torch.ones(6)}, [6])
-    copy = read_batch(batch, keys).with_usual_keys({"kl": torch.ones(6, 12)})
+    copy = read_batch(batch, keys).with_default_keys({"kl": torch.ones(6, 12)})
     assert copy["tokens", "full"] is batch["tokens"]
     assert copy["group"] is batch["group", "id"]
     assert copy["kl"].all()
@@ -391,7 +391,7 @@ def test_rows_that_were_sampled_at_another_temperature_are_refused(model, rows):
         ExperienceMaker(model), batch, ValueError, r"'temperature'\) 0.5, but temperature is 1.0"
     )
     batch["sampling", "temperature"][1] = torch.nan
-    refused(ExperienceMaker(model, temperature=0.5), batch, ValueError, "temperatures that differ")
+    refused(ExperienceMaker(model, temperature=0.5), batch, ValueError, "at different temperatures")
     batch["valid"] = batch["episode"] != batch["episode"][1]
     assert ExperienceMaker(model, temperature=0.5)(batch)["advantage"].isfinite().all()
 

@@ -1,11 +1,11 @@
-"""Pure, vectorised, mask-aware functions that the losses and advantages are made of.
+"""Pure, vectorised, mask-aware building blocks of losses and advantages.
 
-Shapes are ``[N, S]`` (rows, tokens) unless said; masks are boolean, true on the tokens that the
-policy sampled, and may have holes and padding anywhere. Any floating type in, float32 out.
+Shapes are ``[N, S]`` (rows, tokens) unless stated. Masks are boolean, true on tokens that the policy
+sampled; they may have holes, and padding anywhere. Any floating type in, float32 out.
 
-What does not fit is refused by name: a ``ValueError`` where shapes differ, a number is out of range, a
-name is unknown, an argument that is needed is missing or a sampled token has no turn; a ``TypeError``
-where a mask is not boolean or ids are no integers. Functions tell only what they raise beyond that.
+All functions raise ``ValueError`` if shapes differ, a number is out of range, a name is unknown, a
+needed argument is missing or a sampled token has no turn, and ``TypeError`` if a mask is not boolean or
+ids are not integers. Their docstrings list only other errors.
 """
 
 from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total, merge_totals

@@ -1,7 +1,7 @@
-"""Per-token losses to one number, exact under any mask and any cut of the batch.
+"""Aggregation of per-token losses, exact under any mask and any sharding.
 
-Given the full batch's total, the results of its shards add up to the full batch's result, and so do
-their gradients; wherever the batch is cut, also through a group.
+Given the full batch's total, the results and gradients of shards add up to the full batch's, even if
+a cut goes through a group.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torchrl_mt.checks import (
 )
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
-"""Which mean. A sequence is a row with at least one sampled token, a prompt a group with one."""
+"""Kinds of aggregation; see :func:`aggregate`."""
 
 
 def aggregation_total(
     mask: Tensor, kind: Aggregation = "token_mean", *, group: Tensor | None = None
 ) -> Tensor:
-    """Count what ``kind`` divides by.
+    """Count the divisor of an aggregation.
 
     Args:
         mask: ``[N, S]`` bool, true on sampled tokens.
         kind: Aggregation name.
-        group: ``[N]`` int64 group id of each row, for ``"prompt_mean"``; not read by the others.
+        group: ``[N]`` int64 group id of each row; read by ``"prompt_mean"`` only.
 
     Returns:
         Scalar int64: sampled tokens, or rows with a sampled token. For ``"prompt_mean"`` a table
-        ``[K, 2]`` int64 of (group id, sampled tokens), one line for each group that has a sampled
-        token, in order of id. :func:`merge_totals` adds up those of several workers.
+        ``[K, 2]`` int64 of (group id, sampled tokens), one line per group with a sampled token, in
+        order of id. :func:`merge_totals` adds up the totals of several workers.
 
     Examples:
         >>> mask = torch.tensor([[True, True], [False, False]])
@@ -55,10 +55,10 @@ def aggregation_total(
 
 
 def merge_totals(*totals: Tensor) -> Tensor:
-    """Add up the totals of parts of a batch: of workers that have different rows of it.
+    """Add up the totals of workers that have different rows of a batch.
 
     Args:
-        *totals: Of :func:`aggregation_total`, all of one kind.
+        *totals: Results of :func:`aggregation_total`, all of one kind.
 
     Returns:
         The total of all rows together.
@@ -94,31 +94,29 @@ def aggregate(
     - ``"seq_mean_token_mean"``: mean over sequences of the mean over the sequence's tokens (GRPO,
       https://arxiv.org/abs/2402.03300);
     - ``"seq_mean_token_sum"``: mean over sequences of the sum over the sequence's tokens, divided by
-      the constant ``norm`` if given (Dr. GRPO, https://arxiv.org/abs/2503.20783, whose constant is
-      the most tokens that a sequence may have);
+      the constant ``norm`` if given (Dr. GRPO, https://arxiv.org/abs/2503.20783, with the maximum
+      length of a sequence);
     - ``"prompt_mean"``: mean over groups of the mean over all tokens of the group's rows
       (https://arxiv.org/abs/2510.13786).
 
-    A sequence is a row with at least one sampled token, so rows of padding alone change nothing.
+    A sequence is a row with at least one sampled token: rows of padding change nothing.
 
     Args:
         loss: ``[N, S]`` floating; not read on masked tokens.
         mask: ``[N, S]`` bool, true on sampled tokens.
         kind: See above.
-        total: What to divide by, by default :func:`aggregation_total` of ``mask``. Give the full
-            batch's when ``loss`` is a shard of it: the shards' results then sum to the batch's. One
-            that these rows alone exceed, or that is not finite, is refused (on a GPU the result is
-            NaN: to look would be to wait).
-        group: ``[N]`` int64 group id of each row, for ``"prompt_mean"``; not read by the others.
-        norm: A further constant to divide ``"seq_mean_token_sum"`` by.
+        total: Divisor; by default :func:`aggregation_total` of ``mask``. For a shard, give the full
+            batch's: the shards' results then sum to the batch's. A total below that of these rows, or
+            one that is not finite, raises an error; on a GPU it makes the result NaN instead, to avoid
+            a synchronisation.
+        group: ``[N]`` int64 group id of each row; read by ``"prompt_mean"`` only.
+        norm: Further constant to divide ``"seq_mean_token_sum"`` by.
 
     Returns:
         Scalar float32; 0 if nothing is sampled.
 
     Raises:
-        ValueError: If shapes differ, ``kind`` is unknown, ``norm`` is not positive or given with
-            another kind, ``"prompt_mean"`` has no ``group``, or ``total`` is not one of these rows.
-        TypeError: If ``mask`` is not boolean.
+        ValueError: If ``norm`` is given with another kind, or ``total`` does not fit these rows.
 
     Examples:
         >>> loss = torch.tensor([[1.0, 3.0], [8.0, 5.0]])
@@ -131,7 +129,7 @@ def aggregate(
     check_choice("kind", kind, get_args(Aggregation))
     check_mask("mask", mask, loss.shape)
     check_norm("norm", norm, kind)
-    # Selecting, not multiplying: what lies on masked tokens may be infinite.
+    # Select, do not multiply: masked values may be infinite.
     rows = torch.where(mask, loss.float(), 0.0).sum(-1)
     if kind == "prompt_mean":
         total = aggregation_total(mask, kind, group=group) if total is None else total
@@ -144,7 +142,7 @@ def aggregate(
 
 
 def check_norm(name: str, norm: float | None, kind: str) -> None:
-    """Refuse a constant that is not positive, or with an aggregation that has none."""
+    """Refuse a constant that is not positive, or an aggregation that takes none."""
     if norm is None:
         return
     check_positive(name, norm)
@@ -153,16 +151,16 @@ def check_norm(name: str, norm: float | None, kind: str) -> None:
 
 
 def _checked_group(group: Tensor | None, mask: Tensor) -> Tensor:
-    """Refuse missing group ids, or as many as there are not rows."""
+    """Refuse group ids that are missing or do not fit the rows."""
     if group is None:
-        raise ValueError("'prompt_mean' needs group, the id of each row's group, got None.")
+        raise ValueError("group must be each row's group id for 'prompt_mean', got None.")
     check_shape("group", group, mask.shape[:1])
     check_ids("group", group)
     return group
 
 
 def _checked_total(total: float | Tensor, own: Tensor) -> Tensor:
-    """Refuse a total below what these rows alone have; off the CPU it becomes NaN, without waiting."""
+    """Refuse a total below that of these rows; off the CPU it becomes NaN, without waiting."""
     there = total.device.type if isinstance(total, Tensor) else "cpu"
     total = torch.as_tensor(total, device=own.device)
     if total.ndim:

@@ -1,7 +1,7 @@
-"""Off-policy corrections: weights of tokens that another policy than the old one sampled.
+"""Off-policy corrections: weights for tokens sampled by another policy than the old one.
 
-A correction reads the old and the sampler's log-probabilities alone, so it is a constant of the
-rows. Its weights multiply the loss; what is divided by stays the count of all sampled tokens.
+A correction depends only on the old and the sampler's log-probabilities, which are constants of the
+rows. Its weights multiply the loss and leave its divisor unchanged.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from torchrl_mt.objectives.functional.importance import (
 from torchrl_mt.objectives.functional.policy.objectives import takes
 
 Correction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""``(old_log_prob, sampler_log_prob, mask) -> (weight, metrics)``: ``[N, S]`` float32 without
-gradient, zero on masked tokens, and scalars of which ``"ess"``, ``"clip_fraction"`` and
-``"mask_fraction"`` are there. One that has a keyword ``turns`` is given the turn ids where a
-sequence is to be a turn. Bind hyperparameters with ``functools.partial``."""
+"""``(old_log_prob, sampler_log_prob, mask) -> (weight, metrics)``.
+
+``weight`` is ``[N, S]`` float32 without gradient, zero on masked tokens. ``metrics`` has scalars, among
+them ``"ess"``, ``"clip_fraction"`` and ``"mask_fraction"``. A function with a keyword ``turns`` gets the
+turn ids if a sequence is a turn. Bind hyperparameters with ``functools.partial``."""
 
 
 @torch.no_grad()
 def token_tis(
     old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, *, cap: float = 2.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each token by ``min(w, cap)``, with ``w = exp(old_log_prob - sampler_log_prob)``.
+    """Weight each token by ``min(w, cap)``, with ``w = exp(old_log_prob - sampler_log_prob)``.
 
     From Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training"
     (https://fengyao.notion.site/off-policy-rl).
@@ -66,7 +67,7 @@ def sequence_tis(
     cap: float = 2.0,
     turns: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each sequence by ``min(w, cap)``, ``w`` being the product of its tokens' ratios.
+    """Weight each sequence by ``min(w, cap)``, with ``w`` the product of its tokens' ratios.
 
     From Liu et al., 2025, "When speed kills stability" (https://richardli.xyz/rl-collapse). A
     sequence is a row, or with ``turns`` a turn of a row.
@@ -98,16 +99,16 @@ def icepop(
     *,
     bounds: tuple[float, float] = (0.5, 5.0),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each token by ``w = exp(old_log_prob - sampler_log_prob)`` if within bounds, else drop it.
+    """Weight each token by ``w = exp(old_log_prob - sampler_log_prob)`` within bounds, else by 0.
 
-    IcePop, of Ring-1T (https://arxiv.org/abs/2510.18855), also known as token-level masked
-    importance sampling.
+    IcePop of Ring-1T (https://arxiv.org/abs/2510.18855), also known as token-level masked importance
+    sampling.
 
     Args:
         old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
         sampler_log_prob: ``[N, S]`` floating, as sampled.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        bounds: Least and largest ratio that is kept, both included.
+        bounds: Smallest and largest ratio to keep, inclusive.
 
     Returns:
         Weights ``[N, S]`` float32 without gradient, zero on masked and on dropped tokens, and
@@ -131,7 +132,7 @@ def sequence_mis(
     bounds: tuple[float, float] = (0.0, 2.0),
     turns: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each sequence by the product of its tokens' ratios if within bounds, else drop it.
+    """Weight each sequence by the product of its tokens' ratios within bounds, else by 0.
 
     From Liu et al., 2025, "When speed kills stability" (https://richardli.xyz/rl-collapse). A
     sequence is a row, or with ``turns`` a turn of a row.
@@ -140,7 +141,7 @@ def sequence_mis(
         old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
         sampler_log_prob: ``[N, S]`` floating, as sampled.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        bounds: Least and largest product that is kept, both included; the source has no least.
+        bounds: Smallest and largest product to keep, inclusive; the source has no lower bound.
         turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
 
     Returns:
@@ -166,23 +167,22 @@ def geometric(
     bounds: tuple[float, float] = (0.999, 1.001),
     turns: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep sequences whose tokens' ratios have a geometric mean within bounds, at weight 1.
+    """Weight sequences by 1 if the geometric mean of their tokens' ratios is within bounds, else by 0.
 
     A product of ratios leaves any bounds as sequences grow; its ``L``-th root does not (Liu et al.,
-    2025, "When speed kills stability", https://richardli.xyz/rl-collapse). It rejects without
-    weighing: to weigh the rest as well, give
-    :class:`~torchrl_mt.objectives.MultiTurnLoss` this and :func:`token_tis`. A sequence is a row, or
-    with ``turns`` a turn of a row.
+    2025, "When speed kills stability", https://richardli.xyz/rl-collapse). To weight the kept
+    sequences as well, give :class:`~torchrl_mt.objectives.MultiTurnLoss` this and :func:`token_tis`.
+    A sequence is a row, or with ``turns`` a turn of a row.
 
     Args:
         old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
         sampler_log_prob: ``[N, S]`` floating, as sampled.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        bounds: Least and largest geometric mean that is kept, both included.
+        bounds: Smallest and largest geometric mean to keep, inclusive.
         turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
 
     Returns:
-        Weights ``[N, S]`` float32, 1 on tokens of sequences that are kept, else 0, and
+        Weights ``[N, S]`` float32, 1 on tokens of kept sequences, else 0, and
         :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
 
     Examples:
@@ -197,7 +197,7 @@ def geometric(
 
 
 def _truncate(log_weight: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cut weights off at the cap, and at exp(20) in any case."""
+    """Truncate weights at the cap, and at exp(20) in any case."""
     check_positive("cap", cap)
     ratio = log_weight.exp()
     weight = torch.where(mask, ratio.clamp(max=min(cap, MAX_RATIO)), 0.0)
@@ -207,7 +207,7 @@ def _truncate(log_weight: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, dic
 def _keep_within(
     weight: Tensor, ratio: Tensor, mask: Tensor, bounds: tuple[float, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep the weights whose ratio lies within bounds, both included; the others become 0."""
+    """Keep the weights whose ratio lies within inclusive bounds; the others become 0."""
     low, high = bounds
     if not 0.0 <= low <= high:
         raise ValueError(f"bounds must be (low, high) with 0 <= low <= high, got {bounds}.")
@@ -223,17 +223,14 @@ CORRECTIONS: dict[str, Correction] = {
     "sequence_tis": sequence_tis,
     "token_tis": token_tis,
 }
-"""Name to correction, as :class:`~torchrl_mt.objectives.MultiTurnLoss` takes it."""
+"""Corrections by their names in :class:`~torchrl_mt.objectives.MultiTurnLoss`."""
 
 WEIGHING = (icepop, sequence_mis, sequence_tis, token_tis)
-"""The corrections that multiply by the ratio of the old policy to the sampler; others leave out."""
+"""Corrections that multiply by the ratio of the old policy to the sampler; the others only mask."""
 
 
 def weighs(correction: Correction) -> bool:
-    """Say whether a correction multiplies by the ratio of the old policy to the sampler.
-
-    It may be bound with ``functools.partial`` or not, compiled or not.
-    """
+    """Whether a correction, bound or compiled or not, multiplies by the ratio to the sampler."""
     while isinstance(correction, functools.partial):
         correction = correction.func
     return inspect.unwrap(correction) in [inspect.unwrap(known) for known in WEIGHING]
@@ -252,7 +249,7 @@ def find_corrections(
 
     Raises:
         ValueError: If a name is unknown.
-        TypeError: If one is neither a name nor a function.
+        TypeError: If an item is neither a name nor a function.
 
     Examples:
         >>> find_corrections(["geometric", token_tis]) == (geometric, token_tis)
@@ -279,11 +276,11 @@ def correct(
         old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
         sampler_log_prob: ``[N, S]`` floating, as sampled.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        turns: ``[N, S]`` int64 turn id of each token, for a sequence to be a turn and not a row.
+        turns: ``[N, S]`` int64 turn id of each token, if a sequence is a turn.
 
     Returns:
-        The product ``[N, S]`` float32, and ``"ess"`` and ``"mask_fraction"`` of it; its
-        ``"clip_fraction"`` is the largest one of the corrections.
+        The product ``[N, S]`` float32, and its ``"ess"`` and ``"mask_fraction"``; its
+        ``"clip_fraction"`` is the largest of the corrections'.
 
     Examples:
         >>> old, mask = torch.tensor([[9.0, 1 / 9]]).log(), torch.ones(1, 2, dtype=torch.bool)
@@ -311,12 +308,12 @@ def correction_metrics(weight: Tensor, mask: Tensor, clipped: Tensor) -> dict[st
     Args:
         weight: ``[N, S]`` floating, not negative; zero on masked tokens.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        clipped: ``[N, S]`` bool: weights that were cut to a bound; not read on masked tokens.
+        clipped: ``[N, S]`` bool, true on clipped weights; not read on masked tokens.
 
     Returns:
         Float32 scalars: ``"ess"``, the effective share of the samples
         (:func:`~torchrl_mt.objectives.functional.effective_sample_size`); ``"clip_fraction"``, the
-        share of weights that were cut to a bound; ``"mask_fraction"``, the share that is 0.
+        share of clipped weights; ``"mask_fraction"``, the share of weights that are 0.
 
     Examples:
         >>> weight, mask = torch.tensor([[0.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool)

@@ -1,8 +1,7 @@
-"""Advantage of each member relative to its group, by group id, and the formulas for it by name.
+"""Advantages of members relative to their groups.
 
-Position never matters, and a rejected member enters no sum. A member with nothing to compare it with,
-and a group whose members are all equal, get finite values and finite gradients, whatever the kind. A
-return that is NaN stays NaN, and so do all that are compared with it.
+The order of members does not matter, and rejected members enter no statistic. Lone members and groups
+of equal returns get finite values and gradients. NaN stays NaN and spreads to its whole group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torchrl_mt.objectives.functional.whitening import masked_whiten
 GroupKind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"
 ]
-"""How a member is compared with its group, or with the batch (the last two are one)."""
+"""Kinds of comparison: with the group, or with the whole batch (the last two, which are synonyms)."""
 
 
 def group_advantage(
@@ -34,7 +33,7 @@ def group_advantage(
     lone_value: float = 0.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compare each member's return with those of the members that share its group id.
+    """Compute each member's advantage relative to its group.
 
     With the mean and the unbiased standard deviation of the group's ``n`` valid members:
 
@@ -47,24 +46,23 @@ def group_advantage(
     - ``"max_rl"``: ``(G - mean) / (mean + eps)``, 0 where the mean is not positive, for returns of 0
       or more (https://arxiv.org/abs/2602.02710);
     - ``"opo"``: ``G`` minus the group's mean weighted by length (https://arxiv.org/abs/2505.23585);
-    - ``"batch"`` or ``"reinforce++"``: as ``"grpo"``, the whole batch being one group (``group`` is
-      not read; https://arxiv.org/abs/2501.03262).
+    - ``"batch"`` or ``"reinforce++"``: like ``"grpo"`` with the whole batch as one group; ``group`` is
+      not used (https://arxiv.org/abs/2501.03262).
 
-    Statistics are those of the members given: call it once with the whole batch, before the batch is
-    cut.
+    Call it with the whole batch, before cutting the batch: statistics are taken over these members.
 
     Args:
         returns: ``[N]`` floating.
         group: ``[N]`` int64 group ids, in any order.
         kind: See above.
-        valid: ``[N]`` bool; the others enter no statistic and get 0.
-        lengths: ``[N]`` sampled tokens of each member, needed by ``"opo"``. The kinds that whiten
-            over the batch count each member once per token with it.
-        lone_value: What a valid member alone in its group gets.
-        eps: Added to what is divided by.
+        valid: ``[N]`` bool; members where it is false enter no statistic and get 0.
+        lengths: ``[N]`` sampled tokens of each member; needed by ``"opo"``. Kinds that whiten over the
+            batch count each member once per token if it is given.
+        lone_value: Advantage of a valid member alone in its group.
+        eps: Added to divisors.
 
     Returns:
-        ``[N]`` float32; 0 for every member of a group whose valid members are all equal.
+        ``[N]`` float32; 0 in groups whose valid members have equal returns.
 
     Examples:
         >>> returns = torch.tensor([1.0, 0.0, 3.0, 5.0])
@@ -88,49 +86,46 @@ def group_advantage(
         groups = Groups(torch.zeros_like(groups.member), groups.valid, 1)
     returns = torch.where(groups.valid, returns.to(dtype), 0.0)
     advantage = GROUP_ESTIMATORS[kind](returns, groups, lengths, eps).float()
-    # What is chosen against is cut off from the gradient too, and so must be finite above.
+    # torch.where passes gradients to unselected values, too: they must be finite above.
     spread, lone = groups.spread(returns.detach()), groups.count() <= 1
     advantage = torch.where(spread[groups.member], advantage, 0.0)
     advantage = torch.where(lone[groups.member], lone_value, advantage)
-    # No rule for lone members may turn an error into a number.
+    # NaN must stay NaN, also in lone members.
     advantage = torch.where(returns.isnan(), torch.nan, advantage)
     return torch.where(groups.valid, advantage, 0.0)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The ``K`` groups of ``N`` members; those without a valid member are groups of 0 members."""
+    """The ``K`` groups of ``N`` members; a group without valid members counts as empty."""
 
     member: Tensor
-    """``[N]`` int64: the group (0 to K - 1) of each member."""
+    """``[N]`` int64 group of each member, 0 to ``K - 1``."""
     valid: Tensor
-    """``[N]`` bool: whether the member counts."""
+    """``[N]`` bool, true on members that count."""
     number: int
-    """How many groups there are, ``K``."""
+    """Number of groups, ``K``."""
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over each group's valid members: ``[N]`` to ``[K]``."""
         return x.new_zeros(self.number).index_add(0, self.member, torch.where(self.valid, x, 0.0))
 
     def mean(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Mean over each group's valid members, by ``weight`` if given: ``[N]`` to ``[K]``.
-
-        0 for a group without weight.
-        """
+        """Mean over each group's valid members, weighted if asked: ``[N]`` to ``[K]``; 0 if empty."""
         weight = torch.ones_like(x) if weight is None else weight
         total = self.total(weight)
         return self.total(x * weight) / torch.where(total > 0, total, 1.0)
 
     def count(self) -> Tensor:
-        """Count each group's valid members: ``[K]`` int64."""
+        """Number of each group's valid members: ``[K]`` int64."""
         zeros = torch.zeros(self.number, dtype=torch.long, device=self.valid.device)
         return zeros.index_add(0, self.member, self.valid.long())
 
     def spread(self, x: Tensor) -> Tensor:
         """Whether each group has two valid members that differ, or NaN: ``[N]`` to ``[K]`` bool.
 
-        Read from the data: a rounded mean would turn equal members into a tiny spread, which the
-        division by a tiny standard deviation would then blow up.
+        Compared exactly: with a rounded mean, equal members would have a tiny standard deviation to
+        divide by.
         """
         start = x.new_full((self.number,), torch.inf)
         low = torch.where(self.valid, x, torch.inf)
@@ -141,7 +136,7 @@ class Groups:
 
 
 def index_groups(returns: Tensor, group: Tensor, valid: Tensor | None = None) -> Groups:
-    """Find the groups of members ``[N]`` by their ids ``[N]``; only the shape of returns is read."""
+    """Find the groups of members by their ids ``[N]``; only the shape of ``returns`` is read."""
     if returns.ndim != 1:
         raise ValueError(f"returns must have shape [N], got {tuple(returns.shape)}.")
     check_shape("group", group, returns.shape)
@@ -157,7 +152,7 @@ def grpo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) ->
     """Distance from the group's mean in standard deviations."""
     deviation = returns - groups.mean(returns)[groups.member]
     variance = groups.total(deviation.square()) / (groups.count() - 1).clamp(min=1)
-    # The square root's slope at 0 is infinite: keep groups without spread away from it.
+    # The square root has an infinite slope at 0: keep groups without spread away from it.
     variance = torch.where(groups.spread(returns.detach()), variance, 1.0)
     return deviation / (variance.sqrt() + eps)[groups.member]
 
@@ -177,20 +172,17 @@ def rloo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) ->
 def reinforce_baseline(
     returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float
 ) -> Tensor:
-    """Distance from the group's mean in standard deviations of the whole batch's distances.
-
-    Members alone in their group have no baseline and enter no statistic.
-    """
+    """Distance from the group's mean, whitened over the batch without lone members."""
     deviation = returns - groups.mean(returns)[groups.member]
     compared = groups.valid & (groups.count() > 1)[groups.member]
     return masked_whiten(deviation, compared, weight=lengths, eps=eps)
 
 
 def max_rl(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
-    """Distance from the group's mean in units of the mean: rare successes weigh more.
+    """Distance from the group's mean in units of the mean: rare successes count more.
 
-    With returns of 0 and 1 it is the gradient of the log-probability of success, to the order of the
-    group's size. Groups whose mean is not positive get 0, the paper's rule for no success.
+    With returns of 0 and 1 this is the gradient of the log-probability of success, to the order of the
+    group's size. Groups without success (mean 0 or less) get 0, as in the paper.
     """
     mean = groups.mean(returns)[groups.member]
     scale = torch.where(mean <= 0, 1.0, mean + eps)
@@ -198,9 +190,9 @@ def max_rl(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) 
 
 
 def opo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
-    """Distance from the baseline of least variance, the group's mean weighted by length.
+    """Distance from the baseline of least variance: the group's mean weighted by length.
 
-    Members of a group without any length count alike.
+    In a group of total length 0 all members count alike.
     """
     if lengths is not None:
         some = groups.total(lengths) > 0
@@ -226,9 +218,10 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "batch": whiten_batch,
     "reinforce++": whiten_batch,
 }
-"""Kind to estimator; the formulas and their sources are in :func:`group_advantage`, which also says
-what rejected and lone members and groups without spread get. An estimator's own values there only have
-to be finite."""
+"""Estimators by kind, as documented in :func:`group_advantage`.
+
+It overwrites the values of rejected and lone members and of groups without spread; an estimator only
+has to keep those finite."""
 
 OVER_BATCH = ("batch", "reinforce++")
-"""Kinds that take the whole batch for one group."""
+"""Kinds that treat the whole batch as one group."""

@@ -1,8 +1,7 @@
-"""Importance ratios of sampled tokens and of sequences of them, and how good the samples still are.
+"""Importance ratios of tokens and sequences, and their effective sample size.
 
-What lies on masked tokens is not read. A ratio in a loss is cut off at exp(±20), so that one absurd
-token cannot make a whole batch's loss or gradient infinite. A sequence is a row, or a turn of a row if
-turn ids are given.
+Masked tokens are never read. Ratios in a loss are clamped to exp(±20), so that one extreme token cannot
+make the loss or its gradient infinite. A sequence is a row, or a turn of a row if turn ids are given.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from torchrl_mt.objectives.functional.kl import MAX_LOG_RATIO
 from torchrl_mt.objectives.functional.time.episodes import index_turns
 
 MAX_RATIO = math.exp(MAX_LOG_RATIO)
-"""Where a ratio is cut off."""
+"""Largest ratio."""
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Difference of log-probabilities at the sampled tokens: ``[N, S]`` float32, zero on masked ones."""
+    """Compute ``log_prob - old_log_prob``, ``[N, S]`` float32, zero on masked tokens."""
     check_mask("mask", mask, log_prob.shape)
     check_shape("old_log_prob", old_log_prob, log_prob.shape)
     return torch.where(mask, log_prob.float() - old_log_prob.float(), 0.0)
 
 
 def sampler_log_ratio(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """:func:`log_ratio` of the old policy to the sampler; a constant of the rows."""
+    """Compute the :func:`log_ratio` of the old policy to the sampler, without gradient."""
     check_shape("sampler_log_prob", sampler_log_prob, old_log_prob.shape)
     return log_ratio(old_log_prob, sampler_log_prob, mask).detach()
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Exponentiate a log-ratio, which is first cut off at ±20: there its gradient is 0.
+    """Exponentiate a log-ratio clamped to ±20, beyond which the gradient is 0.
 
     Examples:
         >>> ratio_of(torch.tensor([0.0, 1000.0])).isfinite()
@@ -49,8 +48,7 @@ def sequence_sum(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -
     Args:
         per_token: ``[N, S]`` floating; not read on masked tokens.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        turns: ``[N, S]`` int64 turn id of each token: a sequence is then a turn of a row; without
-            it, a whole row.
+        turns: ``[N, S]`` int64 turn id of each token, if a sequence is a turn; by default a row.
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens.
@@ -98,10 +96,10 @@ def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) 
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
-    """Share of the sampled tokens that a weighted mean effectively rests on.
+    """Effective sample size of weighted tokens, as a share of the sampled tokens.
 
-    Kish's ``(sum w) ** 2 / (M * sum w ** 2)`` over the ``M`` sampled tokens: 1 if all weigh the
-    same, towards 0 if few carry all the weight (Kish, 1965, "Survey sampling").
+    Kish's ``(sum w) ** 2 / (M * sum w ** 2)`` over the ``M`` sampled tokens (Kish, 1965, "Survey
+    sampling"): 1 if all weights are equal, near 0 if few tokens have all the weight.
 
     Args:
         weight: ``[N, S]`` floating, not negative; not read on masked tokens.
@@ -117,7 +115,7 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
     """
     check_mask("mask", mask, weight.shape)
     weight = torch.where(mask, weight.float(), 0.0)
-    # The share does not depend on the scale: without it squares of large weights overflow.
+    # The result does not depend on the scale; unscaled, squares of large weights overflow.
     scale = weight.max() if weight.numel() else weight.sum()
     weight = weight / torch.where(scale > 0, scale, 1.0)
     count = mask.count_nonzero().clamp(min=1)
@@ -125,8 +123,5 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_side(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Say on which side of the bounds each ratio lies: int8, -1 below, 1 above, 0 between.
-
-    On masked tokens the ratio lies within the bounds, as what :func:`log_ratio` gives does.
-    """
+    """Side of the bounds that each ratio is on: int8, -1 below, 1 above, 0 within."""
     return (ratio - ratio.clamp(low, high)).sign_().to(torch.int8)

@@ -1,4 +1,4 @@
-"""Single-sample estimates of the Kullback-Leibler divergence, token by sampled token."""
+"""Single-sample estimates of the Kullback-Leibler divergence, per sampled token."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from torch import Tensor
 from torchrl_mt.checks import check_choice, check_shape
 
 KLKind = Literal["k1", "k2", "k3", "k3+"]
-"""Which estimator."""
+"""Kinds of estimator; see :func:`kl_estimate`."""
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut off here before they are exponentiated, so that one absurd token cannot make a
-whole batch's loss or gradient infinite."""
+"""Bound of log-ratios before they are exponentiated, so that one extreme token cannot make the loss or
+its gradient infinite."""
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> Tensor:
-    """Estimate ``KL(p || ref)`` at tokens that were sampled from ``p``.
+    """Estimate ``KL(p || ref)`` at tokens sampled from ``p``.
 
     With ``d = ref_log_prob - log_prob`` (http://joschu.net/blog/kl-approx.html):
 
     - ``"k1"``: ``-d``, unbiased, of either sign;
-    - ``"k2"``: ``d ** 2 / 2``, biased, never negative; its gradient is an unbiased one of the KL;
-    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (``d`` is cut off at 20, beyond which the
-      slope is 0);
-    - ``"k3+"``: the value of k3 with the gradient of k2, as verl names it: as a loss term
-      k3's own gradient is one of ``KL(ref || p)``, k2's an unbiased one of this KL
-      (https://arxiv.org/abs/2510.01555).
+    - ``"k2"``: ``d ** 2 / 2``, biased, never negative; its gradient estimates the KL's without bias;
+    - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (``d`` is clamped at 20, with gradient 0
+      beyond); as a loss, its gradient is that of ``KL(ref || p)``;
+    - ``"k3+"``: the value of k3 with the gradient of k2 (https://arxiv.org/abs/2510.01555; named as
+      in verl).
 
     Args:
         log_prob: Log-probabilities under ``p``, any shape.

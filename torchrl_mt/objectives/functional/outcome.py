@@ -1,6 +1,6 @@
-"""Credit by outcome: every sampled token of an episode gets the episode's advantage in its group.
+"""Outcome credit: every sampled token of an episode gets the episode's advantage in its group.
 
-Each episode counts once in its group's statistics, however many rows its forks made of it.
+Each episode counts once in its group's statistics, however many rows (forks) it has.
 """
 
 from __future__ import annotations
@@ -30,30 +30,27 @@ def outcome_advantage(
     lone_value: float = 0.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compare whole episodes within their groups, by the return-to-go of their first turns.
+    """Compute episodes' advantages in their groups from the returns of their first turns.
 
     Args:
-        returns: ``[N, S]`` floating: each turn's return-to-go, repeated on its sampled tokens, as
-            :func:`turn_returns` makes them.
+        returns: ``[N, S]`` floating: each turn's return-to-go, repeated on its sampled tokens, as of
+            :func:`turn_returns`.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        turns: ``[N, S]`` int64 turn id of each token (-1 on padding), read at each row's first
-            sampled token: tokens stand in the order of time.
+        turns: ``[N, S]`` int64 turn id of each token (-1 on padding); only read at each row's first
+            sampled token.
         episode: ``[N]`` int64 episode id of each row.
         group: ``[N]`` int64 group id of each row; one per episode.
-        kind: How an episode is compared with its group; see :func:`group_advantage`.
-        scored: ``[N, S]`` bool: the sampled tokens that ``"opo"`` counts as an episode's length, by
-            default all; those that are trained.
-        lone_value: What an episode alone in its group gets.
-        eps: Added to the standard deviation.
+        kind: See :func:`group_advantage`.
+        scored: ``[N, S]`` bool: the trained tokens, which ``"opo"`` counts as an episode's length; by
+            default all sampled ones.
+        lone_value: Advantage of an episode alone in its group.
+        eps: Added to divisors.
 
     Returns:
-        ``[N, S]`` float32, zero on masked tokens. An episode without a sampled token enters no
-        statistic.
+        ``[N, S]`` float32, zero on masked tokens. Episodes without sampled tokens enter no statistic.
 
     Raises:
-        ValueError: If shapes differ, rows of one episode name different groups, a row's first
-            sampled token has no turn, or ``kind`` is unknown.
-        TypeError: If ``mask`` is not boolean.
+        ValueError: If rows of one episode have different groups.
 
     Examples:
         >>> returns = torch.tensor([[1.0, 1.0], [1.0, 1.0], [4.0, 0.0]])
@@ -101,9 +98,9 @@ def outcome_advantage(
 
 
 _NEVER = torch.iinfo(torch.int64).max
-"""A turn, or a row, after all others."""
+"""Placeholder above every turn id and row index."""
 
 
 def _lowest(x: Tensor, of_row: Tensor, episodes: int) -> Tensor:
-    """Take the least of each episode's rows: ``[N]`` to ``[E]``."""
+    """Minimum over each episode's rows: ``[N]`` to ``[E]``."""
     return x.new_zeros(episodes).scatter_reduce(0, of_row, x, "amin", include_self=False)

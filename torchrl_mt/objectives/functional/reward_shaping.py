@@ -1,7 +1,7 @@
-"""Rewards reshaped: cut off, normalised by running statistics, lowered for length.
+"""Reward shaping: clipping, normalisation by running statistics, a penalty on length.
 
-The running statistics are those of all rewards at once, in whatever order, batches or shards they
-came, and what they give is finite after a single reward and after equal ones.
+The running statistics equal those of all rewards at once, whatever their order, batches or shards.
+Normalised rewards are finite, even after a single reward or equal ones.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torchrl_mt.objectives.functional.whitening import Moments, masked_moments
 def clip_reward(
     reward: Tensor, low: float, high: float, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cut rewards off, and say how many that changed.
+    """Clip rewards, and compute the share that was clipped.
 
     Args:
         reward: Floating, any shape.
         low: Lowest reward.
         high: Highest reward.
-        mask: Bool, the same shape: the rewards that are counted, by default all.
+        mask: Bool, the same shape: the rewards to count, by default all.
 
     Returns:
-        The rewards, float32, and the share of those under ``mask`` that were cut, a float32 scalar (0
-        if none is).
+        The rewards, float32, and the share of rewards under ``mask`` that were clipped, a float32
+        scalar (0 if the mask is empty).
 
     Examples:
         >>> clip_reward(torch.tensor([-7.0, 0.5]), -1.0, 1.0)
@@ -44,9 +44,9 @@ def clip_reward(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft overlong punishment: what to add to the reward of a response of each length.
+    """Compute DAPO's soft overlong punishment, to add to the reward of a response.
 
-    DAPO, eq. 13 (https://arxiv.org/abs/2503.14476)::
+    Eq. 13 of https://arxiv.org/abs/2503.14476::
 
         0                                          length <= max_length - buffer
         (max_length - buffer - length) / buffer    in between
@@ -54,8 +54,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
     Args:
         lengths: Sampled tokens of each response or episode, any shape (``mask.sum(-1)`` of rows).
-        max_length: Length from which on the penalty is -1, in tokens.
-        buffer: Over how many tokens before that it grows.
+        max_length: Length in tokens from which the penalty is -1.
+        buffer: Tokens before ``max_length`` over which the penalty grows.
 
     Returns:
         In [-1, 0], float32, the shape of ``lengths``.
@@ -71,17 +71,17 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 class RewardNormalizer(ExactBuffers):
-    """Normalise rewards by the running mean and standard deviation of all that it was shown.
+    """Normalisation of rewards by the running mean and standard deviation.
 
-    ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 as
-    long as all rewards seen are equal. Its state is in buffers: ``state_dict`` saves it. Each worker
-    may count its own and merge the others' ``moments``. It is a ``reward_transform`` of
-    :class:`~torchrl_mt.objectives.ExperienceMaker`, which counts each batch once.
+    ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 while
+    all rewards seen are equal. The state is in buffers, which ``state_dict`` saves. Workers may count
+    their own rewards and merge the others' ``moments``. As ``reward_transform`` of
+    :class:`~torchrl_mt.objectives.ExperienceMaker` it counts each batch once.
 
     Args:
-        center: Subtract the mean. Without it the sign of a reward is kept, and rewards pass unchanged
-            as long as all seen are equal.
-        clip: Largest absolute value of what comes out, above 0.
+        center: Subtract the mean. If not, rewards keep their signs, and are unchanged while all seen
+            are equal.
+        clip: Largest absolute result, above 0; ``None`` for no bound.
         eps: Added to the standard deviation.
 
     Examples:
@@ -110,20 +110,19 @@ class RewardNormalizer(ExactBuffers):
 
     @property
     def moments(self) -> Moments:
-        """The statistics of all rewards seen."""
+        """Moments of all rewards seen."""
         return Moments(self.count, self.mean, self.m2, self.low, self.high)
 
     @torch.no_grad()
     def update(self, reward: Tensor | Moments, mask: Tensor | None = None) -> None:
-        """Count rewards in.
+        """Add rewards to the statistics.
 
         Args:
-            reward: Floating, any shape; or another one's ``moments``.
+            reward: Floating, any shape; or another normaliser's ``moments``.
             mask: Bool, the same shape: the rewards that count, by default all.
 
         Raises:
-            ValueError: If shapes differ or a reward that counts is not finite. Nothing was counted.
-            TypeError: If ``mask`` is not boolean.
+            ValueError: If a reward that counts is not finite; the statistics are then unchanged.
         """
         if isinstance(reward, Tensor):
             if mask is None:
@@ -139,12 +138,12 @@ class RewardNormalizer(ExactBuffers):
             getattr(self, name).copy_(value)
 
     def forward(self, reward: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalise rewards by the statistics.
+        """Normalise rewards.
 
         Args:
             reward: Floating, any shape.
-            mask: Bool, the same shape: rewards to count in first, as :meth:`update` does; by default
-                none, and the statistics stay as they are.
+            mask: Bool, the same shape: rewards to :meth:`update` the statistics with first; by default
+                none.
 
         Returns:
             float32, the shape of ``reward``.

@@ -1,8 +1,7 @@
-"""Which rows and tokens to learn from: groups with spread, the least certain tokens.
+"""Selection of rows and tokens to learn from: groups with spread, uncertain tokens.
 
-Statistics are taken over the whole batch, so it does not matter how the batch lies in rows. A group is
-degenerate, and teaches nothing by comparison, if its valid members all have the same return, or if it
-has fewer than two.
+Statistics are taken over the whole batch. A group is degenerate, and teaches nothing by comparison, if
+its valid members all have the same return or are fewer than two.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 
 
 def dynamic_sampling_mask(returns: Tensor, group: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """Tell which members to keep: valid ones of groups whose returns differ.
+    """Select the valid members of groups that are not degenerate.
 
-    Dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476), for returns of any values.
+    Dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476), for any returns.
 
     Args:
         returns: ``[N]`` floating.
         group: ``[N]`` int64 group ids, in any order.
-        valid: ``[N]`` bool; the others are not read and not kept.
+        valid: ``[N]`` bool; members where it is false are neither read nor kept.
 
     Returns:
         ``[N]`` bool.
@@ -46,17 +45,17 @@ def clip_filter_weight(
     valid: Tensor | None = None,
     max_weight: float = 3.0,
 ) -> Tensor:
-    """Weigh the groups that have spread up by the share of those that have none, to a bound.
+    """Weight degenerate groups by 0 and the others up in exchange.
 
-    With ``B`` groups, ``D`` of them degenerate, the weight of a member is
-    ``min(B / (B - D), max_weight)`` in a group with spread and 0 in the others: the clip-filter-like
-    weight of CPGD (https://arxiv.org/abs/2505.12504). Groups without a valid member do not count.
+    With ``B`` groups, ``D`` of them degenerate, members of the others get the weight
+    ``min(B / (B - D), max_weight)``: the clip-filter-like weight of CPGD
+    (https://arxiv.org/abs/2505.12504). Groups without a valid member do not count.
 
     Args:
         returns: ``[N]`` floating.
         group: ``[N]`` int64 group ids, in any order.
-        valid: ``[N]`` bool; the others are not read and get 0.
-        max_weight: The bound, above 0.
+        valid: ``[N]`` bool; members where it is false are not read and get 0.
+        max_weight: Largest weight, above 0.
 
     Returns:
         ``[N]`` float32.
@@ -75,25 +74,23 @@ def clip_filter_weight(
 
 
 def entropy_mask(entropy: Tensor, mask: Tensor, rho: float = 0.2) -> Tensor:
-    """Keep the share ``rho`` of the sampled tokens that has the highest entropy.
+    """Select the share ``rho`` of the sampled tokens with the highest entropy.
 
-    The policy gradient of Wang et al., 2025 (https://arxiv.org/abs/2506.01939) is taken over
-    ``H >= tau``, ``tau`` being such that ``ceil(rho * M)`` of the batch's ``M`` sampled tokens reach
-    it; tokens that tie with ``tau`` are all kept. Use the result as the mask of the objective, not of
-    the advantage or the returns.
+    Of ``M`` sampled tokens in the batch, keep the ``ceil(rho * M)`` with the highest entropy, and all
+    that tie with the last (Wang et al., 2025, https://arxiv.org/abs/2506.01939). Mask the objective
+    with the result, not the advantage or the returns.
 
     Args:
-        entropy: ``[N, S]`` floating: that of the distribution that each token was sampled from; not
+        entropy: ``[N, S]`` floating: entropy of the distribution that each token was sampled from; not
             read on masked tokens.
         mask: ``[N, S]`` bool, true on sampled tokens.
-        rho: Share, in (0, 1].
+        rho: Share to keep, in (0, 1].
 
     Returns:
         ``[N, S]`` bool, false on masked tokens.
 
     Raises:
-        ValueError: If shapes differ, ``rho`` is out of range, or a sampled token's entropy is NaN.
-        TypeError: If ``mask`` is not boolean.
+        ValueError: If a sampled token's entropy is NaN.
 
     Examples:
         >>> entropy = torch.tensor([[0.1, 9.0, 2.0], [0.3, 0.0, 0.2]])
@@ -111,7 +108,7 @@ def entropy_mask(entropy: Tensor, mask: Tensor, rho: float = 0.2) -> Tensor:
         return mask.clone()
     if bool(sampled.isnan().any()):
         raise ValueError("entropy must not be NaN on sampled tokens: the model is at fault.")
-    # The product is rounded: 0.28 of 25 tokens are 7 of them, not 8.
+    # Rounded, because 0.28 of 25 tokens are 7, not 8.
     kept = max(1, math.ceil(round(rho * total, 6)))
     threshold = sampled.kthvalue(total - kept + 1).values
     return mask & (entropy.detach().float() >= threshold)

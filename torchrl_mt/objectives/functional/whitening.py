@@ -1,7 +1,7 @@
-"""Moments of the values under a mask, and whitening by them: tokens, rows or rewards.
+"""Moments of masked values, and whitening by them.
 
-The moments of a batch are those of its shards merged, in any order and however it was cut. Whitened
-values are finite for all finite ones: equal ones, a single one and none give 0. NaN stays NaN.
+The merged moments of shards are those of the batch, in any order and for any cut. Finite values give
+finite results: 0 if they are equal, a single one or none. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torchrl_mt.objectives.functional.time.sampled import first_sampled_token, o
 
 @dataclass(frozen=True)
 class Moments:
-    """What statistics of a set of values need; scalars, float64 where the device has it."""
+    """Statistics of a set of values; scalars, float64 where the device has it."""
 
     count: Tensor
-    """How many values, or the sum of their weights."""
+    """Number of values, or the sum of their weights."""
     mean: Tensor
-    """Their mean; 0 if there is none."""
+    """Mean; 0 without values."""
     m2: Tensor
-    """The sum of their squared distances from the mean."""
+    """Sum of squared distances from the mean."""
     low: Tensor
-    """The lowest; infinity if there is none."""
+    """Lowest value; infinity without values."""
     high: Tensor
-    """The highest; minus infinity if there is none."""
+    """Highest value; minus infinity without values."""
 
     @property
     def spread(self) -> Tensor:
-        """Whether two values differ, or one is NaN: bool, from the values, not from rounded sums."""
+        """Whether two values differ or one is NaN: bool, compared exactly."""
         return ~(self.low >= self.high)
 
     @property
     def std(self) -> Tensor:
-        """The unbiased standard deviation; 1 without spread, where its slope would be infinite."""
+        """Unbiased standard deviation; 1 without spread, where its slope would be infinite."""
         variance = self.m2 / (self.count - 1).clamp(min=1)
         return torch.where(self.spread, variance, torch.ones_like(variance)).sqrt()
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets together.
+        """Compute the moments of both sets together.
 
         Chan, Golub and LeVeque, 1979, "Updating formulae and a pairwise algorithm for computing
         sample variances".
@@ -66,10 +66,10 @@ def masked_moments(x: Tensor, mask: Tensor, *, weight: Tensor | None = None) -> 
     Args:
         x: Floating, any shape; not read where ``mask`` is false.
         mask: Bool, the same shape.
-        weight: The same shape: how often each value counts, 0 or a number of at least 1.
+        weight: The same shape: how often each value counts, 0 or at least 1.
 
     Returns:
-        The moments; of no value, if the mask is empty.
+        The moments.
 
     Examples:
         >>> x, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
@@ -85,7 +85,7 @@ def masked_moments(x: Tensor, mask: Tensor, *, weight: Tensor | None = None) -> 
     if not x.numel():
         zero = torch.zeros((), dtype=dtype, device=x.device)
         return Moments(zero, zero, zero, zero + torch.inf, zero - torch.inf)
-    # Distances from one of the values: exact where all are equal, and small where all are large.
+    # Relative to one of the values: exact if all are equal, and small if all are large.
     first, some = first_sampled_token(mask.flatten())
     anchor = x.detach().take(first).squeeze(0).to(dtype)
     distance = only_sampled_(x.to(dtype, copy=True).sub_(anchor), mask)
@@ -116,16 +116,15 @@ def masked_whiten(
 ) -> Tensor:
     """Whiten the values under a mask: ``(x - mean) / (std + eps)``, std unbiased.
 
-    The global advantage normalisation of REINFORCE++ (https://arxiv.org/abs/2501.03262), with ``x``
-    the token advantages of the whole batch.
+    With ``x`` the token advantages of the whole batch, this is REINFORCE++'s global advantage
+    normalisation (https://arxiv.org/abs/2501.03262).
 
     Args:
         x: Floating, any shape; not read where ``mask`` is false.
         mask: Bool, the same shape.
-        weight: The same shape: how often each value counts in the statistics, 0 or a number of at
-            least 1.
-        moments: The statistics, by default those of ``x``. Give the full batch's (:class:`Moments`
-            merge) when ``x`` is a shard of it.
+        weight: The same shape: how often each value counts in the statistics, 0 or at least 1.
+        moments: The statistics, by default those of ``x``. For a shard, give the full batch's
+            (:meth:`Moments.merge`).
         eps: Added to the standard deviation.
 
     Returns:
@@ -143,10 +142,10 @@ def masked_whiten(
         moments = masked_moments(x, mask, weight=weight)
     x = x if x.dtype is torch.float64 else x.float()
     if x.requires_grad:
-        # What is not read must not meet the slope of the spread either: 0 times NaN is NaN.
+        # Masked values must not enter the gradient either: 0 times NaN is NaN.
         x = torch.where(mask, x, 0.0)
-    # The mean of large values of little spread needs more digits than the values have; and halves
-    # are at most as far apart as the largest number.
+    # The mean of large, close values needs more digits than the values have: it is subtracted in two
+    # parts. Halved, the difference of two values cannot overflow.
     mean = (0.5 * moments.mean).to(x.dtype)
     rest = (0.5 * moments.mean - mean).to(x.dtype)
     whitened = (0.5 * x).sub_(mean).sub_(rest).mul_(2.0 / (moments.std + eps))

@@ -1,1 +1,1 @@
-"""Where rewards come from: episodes, callables, models, servers, and mixes of them by label."""
+"""Reward sources: episodes, callables, models, servers, and mixes of them by label."""

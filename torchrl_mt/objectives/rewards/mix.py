@@ -1,7 +1,7 @@
-"""The reward of training rows: a mix of sources, chosen by each episode's label.
+"""Rewards of training rows: weighted sums of sources, chosen by each episode's label.
 
-An episode's score counts once, on the token that it sampled last, however many rows it has. The
-order of the rows changes nothing.
+An episode's score counts once, on its last sampled token, however many rows it has. The order of the
+rows changes nothing.
 """
 
 from __future__ import annotations
@@ -36,38 +36,37 @@ Source = Literal["episode"] | RewardSource | nn.Module
 model, as :class:`~torchrl_mt.objectives.ModelReward` takes it."""
 
 Recipe = Source | Sequence[tuple[Source, float]] | Mapping[str, Sequence[tuple[Source, float]]]
-"""One source, sources with weights, or those of each label."""
+"""One source, weighted sources, or weighted sources by label."""
 
 RewardTransform = Callable[[Tensor, Tensor], Tensor]
-"""Rewards ``[N, S]`` and where they lie, ``[N, S]`` bool, to rewards ``[N, S]``."""
+"""``(reward, mask) -> reward``, all ``[N, S]``; the bool mask says where rewards lie."""
 
 
 class RewardMix(nn.Module):
     """Weighted sums of reward sources; the label of an episode chooses the sum.
 
-    Where a source's reward lies:
+    Sources place rewards as follows:
 
-    - ``"episode"``: where the rows have it, under ``("rewards", "full")``;
-    - a source that answers ``[n, S]``: where it says. As everywhere, a reward on a token that was not
-      sampled belongs to the last sampled one before it in its row, and that of a row in which none
-      was to the last one before it in its episode;
-    - a source that answers ``[n]``: on the token that the row's *episode* sampled last. An episode of
-      several rows has that in one of them, and that row's score is the episode's; the scores of its
-      other rows are not read. Reward models and remote servers are asked about that row only.
+    - ``"episode"``: as ``("rewards", "full")`` of the rows does;
+    - a source that answers ``[n, S]``: on the tokens of its answer. A reward on a token that was not
+      sampled moves to the last sampled token before it in the row; in a row without sampled tokens,
+      to the last one before it in the episode;
+    - a source that answers ``[n]``: on the last sampled token of the *episode*. Only the score of the
+      row that holds this token is read. Reward models and remote servers are asked only about it.
 
-    A source is given copies of the rows that it has a weight for, and asked once for all labels.
+    Each source is called once, with copies of the rows whose labels give it a weight.
 
     Args:
-        recipe: One source; ``(source, weight)`` pairs; or the pairs of each label. Without a recipe by
-            label no label is read: all rows have the label ``"default"``, also in metrics, whatever
-            their own is. With one, each label must have its recipe, for none stands in for another;
-            ``"default"`` is that of rows without one (the entry is missing, or None).
-        transform: What :meth:`transformed` does with the sum; nothing by default.
+        recipe: One source; ``(source, weight)`` pairs; or a mapping from label to such pairs. Without
+            a mapping, labels are not read and metrics call all rows ``"default"``. With one, every
+            label needs a recipe of its own; ``"default"`` is for rows without a label (the entry is
+            missing or ``None``).
+        transform: Applied to the sum by :meth:`transformed`; nothing by default.
         passes: How rows are cut into forward passes of reward models.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Raises:
-        TypeError: If a source is none.
+        TypeError: If a source has the wrong type.
         ValueError: If a recipe is empty or a weight is not finite.
 
     Examples:
@@ -119,7 +118,7 @@ class RewardMix(nn.Module):
         self.models = nn.ModuleList([s for s in self.sources if isinstance(s, nn.Module)])
 
     def _index(self, source: Source) -> int:
-        """The number of a source that may be there already."""
+        """Return a source's index, adding the source if it is new."""
         for i, known in enumerate(self.sources):
             if known is source or (isinstance(known, ModelReward) and known.model is source):
                 return i
@@ -136,12 +135,12 @@ class RewardMix(nn.Module):
 
     @property
     def reads_own(self) -> bool:
-        """Whether the episodes' own rewards are in some sum."""
+        """Whether some recipe has the episodes' own rewards."""
         return OWN in self.names
 
     @property
     def needs_label(self) -> bool:
-        """Whether every row must have a label: a recipe ``"default"`` is for rows without one."""
+        """Whether every row must have a label."""
         return self.by_label and DEFAULT not in self.weights
 
     def forward(
@@ -153,26 +152,25 @@ class RewardMix(nn.Module):
         shown: TensorDictBase | None = None,
         keys: ExperienceKeys | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Ask all sources and add them up.
+        """Ask all sources and add up their weighted rewards.
 
         Args:
             rows: The rows, ``[N]``.
             episodes: Their episodes.
-            valid: ``[N]`` bool: rejected rows, false here, are given to no source, enter no metric
-                and have the reward 0.
-            shown: The same rows under their usual keys, as sources are given them; ``rows`` by default.
-            keys: Where the episodes' own rewards and the labels, non-tensor, lie in ``rows``.
+            valid: ``[N]`` bool, false on rejected rows, which go to no source, enter no metric and get
+                reward 0; all true by default.
+            shown: The same rows under the default keys, to give to sources; ``rows`` by default.
+            keys: Keys of the episodes' own rewards and of the labels (non-tensor) in ``rows``.
 
         Returns:
-            The reward, ``[N, S]`` float32, zero on masked tokens; and of each label and source the
-            unweighted score of the episodes: ``"reward/<label>/<source>/mean"``, ``"std"`` and
-            ``"count"``; and under ``"reward/<label>/mean"`` and so on that of the weighted sum of the
-            label's sources. An episode's score is the sum over its tokens.
+            The reward, ``[N, S]`` float32, zero on masked tokens; and metrics of the episodes' scores,
+            which are sums over tokens: ``"reward/<label>/<source>/mean"``, ``"std"`` and ``"count"``
+            unweighted, and ``"reward/<label>/mean"`` and so on of the weighted sum.
 
         Raises:
             KeyError: If labels or the episodes' own rewards are missing.
             ValueError: If a label has no recipe or differs within an episode, an episode's own reward
-                is not finite, a source answers what it must not, or a sum is not finite.
+                or a sum is not finite, or a source's answer is invalid.
         """
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
@@ -180,7 +178,7 @@ class RewardMix(nn.Module):
         keys = ExperienceKeys() if keys is None else keys
         labels = self._labels(rows, episodes, keys.label, valid)
         device = episodes.mask.device
-        # Rejected rows have no label, and so no source.
+        # Rejected rows have no label, hence no source.
         of_label = {
             label: torch.tensor([x == label for x in labels], device=device)
             for label in self.weights
@@ -204,7 +202,7 @@ class RewardMix(nn.Module):
             place = wants.nonzero().squeeze(-1)
             if len(place):
                 places[i] = place
-        # By index, which copies: a source cannot change the rows of its caller.
+        # Indexing copies, so a source cannot change its caller's rows.
         calls = [
             (self.names[i], cast(RewardSource, self.sources[i]), shown[place])
             for i, place in places.items()
@@ -216,7 +214,7 @@ class RewardMix(nn.Module):
     def _sum(
         self, scored: Mapping[int, Tensor], of_label: Mapping[str, Tensor], episodes: EpisodeIndex
     ) -> tuple[Tensor, dict[str, float]]:
-        """Weigh what the sources gave ``[N, S]`` by the rows ``[N]`` of each label, and report it."""
+        """Add up the sources' rewards ``[N, S]`` over each label's rows ``[N]`` bool, with metrics."""
         total = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
         metrics: dict[str, float] = {}
         sampled = episodes.last_token >= 0
@@ -238,21 +236,21 @@ class RewardMix(nn.Module):
     ) -> Tensor:
         """Apply the transform where rewards lie.
 
-        Those places are each episode's last sampled token, and every other sampled token whose reward
-        is not 0. The transform is called with the rewards and the mask of these places, both
-        ``[N, S]``; what it makes of other places is not read.
+        Rewards lie on each episode's last sampled token and on every other sampled token whose reward
+        is not 0. The transform gets the rewards and the mask of these places, both ``[N, S]``; its
+        results elsewhere are ignored.
 
         Args:
             reward: ``[N, S]`` float32, zero on masked tokens.
             episodes: The rows' episodes.
-            valid: ``[N]`` bool: rejected rows, false here, are not shown and keep their rewards.
+            valid: ``[N]`` bool, false on rejected rows, which keep their rewards.
 
         Returns:
             ``[N, S]`` float32, zero on masked tokens.
 
         Raises:
-            ValueError: If the transform returns another shape, or what is not finite.
-            TypeError: If it returns no tensor of real numbers.
+            ValueError: If the transform's result has another shape or is not finite.
+            TypeError: If it is no tensor of real numbers.
         """
         if self.transform is None:
             return reward
@@ -260,7 +258,7 @@ class RewardMix(nn.Module):
         rewarded.view(-1)[episodes.last_token[episodes.last_token >= 0]] = True
         if valid is not None:
             rewarded &= valid.unsqueeze(-1)
-        # Copies: what it does in place must not reach the rewards that it is not shown.
+        # On copies: in-place changes must not reach rewards outside the mask.
         out = self.transform(reward.clone(), rewarded.clone())
         check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
         if out.is_complex():
@@ -273,7 +271,7 @@ class RewardMix(nn.Module):
         return torch.where(rewarded, out, reward)
 
     def _check_sum(self, label: str, total: Tensor) -> None:
-        """Refuse a label's weighted rewards that are not finite, as sums of finite ones may be."""
+        """Refuse a label's weighted sum that is not finite; finite rewards may overflow."""
         bad = total[~total.isfinite()]
         if len(bad):
             names = " and ".join(repr(self.names[i]) for i in self.weights[label])
@@ -285,7 +283,7 @@ class RewardMix(nn.Module):
     def _labels(
         self, rows: TensorDictBase, episodes: EpisodeIndex, key: NestedKey, valid: Tensor
     ) -> list[str | None]:
-        """The label of every row, of which each has a recipe; ``None`` on rejected rows."""
+        """Read and check the label of every row; ``None`` on rejected rows."""
         kept = valid.tolist()
         if not self.by_label:
             return [DEFAULT if keep else None for keep in kept]
@@ -326,20 +324,20 @@ class RewardMix(nn.Module):
 def _own(
     rows: TensorDictBase, keys: ExperienceKeys, wants: Tensor, episodes: EpisodeIndex
 ) -> Tensor:
-    """The episodes' own rewards ``[N, S]`` on the rows that want them, ``[N, 1]`` bool."""
+    """Read the episodes' own rewards ``[N, S]``, zero outside ``wants`` ``[N, 1]`` bool."""
     own = read_entry(rows, keys.reward, ExperienceKeys.reward)
     check_like(keys.reward, own, keys.assistant_mask, episodes.mask.shape)
     check_real(keys.reward, own)
-    hint = "what made the rewards is at fault; drop the episode or mark it as not valid."
+    hint = "the rewards' source is at fault; drop the episode or mark it as not valid."
     check_finite(keys.reward, own, wants.expand_as(own), rows.get(keys.episode, None), hint)
     return torch.where(wants, own, 0.0)
 
 
 def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) -> Tensor:
-    """Put rewards ``[N, S]`` on sampled tokens of their rows, or else of their episodes.
+    """Move rewards ``[N, S]`` to sampled tokens of their rows, or else of their episodes.
 
-    The reward of a row in which nothing was sampled goes to the token that its episode sampled last
-    up to that turn, or to the episode's first if there is none.
+    The rewards of a row without sampled tokens go to the episode's last sampled token up to that turn,
+    or to its first if there is none.
     """
     placed = rewards_on_sampled(reward, episodes.mask)
     idle = ~episodes.mask.any(-1) & (episodes.last_token[episodes.of_row] >= 0)
@@ -348,7 +346,7 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
         return placed
     n, t = lost.unbind(-1)
     turns, episode = read_entry(rows, ExperienceKeys.turns), episodes.of_row[n]
-    # Padding has no turn: what lies on it is of the turn before it.
+    # Padding has no turn: a reward on it belongs to the turn before it.
     turn, sampled = turns.cummax(-1).values[n, t], turns.flatten()[episodes.token]
     width = int(torch.cat([turn, sampled]).max()) + 2
     at = torch.searchsorted(episodes.of_token * width + sampled, episode * width + turn, right=True)
@@ -360,7 +358,7 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
 def _place(
     name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex, rows: TensorDictBase
 ) -> Tensor:
-    """Put a source's answer about some rows on the tokens of all rows."""
+    """Spread a source's answer about some rows over the tokens of all rows."""
     out = torch.zeros(episodes.mask.shape, device=answer.device)
     if answer.ndim == 2:
         if answer.shape[1] != out.shape[1]:
@@ -381,7 +379,7 @@ def _place(
 
 
 def _by_label(recipe: Recipe) -> Mapping[str, Any]:
-    """The recipe with labels, whichever form it came in."""
+    """Convert any form of recipe to one by label."""
     if isinstance(recipe, Mapping):
         if not recipe or not all(isinstance(label, str) for label in recipe):
             raise ValueError(f"reward must have a recipe for each label, a str, got {recipe!r}.")
@@ -392,7 +390,6 @@ def _by_label(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def _pair(label: str, pair: Any) -> tuple[Source, float]:
-    """A source with its weight."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"reward: label {label!r} must list (source, weight) pairs, got {pair!r}.")
     source, weight = pair
@@ -413,6 +410,6 @@ def _pair(label: str, pair: Any) -> tuple[Source, float]:
 
 
 def _name(source: Any) -> str:
-    """What to call a source in metrics and errors."""
+    """Return a source's name in metrics and errors."""
     name = getattr(source, "name", None) or getattr(source, "__name__", None)
     return name if isinstance(name, str) else type(source).__name__

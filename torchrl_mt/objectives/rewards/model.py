@@ -1,6 +1,6 @@
-"""A reward model as a source of rewards: the score at each row's last attended token.
+"""A reward model as a reward source: its score at each row's last attended token.
 
-Padding is known by the mask alone, so where it lies, and which token fills it, changes nothing.
+Padding is read from the mask alone: its place and its token change nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchrl_mt.scoring.passes import Passes, find_passes
 
 
 class ModelReward(nn.Module):
-    """Score rows with a reward model that has the policy's vocabulary.
+    """Reward source that scores rows with a reward model, which must share the policy's vocabulary.
 
     Args:
         model: A Hugging Face sequence classifier with one label; or a module called with
-            ``input_ids`` and ``attention_mask`` that returns one score for each row, ``[n]`` or
-            ``[n, 1]``, or for each token, ``[n, L]`` or ``[n, L, 1]``, or an object with such
-            ``logits``. Rows come to it padded on the right.
+            ``input_ids`` and ``attention_mask``, padded on the right. It returns one score per row,
+            ``[n]`` or ``[n, 1]``, or per token, ``[n, L]`` or ``[n, L, 1]``, or an object with such
+            ``logits``.
         name: Its name in metrics.
         passes: How rows are cut into forward passes; they are never packed.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
@@ -92,9 +92,8 @@ class ModelReward(nn.Module):
         return scores
 
     def _score(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score some rows at once."""
         length, dtype = attention_mask.sum(-1).clamp(min=1), self.passes.dtype
-        # A stable sort takes the attended tokens to the left, in order.
+        # A stable sort moves the attended tokens to the left, in order.
         order = (~attention_mask).int().argsort(dim=-1, stable=True)[:, : int(length.max())]
         attended = torch.arange(order.shape[1], device=tokens.device) < length.unsqueeze(-1)
         given = torch.where(attended, tokens.gather(-1, order), 0)
@@ -102,8 +101,8 @@ class ModelReward(nn.Module):
         head = getattr(self.model, "score", None)
         body = getattr(self.model, "base_model", None)
         if isinstance(head, nn.Module) and isinstance(body, nn.Module) and body is not self.model:
-            # The classifier itself would look for the last token that differs from the padding
-            # token, and take a row that ends with one for shorter than it is.
+            # The classifier itself would search for the last token that is no padding token, and
+            # misread a row that ends with one.
             hidden = run_model(body, inputs, dtype)[0]
             with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None):
                 return head(_at(hidden, length - 1)).squeeze(-1)
@@ -121,5 +120,5 @@ class ModelReward(nn.Module):
 
 
 def _at(states: Tensor, position: Tensor) -> Tensor:
-    """Each row's state at one position: ``[n, L, ...]`` to ``[n, ...]``."""
+    """Select one position of each row: ``[n, L, ...]`` to ``[n, ...]``."""
     return states[torch.arange(len(states), device=states.device), position.to(states.device)]

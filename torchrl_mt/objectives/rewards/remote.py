@@ -1,6 +1,6 @@
-"""Rewards from an HTTP server: for every row a finite number that the server gave, or an error.
+"""Rewards from an HTTP server: the server's finite number for every row, or an error.
 
-The error names the address, how often it was asked and what came; there is no default reward.
+There is no default reward. The error names the address, the number of attempts and the last answer.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _QUOTED = 200
 
 
 class Decoder(Protocol):
-    """What a tokenizer must do."""
+    """Tokenizer interface."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Return the text of tokens."""
 
 
 class RewardError(HttpError):
-    """A reward server gave no rewards; whoever called may call again, for nothing was written.
+    """A reward server gave no rewards. Nothing was written: the call may be repeated.
 
     Args:
-        url: What was asked.
-        attempts: How often.
-        reason: What came of it the last time.
+        url: The server's address.
+        attempts: Number of requests made.
+        reason: Why the last one failed.
         name: The source's own name, if it has one.
     """
 
@@ -54,36 +54,35 @@ class RewardError(HttpError):
 
 
 class RemoteReward:
-    """Ask an HTTP server for the scores of rows.
+    """Reward source that asks an HTTP server for the scores of rows.
 
     It posts ``{"queries": [...], "prompts": [...]}``, with ``"references"`` where the rows have them,
-    and expects ``{"rewards": [...]}``, one finite number for each query. A query is the text of a
-    whole row, its prompt the part before the row's first sampled token. It is a source for
-    :class:`~torchrl_mt.objectives.ExperienceMaker`'s ``reward``.
+    and expects ``{"rewards": [...]}``, one finite number per query. A query is the text of a whole
+    row; its prompt is the part before the row's first sampled token. Pass it as ``reward`` to
+    :class:`~torchrl_mt.objectives.ExperienceMaker`.
 
-    Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are tried again, after a wait
-    that doubles each time, and no sooner than ``Retry-After`` says, if that is at most ``timeout``. What
-    fails for good is a :class:`RewardError`; :class:`~torchrl_mt.objectives.ExperienceMaker` has then
-    changed nothing in the rows, and may be called with them again.
+    Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are retried after a wait that
+    doubles each time and is at least ``Retry-After``, if that is at most ``timeout``. A request that
+    fails for good raises :class:`RewardError` and leaves the maker's rows unchanged.
 
     Args:
         url: The address to post to.
         tokenizer: Decodes the rows.
         name: Its name in metrics and, beside the address, in errors; the address by default.
-        batch_size: Rows of one request.
-        max_concurrency: Requests under way at once.
+        batch_size: Rows per request.
+        max_concurrency: Requests in flight at once.
         timeout: Seconds that one attempt may take in all.
-        max_retries: How often a failed request is tried again.
-        backoff: Seconds before the first retry, about.
-        headers: Sent with every request.
-        reference_key: The rows' entry that is sent as references. By default ``"reference"`` is, if
-            the rows have it; a key that is given must be there.
+        max_retries: Retries of a failed request.
+        backoff: Approximate seconds before the first retry.
+        headers: Headers of every request.
+        reference_key: Key of the rows' entry to send as references, which the rows must have. By
+            default ``"reference"`` is sent if the rows have it.
         skip_special_tokens: Whether to leave special tokens out of the texts.
 
     Raises:
         ImportError: If httpx or tenacity is not installed: ``pip install 'torchrl-mt[server]'``.
-        ValueError: If the address is none, or a number out of range.
-        TypeError: If ``tokenizer`` cannot decode, or a number is none.
+        ValueError: If ``url`` is no address or a number is out of range.
+        TypeError: If ``tokenizer`` cannot decode or an argument is no number.
     """
 
     per_episode = True
@@ -126,34 +125,33 @@ class RemoteReward:
         self.skip_special_tokens = skip_special_tokens
 
     def _connect(self, url: str) -> HttpClient:
-        """Make a client; it opens no connection yet."""
+        """Make a client, without opening a connection."""
         return HttpClient(url, name="reward source", error=self._failure, **self._options)
 
     def _failure(self, url: str, attempts: int, reason: str) -> RewardError:
-        """The error of a request that failed for good."""
         return RewardError(url, attempts, reason, None if self.name == url else self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the client, whose connections are this process's own."""
+        """Return all but the client, whose connections belong to this process."""
         return {name: value for name, value in vars(self).items() if name != "_client"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the settings and make a client of one's own."""
+        """Restore the settings and make a new client."""
         vars(self).update(state)
         self._client = self._connect(self.url)
 
     async def __call__(self, rows: TensorDictBase) -> list[float]:
-        """Ask about rows.
+        """Ask the server for the scores of rows.
 
         Args:
-            rows: Rows ``[n]`` with tokens and both masks, and references if there are any.
+            rows: Rows ``[n]`` with tokens and both masks, and optionally references.
 
         Returns:
             ``n`` finite numbers.
 
         Raises:
             KeyError: If rows lack an entry.
-            RewardError: If the server refuses, does not answer, or answers something else.
+            RewardError: If the server refuses, does not answer, or answers in another format.
         """
         bodies = self._bodies(rows)
         parts = await wait_all(
@@ -163,7 +161,6 @@ class RemoteReward:
         return [reward for part in parts for reward in part]
 
     def _bodies(self, rows: TensorDictBase) -> list[dict[str, list[Any]]]:
-        """The requests, with no tensor left in them."""
         tokens = read_entry(rows, ExperienceKeys.action)
         attended = read_entry(rows, ExperienceKeys.attention_mask)
         mask = read_entry(rows, ExperienceKeys.assistant_mask)
@@ -184,7 +181,7 @@ class RemoteReward:
         return bodies
 
     def _texts(self, tokens: Any, mask: Any) -> list[Any]:
-        """Decode the tokens of each row that are in the mask."""
+        """Decode each row's tokens under the mask."""
         return [
             self.tokenizer.decode(row[kept].tolist(), skip_special_tokens=self.skip_special_tokens)
             for row, kept in zip(tokens.cpu(), mask.cpu(), strict=True)
@@ -192,7 +189,7 @@ class RemoteReward:
 
 
 def _rewards(answer: Any, count: int) -> list[float]:
-    """The rewards of an answer, if it has them all."""
+    """Read and check the rewards in an answer."""
 
     def fail(what: str) -> ValueError:
         return ValueError(f"{what}; it sent {str(answer)[:_QUOTED]}")
@@ -205,7 +202,7 @@ def _rewards(answer: Any, count: int) -> list[float]:
     for i, reward in enumerate(rewards):
         if isinstance(reward, bool) or not isinstance(reward, (int, float)):
             raise fail(f"reward {i} must be a number, got {reward!r}")
-        # Also refuses what is too large for float32.
+        # Also refuses numbers too large for float32.
         if not abs(reward) < 3.4e38 or not math.isfinite(reward):
             raise fail(f"reward {i} must be a finite number, got {reward!r}")
     return [float(reward) for reward in rewards]

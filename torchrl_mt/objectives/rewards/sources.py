@@ -1,7 +1,7 @@
-"""Asking sources of rewards: all at the same time where they wait, and never for a silent 0.
+"""Calls of reward sources: awaitables are awaited together, and invalid answers are errors.
 
-A source is a callable from ``n`` rows to ``[n]`` (a score for each row) or ``[n, S]`` (a reward for
-each token), or to an awaitable of one. A score is the outcome of the row's episode.
+A source is a callable from ``n`` rows to ``[n]`` (the score of each row's episode) or ``[n, S]`` (a
+reward per token), or to an awaitable of either.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 Scores = Tensor | Sequence[float]
-"""What a source answers with."""
+"""Answer of a source."""
 
 RewardSource = Callable[[TensorDictBase], Scores | Awaitable[Scores]]
-"""See the module. One with the attribute ``per_episode = True`` is asked about one row of each
-episode only, the one with its last turn; one with a ``name`` is called so in metrics and errors."""
+"""See the module. A source with ``per_episode = True`` gets one row per episode, that of its last turn.
+A ``name`` attribute is its name in metrics and errors."""
 
 _T = TypeVar("_T")
 
 
 def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tensor]:
-    """Ask sources about rows, ``(name, source, rows)`` each, for ``[n]`` or ``[n, S]`` float32.
+    """Call sources, ``(name, source, rows)`` each, and return ``[n]`` or ``[n, S]`` float32.
 
-    Those that answer with an awaitable are waited for together, on an event loop of their own, which
-    also works where one is running already. If one fails the others are cancelled. An answer that is
-    no tensor or sequence of finite numbers, or of another shape, is refused.
+    Awaitables are awaited together on an event loop of their own, even if another loop is running;
+    if one fails, the others are cancelled. Answers that are not finite numbers of the right shape are
+    refused.
     """
     answers: list[Any] = []
     try:
@@ -53,7 +53,7 @@ def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tenso
 
 
 async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Give the results of all, in order; when one fails, cancel the others and fail with it."""
+    """Await all and return their results in order; if one fails, cancel the others and raise."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -64,7 +64,7 @@ async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
 
 
 def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait from outside of any loop, or in another thread if one is running in this."""
+    """Run an event loop; in another thread if this one has a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -77,13 +77,13 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # A daemon: who interrupts the wait, in a notebook say, does not wait for the source.
+    # A daemon, so that an interrupt (in a notebook, say) does not wait for the source.
     threading.Thread(target=run, name="rewards", daemon=True).start()
     return outcome.result()
 
 
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
-    """The answer as ``[n]`` or ``[n, S]`` float32."""
+    """Convert an answer to ``[n]`` or ``[n, S]`` float32."""
     asked = f"reward source {name!r} must answer with"
     try:
         reward = torch.as_tensor(answer).detach()
@@ -104,7 +104,6 @@ def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
     if len(bad):
         at = tuple(bad[0].tolist())
         raise ValueError(
-            f"{asked} finite numbers, got {float(reward[at])} for row {at[0]} of the rows that it was "
-            "given."
+            f"{asked} finite numbers, got {float(reward[at])} for row {at[0]} of the given rows."
         )
     return reward

@@ -1,1 +1,1 @@
-"""Training rows: where their entries lie, and how they are read, checked and written."""
+"""Training rows: their keys, and how entries are read, checked and written."""

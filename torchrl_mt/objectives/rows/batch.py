@@ -1,4 +1,4 @@
-"""The entries that experience is made from, read once and checked before anything is computed."""
+"""A batch of training rows whose entries were read and checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrl_mt.scoring.log_probs import scored_tokens
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows ``[N]`` and those of their entries that everything needs."""
+    """Rows ``[N]`` and the entries that every computation needs."""
 
     rows: TensorDictBase
     keys: ExperienceKeys
@@ -40,47 +40,47 @@ class RowBatch:
     turns: Tensor
     """``[N, S]`` int64 turn id of each token."""
     episode: Tensor
-    """``[N]`` int64 episode of each row, copies told apart."""
+    """``[N]`` int64 episode of each row; copies of an episode differ."""
     episodes: EpisodeIndex
-    """The order in which tokens were sampled."""
+    """The episodes' sampled tokens in order of time."""
     valid: Tensor
-    """``[N]`` bool: false on the rows of rejected episodes."""
+    """``[N]`` bool, false on the rows of rejected episodes."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, attention mask and mask: what scoring rows takes."""
+        """Tokens, attention mask and mask: the arguments for scoring rows."""
         return self.tokens, self.attention_mask, self.mask
 
     @property
     def episode_id(self) -> Tensor:
-        """What the rows call their episodes, ``[N]``: copies have one name."""
+        """Episode ids as in the rows, ``[N]``; copies share one."""
         return _read(self.rows, self.keys, "episode")
 
     @property
     def counted(self) -> Tensor:
-        """The sampled tokens that enter statistics, ``[N, S]`` bool: those of valid rows."""
+        """Sampled tokens of valid rows, ``[N, S]`` bool: those that enter statistics."""
         return self.mask & self.valid.unsqueeze(-1)
 
     @property
     def scored(self) -> Tensor:
-        """Those of them that something predicts, ``[N, S]`` bool: the tokens that are trained."""
+        """Trained tokens, ``[N, S]`` bool: counted ones that are not a row's first token."""
         return scored_tokens(self.attention_mask, self.counted)
 
     def check_finite(self, name: str, value: Tensor, where: Tensor, hint: str) -> None:
-        """Refuse values ``[N, S]`` that are not finite on some tokens, by the name of their key."""
+        """Refuse values ``[N, S]`` of the named key that are not finite ``where`` they count."""
         check_finite(getattr(self.keys, name), value, where, self.episode_id, hint)
 
-    def settled(self, name: str, value: Tensor, where: Tensor, hint: str) -> Tensor:
-        """Write values ``[N, S]`` as finite float32, by the name of their key.
+    def finite_float(self, name: str, value: Tensor, where: Tensor, hint: str) -> Tensor:
+        """Convert values ``[N, S]`` of the named key to float32, zero on masked tokens.
 
-        Refuses what is not finite where it counts; elsewhere that is 0, and so is every masked token.
+        Values that are not finite are refused ``where`` they count and become 0 elsewhere.
         """
         value = value.float()
         self.check_finite(name, value, where, hint)
         return torch.where(self.mask & value.isfinite(), value, 0.0)
 
     def check_log_probs(self, name: str, value: Tensor) -> None:
-        """Refuse log-probabilities ``[N, S]`` that are above 0 by more than rounding."""
+        """Refuse log-probabilities ``[N, S]`` above 0, beyond rounding."""
         bad = (self.counted & (value > LOG_PROB_ROUNDING)).nonzero()
         if len(bad):
             n, t = bad[0].tolist()
@@ -91,14 +91,14 @@ class RowBatch:
             )
 
     def read(self, name: str) -> Tensor:
-        """Read another entry of real numbers that has the tokens' shape, by the name of its key."""
+        """Read the entry of the named key: real numbers ``[N, S]``."""
         value = _read(self.rows, self.keys, name)
         check_like(getattr(self.keys, name), value, self.keys.action, self.mask.shape)
         check_real(getattr(self.keys, name), value)
         return value
 
     def group(self) -> Tensor:
-        """Read each row's group, ``[N]``."""
+        """Read each row's group id, ``[N]``; rows of one episode must share it."""
         group = _read(self.rows, self.keys, "group")
         _check_integers(self.keys.group, group)
         check_like(self.keys.group, group, self.keys.episode, self.episode.shape)
@@ -115,38 +115,38 @@ class RowBatch:
         return group
 
     def has(self, name: str) -> bool:
-        """Whether the rows have an entry, by the name of its key."""
+        """Whether the rows have the entry of the named key."""
         return getattr(self.keys, name) in self.rows.keys(True)
 
     def turn_returns(self) -> Tensor:
-        """Read the returns that came with the rows, ``[N, S]`` float32: 0 where nothing counts."""
-        returns = self.settled(
+        """Read the rows' own returns, ``[N, S]`` float32, zero on tokens that do not count."""
+        returns = self.finite_float(
             "turn_return",
             self.read("turn_return"),
             self.counted,
-            "what made the rewards is at fault; drop the episode or mark it as not valid.",
+            "the rewards' source is at fault; drop the episode or mark it as not valid.",
         )
         return torch.where(self.counted, returns, 0.0)
 
-    def with_usual_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
-        """Copy the rows, without their values, such that entries lie under their usual keys, too.
+    def with_default_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
+        """Copy the rows shallowly, with all entries under their default keys as well.
 
-        What was ``made`` already, by the names of the keys, is added. What lies in the way is left out.
+        Add the outputs ``made`` so far, by key name. Entries in the way are dropped.
         """
         out = self.rows.copy()
         for field in fields(self.keys):
-            key, usual = getattr(self.keys, field.name), getattr(ExperienceKeys, field.name)
-            if key != usual and self.has(field.name):
-                _put(out, usual, self.rows.get(key))
+            key, default = getattr(self.keys, field.name), getattr(ExperienceKeys, field.name)
+            if key != default and self.has(field.name):
+                _put(out, default, self.rows.get(key))
         for name, value in (made or {}).items():
             _put(out, getattr(ExperienceKeys, name), value)
         return out
 
-    def scores(self, reward: Tensor | None) -> Tensor:
-        """Score of each row's episode, ``[N]``: all rewards, or the first turn's return without them."""
+    def episode_scores(self, reward: Tensor | None) -> Tensor:
+        """Score of each row's episode, ``[N]``: its summed rewards, or without them its first return."""
         index = self.episodes
         if reward is not None:
-            # Equal scores must come out equal in whatever order they were earned.
+            # Equal scores must come out equal in whatever order they are summed.
             total = index.total(reward.to(accumulation_dtype(reward.device))).float()[index.of_row]
             bad = (~total.isfinite()).nonzero()
             if len(bad):
@@ -156,9 +156,9 @@ class RowBatch:
                     f"{float(total[bad[0, 0]])} in episode {episode}; scale the rewards down."
                 )
             return total
-        return self.opening(self.read("turn_return").float())
+        return self.at_first_token(self.read("turn_return").float())
 
-    def opening(self, per_token: Tensor) -> Tensor:
+    def at_first_token(self, per_token: Tensor) -> Tensor:
         """Read values ``[N, S]`` at the first sampled token of each row's episode, ``[N]``."""
         index = self.episodes
         begins = index.ends().roll(1)
@@ -169,10 +169,10 @@ class RowBatch:
 
 
 def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
-    """Read rows ``[N]``, or say what is wrong with them.
+    """Read and check rows ``[N]``.
 
-    An entry is missing, shapes differ, a mask or ids have another type, a row or a turn is there twice,
-    padding or nothing at all was sampled.
+    Refused are a missing entry, shapes that differ, masks or ids of a wrong type, duplicate rows or
+    turns, sampled padding, and rows without any sampled token.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
     entries = [_read(rows, keys, name) for name in names]
@@ -215,7 +215,7 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
 
 
 def _put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
-    """Set an entry; a tensor that lies where a nested one must begin goes."""
+    """Set an entry, dropping any tensor on its path."""
     path = as_path(key)
     for depth in range(1, len(path)):
         there = rows.get(path[:depth], None)
@@ -242,7 +242,7 @@ def _check_integers(key: NestedKey, value: object) -> None:
 def _check_turns(
     rows: TensorDictBase, keys: ExperienceKeys, turns: Tensor, episodes: EpisodeIndex
 ) -> None:
-    """Refuse a turn that was sampled in two rows, as where copies of an episode are taken for one."""
+    """Refuse a turn sampled in two rows, as when copies of an episode are taken for one."""
     row, turn = episodes.token // turns.shape[1], turns.flatten()[episodes.token]
     again = episodes.of_token[1:] == episodes.of_token[:-1]
     again = (again & (turn[1:] == turn[:-1]) & (row[1:] != row[:-1])).nonzero()
@@ -258,6 +258,6 @@ def _check_turns(
 
 
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:
-    """Read an entry by the name of its key."""
+    """Read the entry of the named key."""
     hint = "; old_log_probs='actor' does without" if name == "sampler_log_prob" else ""
     return read_entry(rows, getattr(keys, name), getattr(ExperienceKeys, name), hint=hint)

@@ -1,4 +1,4 @@
-"""Where the entries of training rows lie, and who writes them."""
+"""Keys of the entries of training rows, and who writes them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tensordict import NestedKey, unravel_key
 from torchrl_mt.checks import check_choice
 
 EPISODE_SCORE = ("rewards", "episode")
-"""Where filters find the score of each row's episode."""
+"""Key of each row's episode score, which filters read."""
 
 
 @dataclass
 class ExperienceKeys:
-    """Where the entries of rows lie, by the names that TorchRL's losses have for them.
+    """Key of each entry of the rows, named as in TorchRL's losses.
 
     :meth:`~torchrl_mt.objectives.ExperienceMaker.set_keys` changes them.
     """
@@ -47,7 +47,7 @@ class ExperienceKeys:
     weight: NestedKey = ("weights", "full")
 
     def change(self, given: Mapping[str, NestedKey | None]) -> None:
-        """Set keys by name, all of them or, where one cannot be, none; ``None`` sets the default."""
+        """Set keys by name, all or none; ``None`` restores the default."""
         names = [field.name for field in fields(self)]
         keys: dict[str, NestedKey] = {name: getattr(self, name) for name in names}
         for name, key in given.items():
@@ -82,16 +82,16 @@ WRITERS: dict[NestedKey, str] = {
     ExperienceKeys.value_target: _MADE,
     ExperienceKeys.advantage: _MADE,
 }
-"""Who should have written an entry that is missing."""
+"""Who writes each entry, for errors about missing ones."""
 
 
 def as_path(key: NestedKey) -> tuple[str, ...]:
-    """A key as the names on the way to its entry."""
+    """Convert a key to a tuple of names."""
     return (key,) if isinstance(key, str) else key
 
 
 def check_distinct(keys: Mapping[str, NestedKey]) -> None:
-    """Refuse keys, by name, of which two are the same or one lies below the other.
+    """Refuse named keys if one equals or contains another.
 
     Examples:
         >>> check_distinct({"kl": "kl", "weight": ("kl", "full")})

@@ -1,4 +1,4 @@
-"""Reading the entries of training rows: there, of one shape, finite and consistent, or an error."""
+"""Reading entries of training rows; missing, ill-shaped or non-finite ones are refused by name."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torchrl_mt.checks import check_mask
 from torchrl_mt.objectives.rows.keys import WRITERS, ExperienceKeys
 
 LOG_PROB_ROUNDING = 0.5
-"""How far above 0 half precision may put the log-probability of a certain token, and more."""
+"""Largest log-probability that is not refused: half precision may round one above 0."""
 MODEL_FAULT = (
-    "the model is at fault; look for NaN in its weights, as a gradient that was not finite leaves it, "
-    "or try another dtype."
+    "the model is at fault; look for NaN in its weights, as a non-finite gradient leaves it, or try "
+    "another dtype."
 )
-"""What to do about a model that gives no numbers."""
+"""Advice for a model whose outputs are not finite."""
 NO_LOG_PROB = "be log-probabilities, 0 or less", "Were they stored with the other sign?"
-"""What those further above are not, and what they may be."""
+"""Requirement and advice for log-probabilities above 0."""
 
 
 def read_entry(
     rows: TensorDictBase, key: NestedKey, usual: NestedKey | None = None, *, hint: str = ""
 ) -> Tensor:
-    """Read an entry, or say which one is missing and who makes it.
+    """Read an entry; the error for a missing one says who writes it.
 
-    ``usual`` is the key that the entry has where nobody changed it.
+    ``usual`` is the entry's default key.
     """
     value = rows.get(key, None)
     if value is None:
@@ -47,7 +47,7 @@ def read_entry(
 
 
 def read_objects(rows: TensorDictBase, key: NestedKey) -> list[Any] | None:
-    """Read one Python object for every row, or ``None`` where the rows have no such entry."""
+    """Read one Python object per row; ``None`` if the rows have no such entry."""
     value = rows.get(key, None)
     if value is None:
         return None
@@ -62,7 +62,7 @@ def read_objects(rows: TensorDictBase, key: NestedKey) -> list[Any] | None:
 
 
 def check_like(key: NestedKey, value: Tensor, other: NestedKey, shape: torch.Size) -> None:
-    """Refuse an entry whose shape is not the one that another entry's asks for."""
+    """Refuse an entry whose shape does not fit another entry."""
     if value.shape != shape:
         raise ValueError(
             f"the entry {key!r} of rows must have shape {tuple(shape)} to fit {other!r}, "
@@ -73,9 +73,9 @@ def check_like(key: NestedKey, value: Tensor, other: NestedKey, shape: torch.Siz
 def check_finite(
     key: NestedKey, value: Tensor, where: Tensor, episode: Tensor | None, hint: str
 ) -> None:
-    """Refuse an entry ``[N, S]`` that is not finite where ``[N, S]`` bool says that it counts.
+    """Refuse an entry ``[N, S]`` that is not finite ``where`` ``[N, S]`` bool it counts.
 
-    ``episode`` ``[N]`` is what the rows call their episodes.
+    ``episode`` ``[N]`` is each row's episode id, for the error.
     """
     bad = (where & ~value.isfinite()).nonzero()
     if len(bad):
@@ -93,9 +93,9 @@ def read_episode(
     index_key: NestedKey = ExperienceKeys.episode_index,
     fork_key: NestedKey = ExperienceKeys.fork,
 ) -> Tensor:
-    """Read which rows are one episode; copies of an episode in one batch are episodes of their own.
+    """Read each row's episode, ``[N]``; copies of an episode become episodes of their own.
 
-    Refuses a row that is there twice: its rewards would count twice in one episode.
+    Duplicate rows are refused: their rewards would count twice.
     """
     episode = read_entry(rows, episode_key, ExperienceKeys.episode)
     check_like(episode_key, episode, "batch_size", rows.batch_size)
@@ -124,10 +124,10 @@ def read_episode(
 def check_temperature(
     rows: TensorDictBase, key: NestedKey, temperature: float, valid: Tensor
 ) -> None:
-    """Refuse rows that say they were sampled at another temperature than they are to be scored at.
+    """Refuse rows whose sampling temperature differs from the one to score them at.
 
-    ``valid`` ``[N]`` bool is true on the rows that count. Where the entry is missing nothing is known
-    and nothing refused; NaN says that a row's tokens were sampled at temperatures that differ.
+    ``valid`` ``[N]`` bool is true on the rows that count. Rows without the entry pass. NaN means that
+    the row's tokens were sampled at different temperatures.
     """
     sampled = rows.get(key, None)
     if sampled is None:
@@ -135,7 +135,7 @@ def check_temperature(
     check_like(key, sampled, "batch_size", valid.shape)
     rounding = max(1e-6, torch.finfo(sampled.dtype).eps) if sampled.is_floating_point() else 0.0
     sampled = sampled.to(valid.device).double()
-    # Negated: NaN is close to nothing.
+    # Negated, so that NaN differs, too.
     other = valid & ~((sampled - temperature).abs() <= rounding * abs(temperature))
     if not bool(other.any()):
         return
@@ -145,20 +145,20 @@ def check_temperature(
     said = f"row {row} has {key!r} {found:.7g}, but temperature is {temperature}"
     if found != found:
         raise ValueError(
-            f"{said}: NaN says that the row's tokens were sampled at temperatures that differ. "
+            f"{said}: NaN means that the row's tokens were sampled at different temperatures. "
             "Sample whole episodes at one temperature, or drop such rows."
         )
     if not 0 < found < float("inf"):
-        raise ValueError(f"{said}: at that one there is no policy to learn from; drop such rows.")
+        raise ValueError(f"{said}: no policy samples at that temperature; drop such rows.")
     raise ValueError(
-        f"{said}. The policy that sampled the row is the one at its temperature: set "
+        f"{said}. Score rows at the temperature that they were sampled at: set "
         f"temperature={found:.7g} wherever these rows are scored, and give rows of other temperatures "
         "to another call."
     )
 
 
 def read_valid(rows: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:
-    """Read which rows are not rejected, ``[N]`` bool; without the entry none is."""
+    """Read which rows are valid, ``[N]`` bool; without the entry all are."""
     valid = rows.get(key, None)
     if valid is None:
         return torch.ones(mask.shape[:1], dtype=torch.bool, device=mask.device)

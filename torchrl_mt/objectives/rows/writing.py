@@ -1,6 +1,6 @@
-"""Writing entries to rows: all together or not at all.
+"""Writing entries to rows: all or none.
 
-What stands in the way is found before anything is computed; what fails nevertheless is taken back.
+Obstacles are found before anything is computed; a failed write is undone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrl_mt.objectives.rows.keys import as_path
 
 
 def check_writable(rows: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-    """Refuse rows to which tensors could not be written under these keys.
+    """Refuse rows that cannot take tensors under these keys.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -26,9 +26,9 @@ def check_writable(rows: TensorDictBase, keys: Sequence[NestedKey]) -> None:
     """
     if rows.is_locked:
         raise ValueError(
-            "rows must not be locked, for entries are written to them: rows.unlock_()."
+            "rows must not be locked, because entries are written to them: call rows.unlock_()."
         )
-    # A shallow copy, which is written to as the rows will be.
+    # A shallow copy for trial writes.
     trial = rows.copy()
     for key in keys:
         path = as_path(key)
@@ -57,12 +57,12 @@ def check_writable(rows: TensorDictBase, keys: Sequence[NestedKey]) -> None:
 def undone_on_failure(
     rows: TensorDictBase, keys: Sequence[NestedKey], transform: object = None
 ) -> Iterator[None]:
-    """Undo what is done to rows under some keys, and to a module's buffers, if what is inside fails.
+    """Restore entries of rows, and the buffers of a module, if the block raises.
 
     Args:
-        rows: What is written to.
-        keys: Of the entries that are written.
-        transform: A module, or a bound method of one, whose buffers change.
+        rows: The rows.
+        keys: Keys of the entries to restore.
+        transform: A module, or a bound method of one, whose buffers to restore.
     """
     entries = [
         (node, path[depth], node.get(path[depth], None))
@@ -92,7 +92,7 @@ def undone_on_failure(
 def _nodes(
     rows: TensorDictBase, path: tuple[str, ...], depth: int = 0
 ) -> Iterator[tuple[TensorDictBase, int]]:
-    """Every tensordict on the way to an entry, all parts of a stack, and the path's place in it."""
+    """Yield every tensordict on the path to an entry, in all parts of a stack, with its depth."""
     if isinstance(rows, LazyStackedTensorDict):
         for part in rows.tensordicts:
             yield from _nodes(part, path, depth)

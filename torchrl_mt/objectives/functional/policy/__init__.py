@@ -1,1 +1,1 @@
-"""Policy objectives: one a file, each a function of the same arguments."""
+"""Policy objectives: one per file, all with the same arguments."""

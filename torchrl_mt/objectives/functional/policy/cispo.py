@@ -1,4 +1,4 @@
-"""CISPO, per token: the importance weight is clipped, the token's gradient never is."""
+"""CISPO, per token: clips the importance weight, never the gradient."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ def cispo(
 
         loss = -sg(clip(w, 1 - low, 1 + high)) * A * log_prob
 
-    So every sampled token has a gradient, also where ``w`` lies outside the bounds; that of
-    ``-clip(w, 1 - low, 1 + high) * A`` is 0 there.
+    So every sampled token has a gradient, even where ``w`` is outside the bounds.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
+        old_log_prob: ``[N, S]`` floating, under the old policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``, or a number for both. A ``low`` of 1 is no lower bound, as in
-            the paper; weights of at most 5 are those of https://arxiv.org/abs/2510.13786.
+        clip_epsilon: ``(low, high)``, or a number for both. A ``low`` of 1 means no lower bound, as in
+            the paper; the default largest weight, 5, is that of https://arxiv.org/abs/2510.13786.
 
     Returns:
-        Loss per token and the side on which the ratio lies outside the bounds, as of :func:`ppo`.
+        Loss per token and clip sides, as of :func:`ppo`.
 
     Examples:
         >>> log_prob = torch.tensor([[-0.5]], requires_grad=True)

@@ -1,4 +1,4 @@
-"""Decoupled PPO: clipped against one policy, corrected for having sampled from another."""
+"""Decoupled PPO: clipped around one policy, corrected for sampling from another."""
 
 from __future__ import annotations
 
@@ -20,30 +20,28 @@ def decoupled_ppo(
     sampler_log_prob: Tensor,
     weight_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO whose trust region lies around a recent policy, on samples of an older one.
+    """PPO with its trust region around a recent (proximal) policy, on samples of an older one.
 
-    With the proximal policy ``old_log_prob``, that of the actor just before its updates on these
-    rows (Hilton et al., 2021, https://arxiv.org/abs/2110.00641; AReaL,
-    https://arxiv.org/abs/2505.24298)::
+    The proximal policy is the actor just before its updates on these rows (Hilton et al., 2021,
+    https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298)::
 
         u = exp(log_prob - old_log_prob)
         v = exp(old_log_prob - sampler_log_prob)    a constant
         loss = -v * min(u * A, clip(u, 1 - low, 1 + high) * A)
 
-    Where the sampler is the proximal policy this is :func:`ppo`.
+    If the sampler is the proximal policy, this is :func:`ppo`.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
         old_log_prob: ``[N, S]`` floating, under the proximal policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``, or a number for both, bounds of ``u``.
+        clip_epsilon: ``(low, high)``, or a number for both; bounds ``u``.
         sampler_log_prob: ``[N, S]`` floating, as sampled.
-        weight_cap: Tokens with ``v`` above this are left out; ``None`` keeps all.
+        weight_cap: Largest ``v``; tokens above it get loss 0. ``None`` keeps all.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which ``u`` lies
-        outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
+        Loss per token and clip sides, as of :func:`ppo`.
 
     Examples:
         >>> zero, one = torch.zeros(1, 1), torch.ones(1, 1)

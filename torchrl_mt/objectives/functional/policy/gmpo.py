@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean over a sequence of ratios that are clipped token by token."""
+"""GMPO: the geometric mean of a sequence's ratios, each clipped by itself."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def gmpo(
 ) -> tuple[Tensor, Tensor]:
     """Geometric-mean policy optimisation (https://arxiv.org/abs/2507.20673).
 
-    With ``d = log_prob - old_log_prob``, cut off on the side on which it would help::
+    With ``d = log_prob - old_log_prob``, clipped on the side that would lower the loss::
 
         e = min(d, high) where A > 0, max(d, -low) elsewhere
         loss = -A * exp(mean over the sequence of e)    on each of its tokens
 
-    A sequence is a row, or with ``turns`` a turn of a row. With one advantage per sequence and the
-    aggregation ``"seq_mean_token_mean"`` over rows this is the paper's loss.
+    A sequence is a row, or with ``turns`` a turn of a row. The paper's loss has one advantage per
+    sequence and the aggregation ``"seq_mean_token_mean"`` over rows.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
+        old_log_prob: ``[N, S]`` floating, under the old policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
         clip_epsilon: ``(low, high)``, or a number for both: the ratio's bounds are ``exp(-low)`` and
@@ -45,8 +45,7 @@ def gmpo(
         turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the token's
-        ratio lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
+        Loss per token and clip sides, as of :func:`ppo`.
 
     Examples:
         >>> log_prob, old = torch.tensor([[0.6, -0.4]]), torch.zeros(1, 2)

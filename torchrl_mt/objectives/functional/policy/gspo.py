@@ -1,4 +1,4 @@
-"""GSPO: one importance ratio per sequence, length-normalised, clipped for the sequence as a whole."""
+"""GSPO: one length-normalised importance ratio per sequence, clipped as a whole."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ def gspo(
         s = exp(mean over the sequence of (log_prob - old_log_prob))
         loss = -min(s * A, clip(s, 1 - low, 1 + high) * A)    on each of its tokens
 
-    A sequence is a row, or with ``turns`` a turn of a row. With one advantage per sequence and the
-    aggregation ``"seq_mean_token_mean"`` over rows this is the paper's loss.
+    A sequence is a row, or with ``turns`` a turn of a row. The paper's loss has one advantage per
+    sequence and the aggregation ``"seq_mean_token_mean"`` over rows.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
+        old_log_prob: ``[N, S]`` floating, under the old policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: ``(low, high)``, or a number for both; the paper's are small, as a mean of many
-            log-ratios is.
+        clip_epsilon: ``(low, high)``, or a number for both; the paper's are small because mean
+            log-ratios are.
         turns: ``[N, S]`` int64 turn id of each token; not read on masked tokens.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the
-        sequence's ratio lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
+        Loss per token, and clip sides of each token's sequence, as of :func:`ppo`.
 
     Examples:
         >>> log_prob, old = torch.tensor([[0.1, -0.1]]), torch.zeros(1, 2)
@@ -62,7 +61,7 @@ def gspo_token(
     *,
     turns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """GSPO-token: GSPO's value, with the gradient of each token weighed by its own advantage.
+    """GSPO-token: the value of GSPO, with each token's gradient weighted by its own advantage.
 
     With ``s`` as for :func:`gspo` and ``sg`` the stop-gradient (https://arxiv.org/abs/2507.18071,
     eq. 13 and 14)::
@@ -70,12 +69,11 @@ def gspo_token(
         s_t = sg(s) * exp(log_prob - sg(log_prob))
         loss = -min(s_t * A, clip(s_t, 1 - low, 1 + high) * A)
 
-    Where all tokens of a sequence have the same advantage, the loss of :func:`gspo` and its gradient,
-    summed over the sequence, are the same.
+    With one advantage per sequence, the loss and gradient summed over it are those of :func:`gspo`.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
+        old_log_prob: ``[N, S]`` floating, under the old policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
         clip_epsilon: ``(low, high)``, or a number for both.

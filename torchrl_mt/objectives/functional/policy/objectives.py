@@ -1,4 +1,4 @@
-"""The policy objectives by name; each is a function of the same arguments, in its own file."""
+"""The policy objectives by name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torchrl_mt.objectives.functional.policy.sapo import sapo
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """``(log_prob, old_log_prob, advantage, mask, clip_epsilon) -> (loss, clipped)``, all ``[N, S]``.
 
-``clipped`` is int8: -1 where a ratio lies below its bounds, 1 above, else 0 (of a bool, true counts
-as above). It is given ``clip_epsilon`` by keyword; one that does not clip has ``None`` as its default.
-An objective that has a keyword ``sampler_log_prob`` is given the sampler's
-log-probabilities by it, one that has a keyword ``turns`` the turn ids where a sequence is to be a
-turn. Bind hyperparameters of its own with ``functools.partial``."""
+``clipped`` is int8: -1 where a ratio is below its bounds, 1 above, else 0 (a bool's true counts as
+above). ``clip_epsilon`` is passed by keyword; its default is ``None`` if the objective does not clip.
+An objective with a keyword ``sampler_log_prob`` gets the sampler's log-probabilities; one with a
+keyword ``turns`` gets the turn ids if a sequence is a turn. Bind other hyperparameters with
+``functools.partial``."""
 
 OBJECTIVES: dict[str, Objective] = {
     "cispo": cispo,
@@ -37,11 +37,11 @@ OBJECTIVES: dict[str, Objective] = {
     "reinforce": reinforce,
     "sapo": sapo,
 }
-"""Name to objective, as :class:`~torchrl_mt.objectives.MultiTurnLoss` takes it."""
+"""Objectives by their names in :class:`~torchrl_mt.objectives.MultiTurnLoss`."""
 
 
 def takes(function: Callable, name: str) -> bool:
-    """Say whether a function, or a ``functools.partial``, can be given a keyword of this name.
+    """Whether a function or a ``functools.partial`` has a parameter of this name.
 
     Examples:
         >>> takes(gspo, "turns"), takes(ppo, "turns")
@@ -53,11 +53,11 @@ def takes(function: Callable, name: str) -> bool:
 def clip_bounds(
     objective: Objective, clip_epsilon: float | tuple[float, float] | None = None
 ) -> tuple[float, float] | None:
-    """Find the bounds that an objective is called with.
+    """Find the clip bounds of an objective.
 
     Args:
         objective: See :data:`Objective`.
-        clip_epsilon: A number for both sides, or ``(low, high)``. By default those that are bound with
+        clip_epsilon: A number for both sides, or ``(low, high)``. By default the bounds in
             ``functools.partial``, else the objective's own, else PPO's.
 
     Returns:

@@ -24,25 +24,25 @@ def ppo(
 
         loss = -min(w * A, clip(w, 1 - low, 1 + high) * A)
 
-    Different bounds are DAPO's "clip higher" (https://arxiv.org/abs/2503.14476). With ``dual_clip``
-    ``c``, tokens of negative advantage lose no more than ``-c * A``, so that one whose probability
-    grew much cannot dominate (Ye et al., 2019, https://arxiv.org/abs/1912.09729, eq. 5)::
+    Different bounds are DAPO's "clip higher" (https://arxiv.org/abs/2503.14476). ``dual_clip`` ``c``
+    bounds the loss of tokens of negative advantage whose probability grew much (Ye et al., 2019,
+    https://arxiv.org/abs/1912.09729, eq. 5)::
 
         loss = -max(min(w * A, clip(w, 1 - low, 1 + high) * A), c * A)    where A < 0
 
-    The log-ratio is cut off at 20 on either side, so that the loss and its gradient stay finite.
+    The log-ratio is clamped to ±20, so that the loss and its gradient stay finite.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
+        old_log_prob: ``[N, S]`` floating, under the old policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
         clip_epsilon: ``(low, high)``, or a number for both.
         dual_clip: ``c``, above 1 (3 in the paper); ``None`` for none.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and the side on which the ratio
-        lies outside the bounds: ``[N, S]`` int8, -1 below, 1 above, else 0.
+        Loss per token ``[N, S]`` float32, zero on masked tokens; and clip sides ``[N, S]`` int8: -1
+        where the ratio is below its bounds, 1 above, else 0.
 
     Examples:
         >>> log_prob, old = torch.tensor([[1.5, 0.9]]).log(), torch.zeros(1, 2)
@@ -64,9 +64,9 @@ def ppo(
 def pessimistic(
     ratio: Tensor, advantage: Tensor, clip_epsilon: float | tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Take the worse one of the plain and the clipped objective, and say where it was clipped.
+    """Compute the worse of the plain and the clipped objective, and the clip sides.
 
-    On masked tokens ``ratio`` is 1 and ``advantage`` 0, both ``[N, S]`` float32.
+    ``ratio`` and ``advantage`` are ``[N, S]`` float32, 1 and 0 on masked tokens.
     """
     low, high = check_clip_epsilon(clip_epsilon)
     low, high = 1.0 - low, 1.0 + high

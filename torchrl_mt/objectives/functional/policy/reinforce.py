@@ -19,13 +19,13 @@ def reinforce(
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: Not read: there is no importance ratio.
+        old_log_prob: Ignored.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: Not read: there is nothing to clip.
+        clip_epsilon: Ignored.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and clip sides that are all 0.
+        Loss per token ``[N, S]`` float32, zero on masked tokens, and clip sides, all 0.
 
     Examples:
         >>> log_prob, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])

@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate on each token's importance ratio in place of a clip."""
+"""SAPO: a smooth gate on each token's importance ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def sapo(
 ) -> tuple[Tensor, Tensor]:
     """Soft adaptive policy optimisation (https://arxiv.org/abs/2511.20347).
 
-    With ``w = exp(log_prob - old_log_prob)``, and ``tau`` being ``tau_pos`` where the advantage is
-    positive and ``tau_neg`` elsewhere::
+    With ``w = exp(log_prob - old_log_prob)`` and ``tau = tau_pos`` for positive advantages, else
+    ``tau_neg``::
 
         loss = -A * 4 / tau * sigmoid(tau * (w - 1))
 
-    The slope in ``w`` is ``-A`` at ``w = 1``, that of the plain ratio, and fades away from it.
+    The slope in ``w`` is ``-A`` at ``w = 1``, as without a gate, and fades away from there.
 
     Args:
         log_prob: ``[N, S]`` floating, under the policy being trained.
-        old_log_prob: ``[N, S]`` floating, under the policy that the ratio is taken against.
+        old_log_prob: ``[N, S]`` floating, under the old policy.
         advantage: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
-        clip_epsilon: Not read: there is nothing to clip.
+        clip_epsilon: Ignored.
         tau_pos: Temperature of the gate for positive advantages; larger fades faster.
-        tau_neg: The same for the others; the paper takes it larger, as those tokens' gradients push
-            many unsampled tokens up.
+        tau_neg: Temperature for the others; larger in the paper, because their gradients raise many
+            unsampled tokens.
 
     Returns:
-        Loss per token ``[N, S]`` float32, zero on masked tokens, and clip sides that are all 0.
+        Loss per token ``[N, S]`` float32, zero on masked tokens, and clip sides, all 0.
 
     Examples:
         >>> log_prob = torch.tensor([[0.0, 2.0]], requires_grad=True)

@@ -1,1 +1,1 @@
-"""Credit over time: returns and advantages, counted in sampled tokens or turns."""
+"""Credit over time: returns and advantages over sampled tokens or turns."""

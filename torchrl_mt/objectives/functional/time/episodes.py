@@ -1,8 +1,7 @@
-"""Episodes and turns of a batch of rows: which sampled tokens are theirs, in order of time.
+"""Index of the sampled tokens of episodes and turns, in order of time.
 
-How a forked episode was cut into rows, and the order of the rows, change nothing here. A turn is one
-(episode, turn id) pair with at least one sampled token, whichever rows its tokens lie in; it counts
-once however many tokens it has.
+The order of the rows and the cuts of a forked episode change nothing. A turn is an (episode, turn id)
+pair with at least one sampled token, in whichever rows; it counts once however many tokens it has.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 
 @dataclass(frozen=True)
 class EpisodeIndex:
-    """The ``E`` episodes of a batch of rows, ``M`` tokens of which were sampled."""
+    """The ``E`` episodes of a batch of rows with ``M`` sampled tokens."""
 
     mask: Tensor
     """``[N, S]`` bool, true on sampled tokens."""
     token: Tensor
-    """``[M]`` int64: the sampled tokens as indices into the flattened rows, by episode, then turn."""
+    """``[M]`` int64 indices of the sampled tokens in the flattened rows, by episode, then by turn."""
     of_token: Tensor
-    """``[M]`` int64: the episode of each of them."""
+    """``[M]`` int64 episode of each of these tokens."""
     of_row: Tensor
-    """``[N]`` int64: each row's episode, numbered from 0."""
+    """``[N]`` int64 episode of each row, numbered from 0."""
     last_token: Tensor
-    """``[E]`` int64: the token that was sampled last, as in ``token``; -1 if none was sampled."""
+    """``[E]`` int64 index of each episode's last sampled token in the flattened rows; -1 if none."""
 
     def ends(self) -> Tensor:
         """Whether each token is the last of its episode: ``[M]`` bool."""
@@ -38,7 +37,7 @@ class EpisodeIndex:
         return ends
 
     def write(self, per_token: Tensor) -> Tensor:
-        """Put values of the tokens on the rows: ``[M]`` to ``[N, S]``, zero on masked tokens."""
+        """Scatter values of the tokens to the rows: ``[M]`` to ``[N, S]``, zero on masked tokens."""
         out = per_token.new_zeros(self.mask.numel())
         return out.index_copy(0, self.token, per_token).view(self.mask.shape)
 
@@ -49,21 +48,21 @@ class EpisodeIndex:
         return zeros.index_add(0, self.of_row, per_row)
 
     def outcome_rows(self) -> Tensor:
-        """Find the rows that hold the last sampled token of their episode: ``[E']`` int64."""
+        """Rows that hold the last sampled token of their episode: ``[E']`` int64."""
         return self.last_token[self.last_token >= 0] // max(1, self.mask.shape[1])
 
 
 def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> EpisodeIndex:
-    """Put the sampled tokens of each episode in order: by turn, and by position within a turn.
+    """Index the sampled tokens of each episode by turn, and by position within a turn.
 
     Args:
         mask: ``[N, S]`` bool, true on sampled tokens.
-        turns: ``[N, S]`` int64 turn id of each token, the rows of an episode (its forks) counting on;
+        turns: ``[N, S]`` int64 turn id of each token, counted through the rows (forks) of an episode;
             each turn lies in one row. Not read on masked tokens.
         episode: ``[N]`` int64 episode id of each row; without it every row is an episode.
 
     Returns:
-        The order, and what is read by it.
+        The index.
 
     Examples:
         >>> mask = torch.tensor([[True, True], [False, True]])
@@ -86,20 +85,20 @@ def index_episodes(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -
 
 @dataclass(frozen=True)
 class TurnIndex:
-    """The ``K`` turns of a batch of rows, ordered by episode, then by turn id."""
+    """The ``K`` turns of a batch of rows, by episode, then by turn id."""
 
     mask: Tensor
     """``[N, S]`` bool, true on sampled tokens."""
     of_token: Tensor
-    """``[M]`` int64: the turn (0 to K - 1) of each of the ``M`` sampled tokens, row-major."""
+    """``[M]`` int64 turn (0 to ``K - 1``) of each of the ``M`` sampled tokens, row-major."""
     first_token: Tensor
-    """``[K]`` int64: each turn's first sampled token, as an index into the flattened rows."""
+    """``[K]`` int64 index of each turn's first sampled token in the flattened rows."""
     last_token: Tensor
-    """``[K]`` int64: each turn's last sampled token, as an index into the flattened rows."""
+    """``[K]`` int64 index of each turn's last sampled token in the flattened rows."""
     episode: Tensor
-    """``[K]`` int64: episode of each turn; the episodes that have one, numbered from 0."""
+    """``[K]`` int64 episode of each turn; episodes without turns get no number."""
     turn: Tensor
-    """``[K]`` int64: turn id of each turn."""
+    """``[K]`` int64 turn id of each turn."""
 
     def total(self, per_token: Tensor) -> Tensor:
         """Sum ``[N, S]`` values over each turn's sampled tokens: ``[K]``."""
@@ -122,9 +121,9 @@ class TurnIndex:
         return opens
 
     def discount_to_next(self, gamma: float) -> Tensor:
-        """Discount from each turn to the next one of its episode, 0 if none is: ``[K]``.
+        """Discount from each turn to the next of its episode, 0 after the last: ``[K]``.
 
-        Time is the difference of turn ids: a turn without a sampled token took its time.
+        The exponent is the difference of turn ids: turns without sampled tokens take time, too.
         """
         discount = torch.zeros(
             self.turn.shape, dtype=accumulation_dtype(self.turn.device), device=self.turn.device
@@ -135,7 +134,7 @@ class TurnIndex:
 
 
 def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> TurnIndex:
-    """Find the turns of a batch of rows.
+    """Index the turns of a batch of rows.
 
     Args:
         mask: ``[N, S]`` bool, true on sampled tokens.
@@ -158,7 +157,7 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     check_sampled_turns(turn)
     high = int(turn.max())
     key = row[token // mask.shape[1]] * (high + 1) + turn
-    # Tokens of a turn come in runs: sort the runs, which are few, not the tokens.
+    # A turn's tokens come in runs: sort the few runs, not the tokens.
     runs, run_of_token = torch.unique_consecutive(key, return_inverse=True)
     key, turn_of_run = torch.unique(runs, return_inverse=True)
     of_token = turn_of_run[run_of_token]
@@ -170,7 +169,7 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
 
 
 def _episodes(mask: Tensor, turns: Tensor, episode: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The ids of episodes ``[E]``, ascending, and the place of each row's among them ``[N]``."""
+    """Return the sorted episode ids ``[E]`` and the index of each row's among them ``[N]``."""
     check_rows(mask)
     check_shape("turns", turns, mask.shape)
     if episode is None:

@@ -1,8 +1,7 @@
-"""Generalised advantage estimation: over a row, a whole episode, turns, and tokens within turns.
+"""Generalised advantage estimation over rows, episodes, turns, and tokens within turns.
 
-A masked-out token takes no time: the next value of a token is that of the next sampled one, however
-many environment tokens lie in between. Over episodes, how an episode was cut into rows changes nothing:
-what it earned at its end reaches the tokens of its earlier rows.
+Masked tokens take no time: a token's next value is that of the next sampled token. The cuts of an
+episode into rows change nothing: late rewards reach the tokens of earlier rows.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from torchrl_mt.objectives.functional.time.sampled import (
 def masked_gae(
     reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimate of every sampled token.
+    """Compute the generalised advantage estimate of every sampled token.
 
     Over a row's sampled tokens ``i`` (Schulman et al., 2016, https://arxiv.org/abs/1506.02438)::
 
         delta[i] = r[i] + gamma * V[i + 1] - V[i]
         A[i]     = delta[i] + gamma * lmbda * A[i + 1]
 
-    with ``V = A = 0`` after the last one. A reward on a masked token belongs to the last sampled
-    token before it, or to the row's first sampled token if none is before.
+    with ``V = A = 0`` after the last one. A reward on a masked token moves to the last sampled token
+    before it, or else to the row's first.
 
     Args:
         reward: ``[..., S]`` floating.
         value: ``[..., S]`` floating; not read on masked tokens.
-        mask: ``[..., S]`` bool, true on sampled tokens; holes and padding may lie anywhere.
+        mask: ``[..., S]`` bool, true on sampled tokens.
         gamma: Discount per sampled token, in [0, 1].
         lmbda: Trace decay per sampled token, in [0, 1].
 
@@ -61,13 +60,13 @@ def masked_gae(
         return reward.float(), reward.float()
     count = sampled_so_far(mask)
     value = only_sampled_(value.to(torch.float32, copy=True), mask)
-    # In float64 to the end: of large values and small rewards a difference is left. The last
-    # position comes first, and all is turned around while the numbers are small in memory.
+    # In float64 to the end, because large values cancel. The last position comes first; flipping is
+    # cheaper before the conversion.
     x = reward.float().flip(-1).to(accumulation_dtype(reward.device), copy=True)
     share = gamma * (1.0 - lmbda)
     if share:
         # The lambda-return is R[i] = r[i] + share * V[i + 1] + gamma * lmbda * R[i + 1]: each value
-        # but a row's first counts at the sampled token before it, the owner of what stands there.
+        # but a row's first is added at the position before it, which belongs to token i.
         later = value.scatter(-1, first_sampled_token(mask)[0], 0.0).flip(-1)
         x[..., 1:].add_(later[..., :-1], alpha=share)
     lambda_return = from_the_end_(x, mask, count, gamma * lmbda)
@@ -86,11 +85,11 @@ def episode_gae(
     *,
     episode: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimate of every sampled token over its whole episode.
+    """Compute the generalised advantage estimate of every sampled token over its whole episode.
 
     The recursion of :func:`masked_gae` (https://arxiv.org/abs/1506.02438) over each episode's sampled
-    tokens in the order in which they were sampled: by turn, and by position within a turn. A reward
-    on a masked token belongs to the last sampled token before it in its row, or to the row's first.
+    tokens, by turn and by position within a turn. A reward on a masked token moves to the last sampled
+    token before it in the row, or else to the row's first.
 
     Args:
         reward: ``[N, S]`` floating.
@@ -99,8 +98,7 @@ def episode_gae(
         turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
         gamma: Discount per sampled token, in [0, 1].
         lmbda: Trace decay per sampled token, in [0, 1].
-        episode: ``[N]`` int64 episode id of each row: the rows of one episode are one sequence of
-            tokens. Without it every row stands alone.
+        episode: ``[N]`` int64 episode id of each row; without it every row is an episode.
 
     Returns:
         Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
@@ -138,18 +136,18 @@ def turn_gae(
     *,
     episode: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimate of every turn, repeated on the turn's sampled tokens.
+    """Compute the generalised advantage estimate of every turn, repeated on its sampled tokens.
 
-    With ``r[k]`` the sum of the rewards that belong to turn ``k`` and ``V[k]`` the value at its first
-    sampled token, which is that of the history up to and including the observation that the turn
-    answers (Turn-PPO, https://arxiv.org/abs/2512.17008)::
+    With ``r[k]`` the sum of turn ``k``'s rewards and ``V[k]`` the value at its first sampled token,
+    that is of the history up to the observation that the turn answers (Turn-PPO,
+    https://arxiv.org/abs/2512.17008)::
 
         delta[k] = r[k] + gamma * V[k + 1] - V[k]
         A[k]     = delta[k] + gamma * lmbda * A[k + 1]
 
     with ``V = A = 0`` after the episode's last turn. Where turn ids skip numbers, ``gamma`` is raised
-    to their difference: a turn without a sampled token took its time. A reward on a masked token
-    belongs to the turn of the last sampled token before it, or of the row's first sampled token.
+    to their difference: turns without sampled tokens take time, too. A reward on a masked token counts
+    for the turn of the last sampled token before it, or else of the row's first.
 
     Args:
         reward: ``[N, S]`` floating.
@@ -158,8 +156,7 @@ def turn_gae(
         turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
         gamma: Discount per turn, in [0, 1].
         lmbda: Trace decay per turn, in [0, 1].
-        episode: ``[N]`` int64 episode id of each row: the rows of one episode are one sequence of
-            turns. Without it every row stands alone.
+        episode: ``[N]`` int64 episode id of each row; without it every row is an episode.
 
     Returns:
         Advantage and return (advantage + value) of each token's turn, ``[N, S]`` float32, zero on
@@ -195,10 +192,10 @@ def bilevel_gae(
     turn_lmbda: float,
     episode: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Bi-level generalised advantage estimate of every sampled token.
+    """Compute the bi-level generalised advantage estimate of every sampled token.
 
     Bi-Level GAE of VAGEN (https://arxiv.org/abs/2510.16907). First over turns ``k``, with ``V[k]`` the
-    value at the turn's *last* sampled token and ``r[k]`` the sum of the turn's rewards::
+    value at the turn's *last* sampled token and ``r[k]`` the sum of its rewards::
 
         delta[k] = r[k] + turn_gamma * V[k + 1] - V[k]
         A[k]     = delta[k] + turn_gamma * turn_lmbda * A[k + 1]
@@ -208,11 +205,10 @@ def bilevel_gae(
         A[k, J]  = A[k]
         A[k, i]  = r[k, i] + gamma * V[k, i + 1] - V[k, i] + gamma * lmbda * A[k, i + 1]
 
-    The paper has a turn's reward on its last token. What a turn earns earlier (a penalty per token)
-    counts for the turns before it as part of ``r[k]``, and within the turn at its own token only: it
-    is taken out of ``A[k, J]``, which comes after it.
+    In the paper a turn's reward is on its last token. Rewards on its earlier tokens (a penalty per
+    token, say) count in ``r[k]`` for earlier turns, but not in ``A[k, J]``, which comes after them.
     Where turn ids skip numbers, ``turn_gamma`` is raised to their difference. A reward on a masked
-    token belongs to the last sampled token before it, or to the row's first sampled token.
+    token moves to the last sampled token before it, or else to the row's first.
 
     Args:
         reward: ``[N, S]`` floating.
@@ -223,8 +219,7 @@ def bilevel_gae(
         lmbda: Trace decay per sampled token within a turn, in [0, 1].
         turn_gamma: Discount per turn, in [0, 1].
         turn_lmbda: Trace decay per turn, in [0, 1].
-        episode: ``[N]`` int64 episode id of each row: the rows of one episode are one sequence of
-            turns. Without it every row stands alone.
+        episode: ``[N]`` int64 episode id of each row; without it every row is an episode.
 
     Returns:
         Advantage and return (advantage + value), ``[N, S]`` float32, zero on masked tokens.
@@ -281,16 +276,15 @@ def bilevel_gae(
 def _gae_over_turns(
     index: TurnIndex, reward: Tensor, value: Tensor, gamma: float, lmbda: float
 ) -> Tensor:
-    """Run the recursion over the ``[K]`` rewards and values of the turns of ``index``."""
+    """Compute the advantages of turns from their rewards and values, all ``[K]``."""
     discount = index.discount_to_next(gamma)
     next_value = torch.nn.functional.pad(value[1:], (0, min(1, len(value))))
-    # Masked, not multiplied by 0: another episode's value may be infinite.
+    # Select, do not multiply by 0: another episode's value may be infinite.
     delta = reward + torch.where(discount == 0, 0.0, discount * next_value) - value
     return reverse_linear_recurrence(delta, discount * lmbda)
 
 
 def _check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:
-    """Refuse what no generalised advantage estimate takes."""
     check_mask("mask", mask, reward.shape)
     check_shape("value", value, reward.shape)
     for name, discount in discounts.items():

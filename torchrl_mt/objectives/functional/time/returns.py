@@ -1,7 +1,6 @@
-"""Discounted returns, counted in sampled tokens or in turns, and returns compared turn by turn.
+"""Discounted returns over sampled tokens or turns, and their normalisation by turn.
 
-Dropping all masked-out tokens of a row, once their rewards have gone to their owners, changes
-nothing.
+Masked tokens take no time: removing them, once their rewards are on sampled tokens, changes nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 
 
 def masked_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted return-to-go ``G[i] = r[i] + gamma * G[i + 1]`` over a row's sampled tokens ``i``.
+    """Compute the return-to-go ``G[i] = r[i] + gamma * G[i + 1]`` over a row's sampled tokens ``i``.
 
-    A reward on a masked token belongs to the last sampled token before it, or to the row's first
-    sampled token if none is before; a row without sampled tokens has zeros.
+    A reward on a masked token moves to the last sampled token before it, or else to the row's first. A
+    row without sampled tokens gets zeros.
 
     Args:
         reward: ``[..., S]`` floating.
-        mask: ``[..., S]`` bool, true on sampled tokens; holes and padding may lie anywhere.
+        mask: ``[..., S]`` bool, true on sampled tokens.
         gamma: Discount per sampled token, in [0, 1].
 
     Returns:
@@ -53,27 +52,24 @@ def turn_returns(
     *,
     episode: Tensor | None = None,
 ) -> Tensor:
-    """Discounted return-to-go of every turn, repeated on the turn's sampled tokens.
+    """Compute the return-to-go of every turn, repeated on its sampled tokens.
 
-    With ``r[u]`` the sum of the rewards that belong to turn ``u`` of the episode::
+    With ``r[u]`` the sum of the rewards of turn ``u`` of the episode::
 
         G[t] = sum over u >= t of gamma ** (u - t) * r[u]
 
-    The exponent is the difference of turn *ids*: a turn without a sampled token took its time. So a
-    turn's discount does not depend on the row that a fork put it in, and where every turn of the
-    episode sampled a token the result is that of the plain recurrence over steps.
-    A reward on a masked token belongs to the turn of the last sampled token before it, or of the
-    row's first sampled token if none is before. So does that of a turn that sampled nothing: it is
-    discounted as if the turn that it lies on had earned it. Where this matters, store the returns of
-    :class:`~torchrl_mt.transforms.DiscountedReturn`, which are exact for all turns.
+    The exponent is the difference of turn *ids*: turns without sampled tokens take time, too. A reward
+    on a masked token counts for the turn of the last sampled token before it, or else of the row's
+    first. So the reward of a turn without sampled tokens is discounted as if that turn had earned it.
+    Where this matters, store the returns of :class:`~torchrl_mt.transforms.DiscountedReturn`, which
+    are exact for all turns.
 
     Args:
         reward: ``[N, S]`` floating.
         mask: ``[N, S]`` bool, true on sampled tokens.
         turns: ``[N, S]`` int64 turn id of each token (-1 on padding); ids may skip numbers.
         gamma: Discount per turn, in [0, 1].
-        episode: ``[N]`` int64 episode id of each row: the rows of one episode (its forks) are one
-            sequence of turns. Without it every row stands alone.
+        episode: ``[N]`` int64 episode id of each row; without it every row is an episode.
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens.
@@ -89,8 +85,7 @@ def turn_returns(
     check_mask("mask", mask, reward.shape)
     check_unit_interval("gamma", gamma)
     index = index_turns(mask, turns, episode)
-    # Equal returns must come out equal whatever the order of the sums: group statistics divide by
-    # their spread.
+    # Equal returns must come out equal in any order of summation: their spread is a divisor later.
     dtype = accumulation_dtype(reward.device)
     earned = index.total(rewards_on_sampled(reward, mask, dtype=dtype))
     return index.write(reverse_linear_recurrence(earned, index.discount_to_next(gamma)).float())
@@ -104,15 +99,13 @@ def turn_normalize(
     episode: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Normalise per-turn returns among all turns of the batch that have the same turn id.
+    """Normalise the returns of turns among the batch's turns with the same turn id.
 
-    ``(G - mean_t) / (std_t + eps)``, the statistics of turn id ``t`` being taken over the batch's
-    turns, each counted once however many tokens it has. A turn alone at its id and turns without
-    spread get 0: there is nothing to compare them with.
+    ``(G - mean_t) / (std_t + eps)``, with statistics over the turns with id ``t``, each counted once
+    however many tokens it has. A turn alone at its id, and turns with equal returns, get 0.
 
     Args:
-        returns: ``[N, S]`` floating: each turn's return, repeated on its sampled tokens (the value
-            at a turn's first sampled token is read).
+        returns: ``[N, S]`` floating: each turn's return, read at its first sampled token.
         mask: ``[N, S]`` bool, true on sampled tokens.
         turns: ``[N, S]`` int64 turn id of each token (-1 on padding).
         episode: ``[N]`` int64 episode id of each row; without it every row is an episode.

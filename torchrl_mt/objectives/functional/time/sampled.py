@@ -1,7 +1,6 @@
-"""Sampled tokens as the only clock of a row: who owns a reward.
+"""Rewards moved to sampled tokens, and other helpers for masks with holes.
 
-Nothing here assumes where the sampled tokens lie. A masked-out token takes no time, and a reward
-that lies on one belongs to the last sampled token before it (to the row's first if none is before).
+A reward on a masked token moves to the last sampled token before it, or else to the row's first.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from torchrl_mt.checks import check_mask
 def rewards_on_sampled(
     reward: Tensor, mask: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Move every reward to the sampled token that it belongs to.
+    """Move every reward to the last sampled token up to it, or else to the row's first.
 
     Args:
-        reward: ``[..., S]`` floating; a row's rewards may lie anywhere.
+        reward: ``[..., S]`` floating.
         mask: ``[..., S]`` bool, true on sampled tokens.
-        dtype: The type to sum and to return in.
+        dtype: Type of the sums and of the result.
 
     Returns:
-        ``[..., S]``, zero on masked tokens; each row keeps its sum, or loses it if it has
-        no sampled token.
+        ``[..., S]``, zero on masked tokens. A row without sampled tokens loses its rewards.
 
     Examples:
         >>> mask = torch.tensor([[False, True, True, False, True]])
@@ -42,25 +40,25 @@ def rewards_on_sampled(
 
 
 def only_sampled_(x: Tensor, mask: Tensor) -> Tensor:
-    """Zero what lies on masked tokens, be it infinite or NaN; in place where nothing differentiates.
+    """Set masked values to zero, even infinity and NaN; in place on a CPU without autograd.
 
-    ``x`` is float32 or float64. A new tensor is returned where it has a gradient or a tangent or is not
-    on a CPU.
+    ``x`` is float32 or float64. A new tensor is returned if ``x`` has a gradient or a tangent, or is
+    not on a CPU.
     """
     differentiated = x.requires_grad or unpack_dual(x).tangent is not None
     if differentiated or x.device.type != "cpu":
         return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
-    # By the bits: torch.where takes many times as long, above all if the mask is irregular.
+    # Bitwise: torch.where is many times slower, above all with an irregular mask.
     bits = torch.int64 if x.dtype is torch.float64 else torch.int32
     x.view(bits).bitwise_and_(mask.to(bits).neg_())
     return x
 
 
 def first_sampled_token(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first sampled token of each row of a mask ``[..., S]``, ``S`` being at least 1.
+    """Find the first sampled token of each row of a mask ``[..., S]`` with ``S >= 1``.
 
-    Returns its position ``[..., 1]`` int64, the row's last one if nothing is sampled, and whether
-    something is: ``[...]`` bool.
+    Returns its position ``[..., 1]`` int64 (the row's last position if nothing is sampled), and
+    whether anything is sampled, ``[...]`` bool.
 
     Examples:
         >>> first_sampled_token(torch.tensor([[False, True, True], [False, False, False]]))
@@ -68,7 +66,7 @@ def first_sampled_token(mask: Tensor) -> tuple[Tensor, Tensor]:
                 [2]]), tensor([ True, False]))
     """
     size = mask.shape[-1]
-    # Many times faster than argmax; in the smallest type that holds a position.
+    # Many times faster than argmax, in the smallest type that holds a position.
     dtype = torch.int16 if size <= torch.iinfo(torch.int16).max else torch.int32
     left = (mask * torch.arange(size, 0, -1, dtype=dtype, device=mask.device)).amax(-1)
     return (size - left.long()).clamp_(max=size - 1).unsqueeze(-1), left > 0
