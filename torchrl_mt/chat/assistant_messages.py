@@ -35,13 +35,7 @@ def trial_call(k: int = 0, family: str = "") -> dict[str, Any]:
 def with_call_ids(
     reply: ParsedReply, before: Sequence[Mapping[str, Any]], family: str
 ) -> ParsedReply:
-    """Add ids to the calls that have none, by their numbers in the dialogue.
-
-    Args:
-        reply: the sampled reply.
-        before: the dialogue so far.
-        family: name of the model family.
-    """
+    """Add ids to the calls that have none, by their numbers after the dialogue ``before``."""
     first = sum(len(message.get("tool_calls") or ()) for message in before)
     calls = [
         {"type": "function", "id": _call_id(call["function"]["name"], first + k, family), **call}

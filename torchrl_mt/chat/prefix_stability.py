@@ -116,7 +116,6 @@ def _breaks_of_fields(template: ChatTemplate, with_tools: bool) -> Iterator[str]
 
 
 def _difference(name: str, messages: list[Any], shown: str, whole: str) -> str:
-    """Describe where two renderings of a dialogue differ."""
     parting = common_length(shown, whole)
     part = slice(max(0, parting - _SHOWN_BEFORE), parting + _SHOWN_AFTER)
     roles = ", ".join(message["role"] for message in messages)

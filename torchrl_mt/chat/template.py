@@ -283,7 +283,6 @@ class ChatTemplate:
         )
 
     def _apply(self, messages: list[Any], add_generation_prompt: bool) -> str:
-        """Render messages in which the names of special tokens are split."""
         return str(
             self._tokenizer.apply_chat_template(
                 messages,

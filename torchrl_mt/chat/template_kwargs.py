@@ -18,13 +18,7 @@ _LISTS = {
 
 
 def checked_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check the variables of a chat template.
-
-    Args:
-        template_kwargs: variables by name; ``tools`` may be JSON schemas or functions.
-
-    Returns:
-        The variables, iterators as lists.
+    """Check the variables of a chat template and return them, iterators as lists.
 
     Raises:
         TypeError: if it is not a mapping, a name is not a string, a tool is neither a function nor a
@@ -59,7 +53,6 @@ def checked_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> dict[s
 
 
 def _check_entries(name: str, value: Any) -> None:
-    """Check a list of tools or documents."""
     if value is None:
         return
     expected = f"template_kwargs[{name!r}] must be a list of {_LISTS[name]}"

@@ -58,9 +58,6 @@ _FIRST = (r"\bloop\.last\b", "loop.first")
 def training_template(original: ChatTemplate) -> tuple[ChatTemplate, str | None]:
     """Make the training template of a chat template.
 
-    Args:
-        original: the template.
-
     Returns:
         A template that renders the same openings (``original`` if nothing needs to change), and the
         result of :func:`~torchrl_mt.chat.prefix_stability.find_break` for it.

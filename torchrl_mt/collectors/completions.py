@@ -205,7 +205,6 @@ class Completions:
     async def _answer(
         self, prompt_ids: list[int], request: Mapping[str, Any], k: int
     ) -> Completion:
-        """The engine's answer to a prompt."""
         sampling = {name: request[name] for name in _PASSED_ON if request.get(name) is not None}
         if "seed" in sampling:
             sampling["seed"] += k
@@ -290,7 +289,6 @@ def _checked(request: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """The content of a message, given as text or as parts."""
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = list(content)
@@ -304,7 +302,6 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """The arguments of a tool call, decoded if they are JSON."""
     arguments = call.get("function", {}).get("arguments")
     if not isinstance(arguments, str):
         return arguments

@@ -126,7 +126,6 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
 
 
 def _tokens(turn: Turn) -> list[int]:
-    """Tokens of a row, given its last turn."""
     return [*turn.prompt_ids, *turn.completion.token_ids]
 
 

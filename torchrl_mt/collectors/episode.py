@@ -314,7 +314,6 @@ def _ragged(**columns: Sequence[torch.Tensor]) -> LazyStackedTensorDict:
 
 
 def _objects(values: Iterable[Any]) -> NonTensorStack:
-    """A column of Python objects."""
     values = list(values)
     # Wrap each object once: many are the same, and wrapping is the slowest part.
     wrapped = {id(value): value for value in values}

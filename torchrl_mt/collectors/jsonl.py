@@ -154,7 +154,6 @@ def _number(value: float) -> float | str:
 
 
 def _key(key: Any) -> str:
-    """A key as a string."""
     return str.__str__(key) if isinstance(key, str) else _repr(key)
 
 

@@ -228,12 +228,7 @@ def _continues(turn: Turn, before: Turn) -> bool:
 
 
 def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -> Limits:
-    """The tightest of the limits, of ``max_new_tokens`` and of the engine's own limits.
-
-    Args:
-        limits: limits of an episode.
-        max_new_tokens: maximum length of a response by the sampling arguments.
-        engine: the engine.
+    """The tightest of the limits, of the sampling's ``max_new_tokens`` and of the engine's limits.
 
     Raises:
         ValueError: if ``max_new_tokens`` is below 1.
@@ -247,7 +242,6 @@ def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -
 
 
 def _member_seed(seed: Any, episode: Episode) -> int | None:
-    """Seed of one member of a group."""
     if seed is None:
         return None
     try:

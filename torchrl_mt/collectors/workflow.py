@@ -111,7 +111,6 @@ def _entries(result: TensorDictBase, turns: int) -> tuple[TensorDictBase, list[f
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """Convert rewards to floats."""
     for value in values:
         if not isinstance(value, Real) and not (
             isinstance(value, torch.Tensor) and value.numel() == 1

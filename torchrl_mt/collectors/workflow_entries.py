@@ -175,5 +175,4 @@ def _difference(found: EntryKinds, expected: EntryKinds) -> str:
 
 
 def _name(key: tuple[str, ...]) -> str:
-    """A key in an error message."""
     return repr(key[0] if len(key) == 1 else key)

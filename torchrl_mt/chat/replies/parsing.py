@@ -123,7 +123,6 @@ class ReplyParser:
         return template or getattr(self._tokenizer, "response_schema", None)
 
     def _parse_by_host(self, text: str, prefix: str) -> ParsedReply:
-        """Parse a reply with transformers."""
         known = inspect.signature(self._tokenizer.parse_response).parameters
         given: dict[str, Any] = {"prefix": prefix, "tools": self._tools}
         try:

@@ -29,12 +29,7 @@ CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def make_call(name: Any, arguments: Any, id: Any = None) -> dict[str, Any]:
-    """Make a tool call.
-
-    Args:
-        name: the tool's name.
-        arguments: a mapping, its JSON text, or ``None`` for no arguments.
-        id: the call's id, if it has one.
+    """Make a tool call; arguments are a mapping, its JSON text, or ``None`` for none.
 
     Raises:
         MalformedError: if the name is not text, or the arguments are not a mapping.

@@ -53,12 +53,7 @@ class BackgroundTasks:
         return task in self.pending or task in self._members
 
     def start(self, work: Coroutine[Any, Any, object], what: str) -> None:
-        """Run a coroutine in the background. Call this in the loop.
-
-        Args:
-            work: the coroutine.
-            what: name of the coroutine in the log.
-        """
+        """Run a coroutine in the background, named ``what`` in the log. Call this in the loop."""
         task = asyncio.ensure_future(self._run(work, what))
         self.pending.add(task)
         task.add_done_callback(self.pending.discard)

@@ -45,7 +45,6 @@ def rows_of_batch(batch: Any, *, collate_fn: Any = None) -> Iterator[Any]:
 
 
 def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]:
-    """Name and length of every column."""
     if _is_columns(batch):
         for key, column in batch.items():
             yield from _sizes(column, f"{name}[{key!r}]", by_default)
@@ -68,7 +67,6 @@ def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]
 
 
 def _row(batch: Any, i: int, by_default: bool) -> Any:
-    """Row ``i`` of a batch or of a column."""
     if _is_columns(batch):
         return {key: _row(column, i, by_default) for key, column in batch.items()}
     if by_default and _is_transposed(batch):

@@ -286,5 +286,4 @@ class WeightedCurriculum(_Choosing):
 
 
 def _is_rewarded(episode: TensorDictBase) -> float:
-    """Whether the sum of an episode's rewards is positive."""
     return float(episode["next", "reward"].sum() > 0)

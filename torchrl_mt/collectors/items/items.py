@@ -181,9 +181,6 @@ class Items(Iterator[Item]):
     def put_back(self, ticket: int) -> None:
         """Return an item, to be given out again with the same ticket and before any new one.
 
-        Args:
-            ticket: the item's ticket.
-
         Raises:
             ValueError: if no such item is given out.
         """
@@ -252,5 +249,4 @@ class Items(Iterator[Item]):
 
 
 def _describe(fingerprint: dict[str, Any]) -> str:
-    """A fingerprint in words."""
     return ", ".join(f"{key} {value}" for key, value in fingerprint.items())

@@ -119,7 +119,6 @@ def _own_generator(parts: list[Any], seed: int, epoch: int) -> Iterator[None]:
 
 
 def _set_epoch(epoch: int, *objects: Any) -> None:
-    """Call ``set_epoch`` of the objects that have it."""
     for each in objects:
         if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)

@@ -305,7 +305,6 @@ class _Ordered(Source):
             self.items = iter(())
 
     def _begin(self, epoch: int) -> Iterator[Any]:
-        """Start an epoch."""
         self.generators = self.passes.generator_states()
         self.items = self.passes.begin(epoch, self.seed)
         return self.items

@@ -93,11 +93,7 @@ class EpisodePlayer:
         return None
 
     async def refusal_of(self, episodes: Sequence[Episode]) -> BaseException | None:
-        """Apply ``accept_group``; return why it refuses the group, or ``None``.
-
-        Args:
-            episodes: the group's finished episodes, at least one.
-        """
+        """Apply ``accept_group`` to a group's finished episodes; return why it refuses, or ``None``."""
         assert self.accept_group is not None
         try:
             ted = [episodes_to_tensordict([episode]) for episode in episodes]

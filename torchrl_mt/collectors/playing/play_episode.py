@@ -212,12 +212,10 @@ def _close_unused(player: Player) -> None:
 
 
 async def _wait_for(value: Awaitable[_T]) -> _T:
-    """Await a value, as a coroutine."""
     return await value
 
 
 def _close(env: TextEnv) -> None:
-    """Close an environment in the background."""
     if type(env).close is not TextEnv.close:
         background = BackgroundTasks.of(asyncio.get_running_loop())
         background.start(_ask(env, env.close), f"closing {type(env).__name__}")

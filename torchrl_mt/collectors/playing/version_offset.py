@@ -15,12 +15,7 @@ __all__ = ["VersionOffset"]
 
 
 class VersionOffset:
-    """An engine with an offset added to its versions.
-
-    Args:
-        engine: the engine.
-        offset: number of updates before the engine was made.
-    """
+    """An engine whose versions start at ``offset``, the number of updates before it was made."""
 
     def __init__(self, engine: Engine, offset: int) -> None:
         self._engine = engine

@@ -38,11 +38,7 @@ class FailureStreak:
         self._any_judged = True
 
     def add_finished(self, failure: BaseException | None = None) -> None:
-        """Record a member that finished.
-
-        Args:
-            failure: the error of its last failed attempt, if there was one.
-        """
+        """Record a member that finished, with the error of its last failed attempt."""
         if self._any_judged:
             self._length = 0
         elif failure is not None:
@@ -79,11 +75,9 @@ class Requeues:
         return ticket in self._counts
 
     def try_again(self, ticket: int, *, all_failed: bool) -> bool:
-        """Count a requeue of an item; false, and no count, if it had too many.
+        """Count a requeue of an item, unless it had too many; return whether it may be requeued.
 
-        Args:
-            ticket: the item's ticket.
-            all_failed: whether every member of its last group failed.
+        ``all_failed`` says whether every member of its last group failed.
         """
         times, in_a_row = self._counts.get(ticket, (0, 0))
         in_a_row = in_a_row + 1 if all_failed else 0

@@ -12,11 +12,7 @@ __all__ = ["ItemReader"]
 
 
 class ItemReader:
-    """Reads items; slow data in a thread.
-
-    Args:
-        items: the items to read.
-    """
+    """Reads items; slow data in a thread."""
 
     def __init__(self, items: Items) -> None:
         self.items = items

@@ -62,12 +62,7 @@ class CutWarning:
         self._said = False
 
     def __call__(self, episodes: Sequence[Episode], limits: Limits) -> None:
-        """Check a batch.
-
-        Args:
-            episodes: finished episodes, at least one.
-            limits: the limits that they were played with.
-        """
+        """Check a batch of finished episodes, at least one, against the limits they were played with."""
         cut = Counter(
             episode.stop_reason
             for episode in episodes
@@ -109,11 +104,7 @@ class Stall:
         self._told = False
 
     def should_warn(self, stalled: bool) -> bool:
-        """Whether to warn now.
-
-        Args:
-            stalled: whether the run is stalled at this moment.
-        """
+        """Whether to warn now, given whether the run is stalled at this moment."""
         if not stalled:
             self._since, self._told = None, False
             return False

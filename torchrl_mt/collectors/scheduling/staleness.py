@@ -75,12 +75,7 @@ class Lead:
         self._done_with = self._delivered
 
     def deliver(self, delivered: int, version: int) -> None:
-        """Record a delivery.
-
-        Args:
-            delivered: episodes delivered so far, this batch included.
-            version: the weight version at the delivery.
-        """
+        """Record a delivery: episodes delivered so far, and the weight version."""
         self._done_with, self._last_version = self._delivered, version
         self._delivered = delivered
 

@@ -62,10 +62,8 @@ class TrainingRun:
     def deliver(self, groups: list[Group], version: int, policy_version: int) -> None:
         """Record that the batch was delivered and accept its episodes. May be called from any thread.
 
-        Args:
-            groups: the groups of the batch.
-            version: the engine's weight version at the delivery.
-            policy_version: the same, counted across restarts.
+        ``version`` is the engine's weight version at the delivery, ``policy_version`` the same, counted
+        across restarts.
         """
         self.scheduler.settle()
         episodes = [episode for group in groups for episode in group.episodes]

@@ -38,12 +38,7 @@ class CallTimes:
 
     @contextmanager
     def call(self, kind: Kind, what: str) -> Iterator[None]:
-        """Record a call for as long as the context lasts.
-
-        Args:
-            kind: whose call it is.
-            what: name of the call in the log.
-        """
+        """Record a call, named ``what`` in the log, for as long as the context lasts."""
         self._add_time()
         self._number += 1
         number = self._number
