@@ -97,8 +97,8 @@ class MultiTurnCollector(BaseCollector):
         total_attempts: number of groups, refused or not, that may be played for one batch. The run
             raises if ``accept_group`` refuses a group at that number. ``None`` means ten times the
             groups of a batch.
-        max_retries: the field of ``failures``.
-        max_consecutive_failures: the field of ``failures``.
+        max_retries: short for ``FailurePolicy(max_retries=...)``.
+        max_consecutive_failures: short for ``FailurePolicy(max_consecutive_failures=...)``.
         max_staleness: number of batches that episodes may run ahead of training. At most
             ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
             at most ``max_staleness + updates + 1`` in all. No token is more than ``max_staleness``
@@ -113,8 +113,8 @@ class MultiTurnCollector(BaseCollector):
             counted as ``dump_errors``, and the first is logged; the run goes on.
         sampling: arguments for every call of the engine's ``generate``, also in evaluations.
         workflow_kwargs: arguments for the class that ``env`` is or names.
-        env_workers: number of processes that run the environments, for environments that compute.
-            ``env``, items and messages are pickled, and a script needs
+        env_workers: number of processes that run the environments, for environments that compute, since
+            threads share one core. ``env``, items and messages are pickled, and a script needs
             ``if __name__ == "__main__":``. If a process dies, its episodes are rejected
             (``rejected/EnvWorkerError``) and a new process replaces it.
         progress: show a progress bar.
@@ -467,7 +467,7 @@ class MultiTurnCollector(BaseCollector):
         if not episodes:
             last = player.last_failure
             raise RuntimeError(
-                "no episode of the evaluation came to its end"
+                "no episode of the evaluation finished"
                 + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}.")
             ) from last
         self._eval_counts.accept(episodes, version=self.policy_version)
@@ -544,11 +544,11 @@ class MultiTurnCollector(BaseCollector):
 
         Args:
             policy_or_weights: a model or a state dict, passed to the engine's ``update_weights``.
-            weights: the same under another name.
-            policy: the same under another name.
-            weights_dict: the same as the only value of a dict.
-            worker_ids: ignored: there is one engine.
-            model_id: ignored: there is one model.
+            weights: another name for ``policy_or_weights``.
+            policy: another name for ``policy_or_weights``.
+            weights_dict: the weights as the only value of a dict.
+            worker_ids: ignored, since there is one engine.
+            model_id: ignored, since there is one model.
 
         Raises:
             TypeError: if weights are given more than once.

@@ -67,7 +67,7 @@ def make_source(data: Any, order: ItemOrder) -> Source:
     once = isinstance(data, Iterator)
     if once and cycle:
         raise ValueError(
-            f"cycle=True needs data that can be gone through again, got a {type(data).__name__}, "
+            f"cycle=True needs data that can be iterated again, got a {type(data).__name__}, "
             "which cannot: pass list(data), or a function that returns a new iterator."
         )
     passes: Passes
@@ -282,8 +282,8 @@ class _Ordered(Source):
                 value = next(self._begin(self.epoch + 1), _END)
                 if value is _END:
                     raise ValueError(
-                        f"data gave no item in epoch {self.epoch + 1}: pass data that can be gone "
-                        "through again, or cycle=False."
+                        f"data gave no item in epoch {self.epoch + 1}: pass data that can be iterated "
+                        "again, or cycle=False."
                     )
                 self.epoch, self.place = self.epoch + 1, 0
         except BaseException as error:
@@ -338,13 +338,13 @@ class _Ordered(Source):
         """Read and drop items up to a place in the epoch."""
         if place < taken:
             raise ValueError(
-                f"state_dict must not lie behind data that is an iterator, got {place} items where "
-                f"{taken} were taken: give a new iterator."
+                f"state_dict must not be of an earlier position than the iterator's, got {place} where "
+                f"{taken} items were taken: give a new iterator."
             )
         read = taken + sum(1 for _ in islice(items, place - taken))
         if read < place:
             raise ValueError(
-                f"state_dict lies at item {place} of an epoch, but the data ends after {read}: give the "
+                f"state_dict is at item {place} of an epoch, but the data ends after {read}: give the "
                 "data of the saved run."
             )
 

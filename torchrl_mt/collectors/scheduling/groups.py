@@ -55,7 +55,7 @@ class GroupPlayer:
         size: episodes per group.
         failures: retries and limits of failures.
         concurrency: maximum number of episodes at once.
-        counts: counts the episodes.
+        counts: counters of the episodes.
         traj_ids: ids of the episodes.
         is_eval: whether the episodes are for evaluation.
         refusal_of: returns why a group is refused, or ``None``; without it, no group is refused.
