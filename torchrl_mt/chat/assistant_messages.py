@@ -1,7 +1,6 @@
-"""Assistant messages as a chat template takes them: the fields that it reads, in the form that it wants.
+"""Assistant messages with the fields that a chat template reads.
 
-What a template cannot write from fields stays in the text as it was sampled, so that no template loses
-a part that it would have kept.
+Parts for which the template has no field stay in the content as they were sampled, so that none is lost.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ __all__ = [
 ]
 
 THOUGHT, TOOL, ARGUMENT = "THOUGHT", "look", "ARGUMENT"
-"""Thoughts, a tool and its argument, by which a template is tried."""
+"""Thoughts, a tool and its argument, for testing templates."""
 
 _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def trial_call(k: int = 0, family: str = "") -> dict[str, Any]:
-    """A tool call by which a template is tried."""
+    """A tool call for testing templates."""
     function = {"name": TOOL, "arguments": {"q": f"{ARGUMENT}{k}"}}
     return {"type": "function", "id": _call_id(TOOL, k, family), "function": function}
 
@@ -36,13 +35,7 @@ def trial_call(k: int = 0, family: str = "") -> dict[str, Any]:
 def with_call_ids(
     reply: ParsedReply, before: Sequence[Mapping[str, Any]], family: str
 ) -> ParsedReply:
-    """The reply with an id for every call: the model's own, or the call's number in the dialogue.
-
-    Args:
-        reply: what was sampled.
-        before: the dialogue so far.
-        family: the family whose notation the model writes.
-    """
+    """Add ids to the calls that have none, by their numbers after the dialogue ``before``."""
     first = sum(len(message.get("tool_calls") or ()) for message in before)
     calls = [
         {"type": "function", "id": _call_id(call["function"]["name"], first + k, family), **call}
@@ -52,20 +45,20 @@ def with_call_ids(
 
 
 def _call_id(name: str, number: int, family: str) -> str:
-    """Nine letters and digits, which some templates insist on; Kimi's ids hold the name."""
+    """Id of a call: nine letters and digits, which some templates insist on; Kimi's has the name."""
     return f"functions.{name}:{number}" if family == "kimi" else f"call{number:05}"
 
 
 def name_tool_results(
     said: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Tool messages with the names and ids of their calls, which many templates ask for.
+    """Add the names and ids of calls to tool messages, which many templates need.
 
-    Results without a ``tool_call_id`` belong to the calls in their order.
+    Results without a ``tool_call_id`` belong to the calls in order.
 
     Args:
         said: the assistant message with the calls.
-        messages: what followed it.
+        messages: the messages after it.
     """
     calls = list(said.get("tool_calls") or ())
     named = []
@@ -81,13 +74,13 @@ def name_tool_results(
 
 
 class AssistantMessages:
-    """Writes replies as messages with the fields that a chat template reads, found by trial.
+    """Converts replies to messages with the fields that a chat template reads, found by trial.
 
     Args:
-        render: text of a dialogue that ends with an answer; ``None`` if the template refuses it.
+        render: renders a dialogue that ends with an answer; returns ``None`` if the template refuses it.
         question: a dialogue that an answer may follow.
-        content: the content of the answers that are tried.
-        family: the family whose notation the model writes.
+        content: the content of trial answers.
+        family: name of the model family.
     """
 
     def __init__(
@@ -102,7 +95,7 @@ class AssistantMessages:
             return text is not None and all(word in text for word in words)
 
         def calling(*, json_text: bool) -> dict[str, Any]:
-            # Some templates write the content of an answer that calls, others do not take it.
+            # Some templates refuse content in an answer with calls.
             calls = _with_arguments([trial_call(0, family)], json_text=json_text)
             return {"content": "", "tool_calls": calls}
 
@@ -110,7 +103,7 @@ class AssistantMessages:
             (form for form in (False, True) if writes(TOOL, ARGUMENT, **calling(json_text=form))),
             None,
         )
-        """Whether calls have their arguments as JSON text; ``None`` if the template writes no calls."""
+        """Whether the template wants arguments as JSON text; ``None`` if it writes no calls."""
         call = calling(json_text=self._json_arguments) if self._json_arguments is not None else {}
         plain = [name for name in _THOUGHT_FIELDS if writes(THOUGHT, **{name: THOUGHT})]
         called = [
@@ -126,7 +119,7 @@ class AssistantMessages:
             or self._thoughts is None
             or writes(THOUGHT, **answer, **{self._thoughts: THOUGHT})
         )
-        """Whether an answer that calls may have thoughts and content."""
+        """Whether an answer with calls may have both thoughts and content."""
 
     @property
     def takes_thoughts(self) -> bool:
@@ -140,22 +133,22 @@ class AssistantMessages:
 
     @property
     def drops_thoughts(self) -> bool:
-        """Whether the template has a field for thoughts, but never writes those of a plain answer."""
+        """Whether the template has a field for thoughts, but drops those of answers without calls."""
         return self.takes_thoughts and self._drops_thoughts
 
     def loses(self, message: Mapping[str, Any]) -> bool:
-        """Whether the template never writes one of this message's fields."""
+        """Whether the template drops one of this message's fields."""
         calls = bool(message.get("tool_calls"))
         if self._thoughts is not None and message.get(self._thoughts):
             return self._drops_thoughts_of_calls if calls else self._drops_thoughts
         return calls and bool(message["content"]) and self._drops_content_of_calls
 
     def write(self, reply: ParsedReply, text: str = "") -> dict[str, Any]:
-        """The message that stands for a reply in a dialogue.
+        """Convert a reply to a message that the template can render.
 
         Args:
-            reply: what was sampled, its calls with ids.
-            text: the same as text, with the opening of its thoughts if the prompt wrote that.
+            reply: the sampled reply, its calls with ids.
+            text: the reply's text, and before it the opening of thoughts if the prompt has written it.
         """
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.tool_calls:
@@ -171,13 +164,13 @@ class AssistantMessages:
             return {**message, "content": inline if reply.tool_calls else text}
         thoughts = reply.reasoning
         if reply.tool_calls and reply.content and not self._takes_both:
-            # OpenAI's template takes one of the two before a call.
+            # OpenAI's template accepts only one of the two before a call.
             thoughts, message["content"] = "\n".join([thoughts, reply.content]), ""
         return {**message, self._thoughts: thoughts}
 
 
 def _with_arguments(calls: Sequence[Mapping[str, Any]], *, json_text: bool) -> list[dict[str, Any]]:
-    """Calls with their arguments as mappings, or as JSON text."""
+    """Calls with their arguments as mappings or as JSON text."""
 
     def form(function: Mapping[str, Any]) -> dict[str, Any]:
         arguments = function["arguments"]

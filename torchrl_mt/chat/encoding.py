@@ -1,4 +1,4 @@
-"""Text to tokens and back, where the text is a part of a prompt."""
+"""Encode and decode parts of prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrl_mt.chat.special_tokens import BREAK
 __all__ = ["RenderedTextEncoder", "decode"]
 
 _WORD = "ANSWER-OF-THE-ASSISTANT"
-"""Stands before a text while it is encoded."""
+"""Context before a text while it is encoded."""
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Text of tokens, special ones included."""
+    """Decode tokens, special ones included."""
     return str(
         tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -25,10 +25,10 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 
 
 class RenderedTextEncoder:
-    """Encodes what a chat template has written, special tokens and all.
+    """Encodes the text that a chat template has written, special tokens included.
 
-    Many tokenizers treat the beginning of a text unlike its middle (a space put in front). So text from
-    the middle of a prompt is encoded with another text before it, whose tokens are taken off again.
+    Many tokenizers encode the beginning of a text unlike its middle (by a space in front). So text from
+    the middle of a prompt is encoded after a context, whose tokens are then removed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special_ids: set[int]) -> None:
@@ -37,19 +37,19 @@ class RenderedTextEncoder:
         self._before = [(end, self._encode(end))]
         try:
             word = self._encode(_WORD)
-        except Exception:  # A tokenizer may refuse what it does not know.
+        except Exception:  # A tokenizer may refuse unknown words.
             return
-        # A word is the true context, but one that the tokenizer does not know looks like any longer one.
+        # An answer's text is the truest context, unless it is encoded as unknown.
         if not special_ids.intersection(word):
             self._before.insert(0, (_WORD, word))
 
     def beginning(self, text: str) -> list[int]:
-        """Tokens of text that begins a prompt."""
+        """Encode text at the beginning of a prompt."""
         first, *others = text.split(BREAK)
         return [*self._encode(first), *chain.from_iterable(map(self._encode_within, others))]
 
     def middle(self, text: str) -> list[int]:
-        """Tokens of text that others precede."""
+        """Encode text that follows other text."""
         return list(chain.from_iterable(map(self._encode_within, text.split(BREAK))))
 
     def _encode_within(self, text: str) -> list[int]:
@@ -60,5 +60,5 @@ class RenderedTextEncoder:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        """Tokens of a text by itself; the template has written all special tokens."""
+        """Encode a text by itself; the template has already written all special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,7 +1,7 @@
-"""Whether a chat template is prefix-stable, found out on short dialogues.
+"""Test on short dialogues whether a chat template is prefix-stable.
 
-A template is prefix-stable if a prompt, the answer and what follows it add up to the template's own
-rendering of the longer dialogue.
+A template is prefix-stable if a prompt, its answer and the following messages together are the
+template's rendering of the longer dialogue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["find_break"]
 
 ANSWER = "ANSWER-OF-THE-ASSISTANT"
 _OPENED = "<think>\n"
-"""What a generation prompt writes that opens the thoughts itself."""
+"""The opening of thoughts, which a generation prompt may write itself."""
 _ANSWERS = {
     "an answer": ANSWER,
     "an answer with its thinking": f"{_OPENED}{THOUGHT}\n</think>\n\n{ANSWER}",
@@ -33,25 +33,25 @@ _ANSWERS = {
     "an empty answer": "",
 }
 _SHOWN_BEFORE, _SHOWN_AFTER = 20, 50
-"""Characters around a difference that its description shows."""
+"""Characters shown before and after a difference."""
 
 
 def find_break(template: ChatTemplate, *, with_tools: bool = True) -> str | None:
-    """Describe how a template rewrites an earlier part of a dialogue once other messages follow.
+    """Find a dialogue whose earlier messages a template rewrites when others follow.
 
     Args:
         template: the template.
-        with_tools: whether to try dialogues with tools.
+        with_tools: whether to test dialogues with tools.
 
     Returns:
-        The first such dialogue that was found, with both renderings; ``None`` if there is none.
+        A description of the first such dialogue with both renderings; ``None`` if there is none.
     """
     kinds = (_breaks_of_texts(template, with_tools), _breaks_of_fields(template, with_tools))
     return next(chain.from_iterable(kinds), None)
 
 
 def _breaks_of_texts(template: ChatTemplate, with_tools: bool) -> Iterator[str]:
-    """Answers whose parts are all in their text."""
+    """Breaks by answers whose thoughts are part of the text."""
     for name, asked, content, new in _dialogues():
         if not with_tools and TOOL_RESULT in [*asked, *new]:
             continue
@@ -61,7 +61,7 @@ def _breaks_of_texts(template: ChatTemplate, with_tools: bool) -> Iterator[str]:
             if (opened and not content) or (
                 THOUGHT in content and template.parser.is_closed_by(asking)
             ):
-                continue  # It is to think and does not, or the other way round.
+                continue  # The prompt asks for thoughts and the answer has none, or vice versa.
             said = content.removeprefix(_OPENED) if opened else content
             messages = [*asked, template.read(said, asking)[1]]
             whole, behind = template.follow(messages, said, new)
@@ -73,7 +73,7 @@ def _breaks_of_texts(template: ChatTemplate, with_tools: bool) -> Iterator[str]:
 
 
 def _dialogues() -> Iterator[tuple[str, list[dict[str, Any]], str, list[dict[str, Any]]]]:
-    """What kind of answer is tried, the dialogue before it, its text, and what follows it."""
+    """Name of the answer's kind, dialogue before it, its text, and the messages after it."""
     following: list[list[dict[str, Any]]] = [[USER], [TOOL_RESULT], []]
     for new, opening in product(following, OPENINGS):
         for name, content in _ANSWERS.items():
@@ -83,7 +83,7 @@ def _dialogues() -> Iterator[tuple[str, list[dict[str, Any]], str, list[dict[str
 
 
 def _breaks_of_fields(template: ChatTemplate, with_tools: bool) -> Iterator[str]:
-    """Answers with thoughts and calls in fields of their own, if the template writes them."""
+    """Breaks by answers with thoughts and calls in fields of their own, if the template has them."""
     answers, call = template.answers, trial_call(0, template.parser.family)
     results = name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])
     replies: dict[str, tuple[ParsedReply, list[str]]] = {}
@@ -99,7 +99,7 @@ def _breaks_of_fields(template: ChatTemplate, with_tools: bool) -> Iterator[str]
     for name, (reply, parts) in replies.items():
         answer = answers.write(reply)
         if answers.loses(answer):
-            continue  # That is seen where such an answer is given.
+            continue  # ChatTokens.follow tests each such answer itself.
         follows: list[list[Any]] = [[USER], [TOOL_RESULT]] if with_tools else [[USER]]
         if reply.tool_calls:
             plain = answers.write(ParsedReply("ANSWERED"), "ANSWERED")
@@ -116,7 +116,6 @@ def _breaks_of_fields(template: ChatTemplate, with_tools: bool) -> Iterator[str]
 
 
 def _difference(name: str, messages: list[Any], shown: str, whole: str) -> str:
-    """A sentence that shows the two renderings of a dialogue where they part."""
     parting = common_length(shown, whole)
     part = slice(max(0, parting - _SHOWN_BEFORE), parting + _SHOWN_AFTER)
     roles = ", ".join(message["role"] for message in messages)

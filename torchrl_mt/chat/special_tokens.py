@@ -1,7 +1,7 @@
-"""Names of special tokens: which there are, and how text that holds one stays text.
+"""Names of special tokens, and how they stay ordinary text within messages.
 
-Text of users, tools and servers must not become a special token, which could end its own turn. So
-:data:`BREAK` is put into every such name within it, and the text is encoded in parts between breaks.
+Text of users, tools and servers must not become a special token, which could end a turn. So
+:data:`BREAK` is inserted into every such name, and the text between breaks is encoded separately.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 __all__ = ["BREAK", "SpecialTokenNames", "special_tokens"]
 
 BREAK = "\ufdd0"
-"""Splits a special token's name. It is a noncharacter, which no text holds."""
+"""Splits the name of a special token; a noncharacter of Unicode."""
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Names of a tokenizer's special tokens, also of those that only its vocabulary marks as special."""
+    """Names of a tokenizer's special tokens, including those that only its vocabulary marks as such."""
     added = tokenizer.added_tokens_decoder.values()
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
@@ -29,22 +29,22 @@ class SpecialTokenNames:
     """Finds the names of a tokenizer's special tokens in text, and splits them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        # A token of one character has no inside to be split at.
+        # A name of one character cannot be split.
         names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
         self.pattern = re.compile("|".join(sorted(names)) or "(?!)")
         """Matches any of the names."""
-        # Names may overlap: each beginning of one counts.
+        # A lookahead, since names may overlap.
         self._beginning = re.compile(f"(?={self.pattern.pattern})(.)", re.DOTALL)
 
     def split(self, value: Any, place: str) -> Any:
-        """Copy plain data with a break in every name that its texts hold.
+        """Copy plain data with a break in every name of a special token.
 
         Args:
             value: text, numbers, ``None``, and mappings and sequences of them.
-            place: what it is called in errors.
+            place: name of the value in errors.
 
         Raises:
-            TypeError: if it holds anything else, whose text could hide a name.
+            TypeError: if it holds anything else, whose text could contain a name.
         """
         if isinstance(value, str):
             return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
@@ -55,12 +55,12 @@ class SpecialTokenNames:
                 self.split(key, f"a key of {place}"): self.split(entry, f"{place}[{key!r}]")
                 for key, entry in value.items()
             }
-        # Iterators are used up by one rendering; sets have another order in each process.
+        # Copy iterators, which one rendering uses up; refuse sets, whose order changes by process.
         ordered = isinstance(value, (Sequence, MappingView, Iterator))
         if ordered and not isinstance(value, (bytes, bytearray, memoryview)):
             parts = (self.split(entry, f"{place}[{k}]") for k, entry in enumerate(value))
             return tuple(parts) if isinstance(value, tuple) else list(parts)
         raise TypeError(
             f"{place} must be plain data (text, numbers, booleans, None, and mappings and lists of "
-            f"them), got {type(value).__name__}: give a template what it shows of it."
+            f"them), got {type(value).__name__}: convert it to what the template is to show."
         )

@@ -1,4 +1,4 @@
-"""A chat template as text: what it writes of a dialogue, and what it writes behind an answer."""
+"""Chat templates as text: render dialogues, and find what is written after an answer."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ OPENINGS: tuple[list[dict[str, Any]], ...] = (
     [USER],
     [{"role": "system", "content": "RULES"}, USER],
 )
-"""Beginnings of the dialogues by which a template is tried."""
+"""Openings of the dialogues that templates are tested with."""
 
 
 class RefusedDialogueError(ValueError):
-    """The template raised an error on a dialogue; names the message and repeats the template's words."""
+    """The template raised an error on a dialogue; names the message and the template's error."""
 
 
 class ChatTemplate:
-    """Renders dialogues by a tokenizer's chat template.
+    """Renders dialogues with a tokenizer's chat template.
 
     Attributes:
-        source: the template, the tokenizer's own if none is given.
-        question: the first of :data:`OPENINGS` that the template takes.
-        closing: what the template writes behind every answer: the end of the turn.
+        source: the template; the tokenizer's own if none is given.
+        question: the first of :data:`OPENINGS` that the template accepts.
+        closing: the end of an assistant's turn, after its content.
         parser: parses the model's replies.
-        answers: writes them as messages.
+        answers: converts replies to messages.
 
     Raises:
-        TypeError: if ``template_kwargs`` hold what is no plain data, but for functions as tools.
+        TypeError: if ``template_kwargs`` holds anything but plain data and functions as tools.
         ValueError: if the template does not write the assistant's content, or refuses the shortest
             dialogues.
     """
@@ -73,14 +73,14 @@ class ChatTemplate:
         self._template_kwargs = template_kwargs
         self.source = source or str(tokenizer.get_chat_template(None, given.get("tools")))
         self._names = SpecialTokenNames(tokenizer)
-        # Tools and documents may come from servers, whose text is trusted no more than messages.
+        # Tools and documents may come from servers, so their text is not trusted either.
         self._kwargs = {
             name: self._names.split(
                 tool_schemas(value) if name == "tools" else value, f"template_kwargs[{name!r}]"
             )
             for name, value in given.items()
         }
-        # No tool or document can hold a content that it cannot know.
+        # Random, so that no tool or document can contain it.
         self._marker = f"ANSWER-{token_hex(8)}"
         answer = {"role": "assistant", "content": self._marker}
         taken = (asked for asked in OPENINGS if self.renders([*asked, answer]) is not None)
@@ -95,22 +95,22 @@ class ChatTemplate:
         self._calls_are_local = self._find_whether_calls_are_local()
 
     def with_source(self, source: str) -> ChatTemplate:
-        """Another template for the same tokenizer and variables."""
+        """A copy with another template."""
         return ChatTemplate(self._tokenizer, self._template_kwargs, source)
 
     def render(
         self, messages: Messages, *, context: Messages = (), add_generation_prompt: bool = True
     ) -> str:
-        """Text of a dialogue, with a break in every special token's name that its messages hold.
+        """Render a dialogue, with a break in every special token's name in its messages.
 
         Args:
             messages: the dialogue.
-            context: messages before these, which an error does not count.
-            add_generation_prompt: whether the model is to answer.
+            context: messages before these, which errors do not count.
+            add_generation_prompt: whether to add the generation prompt.
 
         Raises:
             RefusedDialogueError: if the template raises an error.
-            TypeError: if a message holds what is no plain data.
+            TypeError: if a message holds anything but plain data.
         """
         before = self._names.split(list(context), "context")
         split = self._names.split(list(messages), "messages")
@@ -120,7 +120,7 @@ class ChatTemplate:
             raise self._refusal(before, split, error) from error
 
     def renders(self, messages: Messages, *, add_generation_prompt: bool = False) -> str | None:
-        """Text of a dialogue; ``None`` if the template refuses it."""
+        """Render a dialogue; ``None`` if the template refuses it."""
         split = self._names.split(list(messages), "messages")
         try:
             return self._apply(split, add_generation_prompt)
@@ -128,7 +128,7 @@ class ChatTemplate:
             return None
 
     def after_context(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """What the template writes behind an answer to :attr:`question` that messages follow."""
+        """The text after an answer to :attr:`question` that is followed by messages."""
         text = self.render(
             messages, context=self._context, add_generation_prompt=add_generation_prompt
         )
@@ -143,10 +143,15 @@ class ChatTemplate:
     def read(
         self, text: str, before: str, messages: Messages = ()
     ) -> tuple[ParsedReply, dict[str, Any]]:
-        """Parse an answer, given the end of the prompt ``before`` and the dialogue so far.
+        """Parse an answer.
+
+        Args:
+            text: the answer.
+            before: the end of the prompt.
+            messages: the dialogue so far.
 
         Returns:
-            The answer, its calls with ids, and the message that stands for it in a dialogue.
+            The answer, its calls with ids, and its message in the form that the template renders.
         """
         reply = self.parser.parse(text, before)
         reply = with_call_ids(reply, messages, self.parser.family)
@@ -155,20 +160,20 @@ class ChatTemplate:
     def follow(
         self, messages: Messages, said: str, new: Messages, *, stop: str = ""
     ) -> tuple[str, str | None]:
-        """Render a dialogue that goes on, and compare it with what the model was shown and sampled.
+        """Render a continued dialogue, and compare it with the prompt and answer so far.
 
-        White space at the ends of an answer is no difference, nor is another notation of the same
-        thoughts, content and tool calls.
+        Outer white space of the answer does not count as a difference, nor does another notation of the
+        same thoughts, content and tool calls.
 
         Args:
-            messages: the dialogue up to the assistant's answer, which is the last.
+            messages: the dialogue, the assistant's answer last.
             said: the answer's text.
-            new: the messages that follow it.
-            stop: the text of the token that ended it.
+            new: the messages that follow.
+            stop: text of the token that ended the answer.
 
         Returns:
-            The whole text, and its part behind the answer; ``None`` instead of that part if the text
-            before it is not the prompt and the answer.
+            The whole text, and its part after the answer; ``None`` for the part if the text does not
+            begin with the prompt and the answer.
         """
         whole, asked = self.render([*messages, *new]), self.render(messages[:-1])
         if not whole.startswith(asked):
@@ -182,12 +187,12 @@ class ChatTemplate:
     def behind_calls(
         self, messages: Messages, said: str, new: Messages, *, stop: str = ""
     ) -> str | None:
-        """What the template writes behind an answer that calls tools, when their results follow.
+        """The text after an answer with tool calls that is followed by their results.
 
-        The arguments are those of :meth:`follow`. Thoughts that the template drops are no difference.
+        The arguments are those of :meth:`follow`. Thoughts that the template drops do not count.
 
         Returns:
-            The text; ``None`` if the answer cannot be found in what the template writes.
+            The text; ``None`` if the answer is not found in the rendering.
         """
         if self._calls_are_local:
             messages = [*self.question, messages[-1]]
@@ -198,7 +203,7 @@ class ChatTemplate:
         return self._behind_same_reply(whole[len(asked) :], asked, said, stop, thoughts=False)
 
     def _behind(self, rest: str, said: str) -> str | None:
-        """The text behind an answer that is written as it was sampled; ``None`` if it is not."""
+        """The text after an answer that is rendered as it was sampled; ``None`` if it is not."""
         words = said.strip()
         if not (words or self.closing):
             return None
@@ -216,7 +221,7 @@ class ChatTemplate:
     def _behind_same_reply(
         self, rest: str, asked: str, said: str, stop: str, *, thoughts: bool = True
     ) -> str | None:
-        """The text behind an answer that is written in another notation; ``None`` if it is not."""
+        """The text after an answer that is rendered in another notation; ``None`` if it is not."""
         meant = self.parser.parse(said, asked)
         ends = [re.escape(end) for end in (self.closing, stop) if end.strip()]
         for end in re.finditer("|".join(ends) or self._names.pattern.pattern, rest):
@@ -226,9 +231,9 @@ class ChatTemplate:
         return None
 
     def _find_closing(self) -> str:
-        """What is written behind an answer, be it the last message or not.
+        """The end of a turn: what follows an answer whether or not it is the last message.
 
-        Behind the last one, some templates end the whole document too.
+        After the last message, some templates also end the whole document.
         """
         last = self.after_context([], add_generation_prompt=False)
         try:
@@ -242,7 +247,7 @@ class ChatTemplate:
         return closing if special.search(closing) or not special.search(last) else last
 
     def _find_whether_calls_are_local(self) -> bool:
-        """Whether tools' results are written alike, whatever came before the call."""
+        """Whether the rendering of tools' results does not depend on messages before the call."""
         if not self.answers.takes_calls:
             return False
         turns = []
@@ -259,7 +264,7 @@ class ChatTemplate:
     def _refusal(
         self, context: list[Mapping[str, Any]], messages: list[Mapping[str, Any]], error: Exception
     ) -> RefusedDialogueError:
-        """The error for a dialogue that the template raises on, with the message that it is about."""
+        """The error for a refused dialogue; names the message that is refused."""
         taken = len(messages)
         while taken > 0 and self.renders([*context, *messages[:taken]]) is None:
             taken -= 1
@@ -278,7 +283,6 @@ class ChatTemplate:
         )
 
     def _apply(self, messages: list[Any], add_generation_prompt: bool) -> str:
-        """Render messages whose special tokens' names are split."""
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
@@ -291,7 +295,7 @@ class ChatTemplate:
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many entries two texts, or two lists of tokens, have in common at their beginnings."""
+    """Length of the common prefix of two texts or lists."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     )

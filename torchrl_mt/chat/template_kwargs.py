@@ -1,4 +1,4 @@
-"""Variables of a chat template that users give: tools, documents and switches."""
+"""Check the variables that users pass to a chat template: tools, documents and switches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ _LISTS = {
     "tools": "JSON schemas or functions",
     "documents": "mappings, such as {'title': ..., 'text': ...}",
 }
-"""Arguments of ``apply_chat_template`` that templates read as well, and what each is a list of."""
+"""Arguments of ``apply_chat_template`` that templates read too, and what each is a list of."""
 
 
 def checked_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Refuse what is not for a chat template to read.
-
-    Args:
-        template_kwargs: variables of a template, by name; ``tools`` may be JSON schemas and functions.
-
-    Returns:
-        The same, with lists for iterators.
+    """Check the variables of a chat template and return them, iterators as lists.
 
     Raises:
-        TypeError: if it is no mapping, a name is no text, a tool neither function nor mapping, or a
-            document no mapping.
-        ValueError: if it has a name that says how a template is rendered.
+        TypeError: if it is not a mapping, a name is not a string, a tool is neither a function nor a
+            mapping, or a document is not a mapping.
+        ValueError: if a name is an argument of rendering itself, such as ``tokenize``.
     """
     if template_kwargs is None:
         return {}
@@ -59,7 +53,6 @@ def checked_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> dict[s
 
 
 def _check_entries(name: str, value: Any) -> None:
-    """Refuse tools or documents that are none."""
     if value is None:
         return
     expected = f"template_kwargs[{name!r}] must be a list of {_LISTS[name]}"

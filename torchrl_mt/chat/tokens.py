@@ -1,8 +1,7 @@
-"""From chat messages to tokens, without drift.
+"""Convert chat messages to tokens without re-encoding what was sampled.
 
-A prompt is exactly the previous prompt, the response as sampled, and the tokens of the new messages:
-these are rendered behind a fixed dialogue and appended. Only where the chat template itself rewrites
-earlier messages may a prompt begin anew.
+A prompt is exactly the previous prompt, the response as sampled, and the tokens of the new messages.
+Only if the chat template itself rewrites earlier messages may a prompt be rendered as a whole.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ __all__ = ["Answer", "ChatTokens", "OnBreak", "Template"]
 _logger = logging.getLogger("torchrl_mt")
 
 Template: TypeAlias = Literal["original", "training"]
-"""The tokenizer's chat template, or that with what makes it rewrite dialogues taken out."""
+"""The tokenizer's own chat template, or one that does not rewrite earlier messages."""
 
 OnBreak: TypeAlias = Literal["fork", "append"]
-"""What to do where a template rewrites what the model was shown or has said."""
+"""What to do if a template rewrites earlier messages."""
 
 _CACHE_SIZE = 1024
 _LONGEST_CACHED = 1000
-"""Characters. A tool's long result is rarely seen twice, and would fill memory."""
+"""Characters. Long tool results are rarely seen twice, and would fill memory."""
 
 _PROMPT_END = 32
-"""Tokens at the end of a prompt by which an answer is parsed: they may open its thoughts."""
+"""Tokens at the end of a prompt that answers are parsed with, since they may open the thoughts."""
 
 _Key: TypeAlias = tuple[tuple[tuple[str, Any], ...], ...]
-"""Messages as something that can be hashed."""
+"""Messages in a hashable form."""
 
 
 @dataclass(frozen=True)
@@ -49,42 +48,41 @@ class Answer:
     """A response as text and as messages."""
 
     text: str
-    """All that was sampled but the stop token, special tokens included."""
+    """The sampled text without the stop token, other special tokens included."""
     message: dict[str, Any]
     """Its ``content``, and ``reasoning_content`` and ``tool_calls`` (with ids) if it has them."""
     in_dialogue: dict[str, Any]
-    """The message that stands for it in a dialogue that the chat template renders."""
+    """The message in the form that the chat template renders."""
 
 
 class ChatTokens:
-    """Tokens of chat messages, as a conversation grows.
+    """Converts the messages of growing conversations to tokens.
 
-    Whether the template is prefix-stable is found out once, here, on short dialogues. Special tokens'
-    names within a message (``"<|im_end|>"`` in a user's text) are encoded as ordinary text: no message
-    can end its own turn or begin another's. Neither can a tool or a document in ``template_kwargs``.
+    A template is prefix-stable if it never rewrites earlier messages; this is tested once, on short
+    dialogues. Names of special tokens in messages, tools or documents (``"<|im_end|>"`` in a user's
+    text) are encoded as ordinary text, so no message can end its turn or begin another.
 
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
-        on_break: what :meth:`follow` does with a template that is not prefix-stable. ``"fork"``
-            renders a dialogue again, but only if the template would rewrite this one; ``"append"``
-            never does, so that everything stays in view as the model saw and said it.
-        template: ``"training"`` renders by a template of the same family that shows the model the
-            same opening, and keeps the thoughts of earlier turns. It is made from the tokenizer's own;
-            :attr:`source` has it.
-        template_kwargs: what else ``tokenizer.apply_chat_template`` is given whenever it renders
-            anything: ``tools`` (JSON schemas or functions), ``documents``, and any variable of the
-            template, such as ``enable_thinking``. One that the template does not read changes nothing.
+        on_break: what :meth:`follow` does if the template is not prefix-stable. ``"fork"`` renders a
+            dialogue again if the template rewrites it; ``"append"`` never does, so the model keeps
+            seeing earlier turns exactly as they were.
+        template: ``"original"`` is the tokenizer's own. ``"training"`` is made from it: it renders the
+            same opening but keeps the thoughts of earlier turns. See :attr:`source`.
+        template_kwargs: further arguments of ``tokenizer.apply_chat_template`` for every rendering:
+            ``tools`` (JSON schemas or functions), ``documents``, and variables of the template such as
+            ``enable_thinking``. Variables that the template does not read change nothing.
 
     Attributes:
-        breaks: how the template rewrites a dialogue, by example; ``None`` if it is prefix-stable.
+        breaks: an example of how the template rewrites a dialogue; ``None`` if it is prefix-stable.
 
     Raises:
-        TypeError: if ``template_kwargs`` is no mapping, or holds what is no plain data (text, numbers,
-            booleans, ``None``, and mappings and lists of them) nor a function among ``tools``.
-        ValueError: if the tokenizer has no chat template or no ``eos_token``, if its template does not
-            write the assistant's content, if ``on_break`` or ``template`` is unknown, if there is no
-            training template for it, or if ``template_kwargs`` has a name that says how a template is
-            rendered (``tokenize``, ``add_generation_prompt``...).
+        TypeError: if ``template_kwargs`` is not a mapping of plain data (text, numbers, booleans,
+            ``None``, mappings and lists of them; functions as ``tools``).
+        ValueError: if the tokenizer has no chat template or no ``eos_token``, its template does not
+            write the assistant's content, ``on_break`` or ``template`` is unknown, there is no training
+            template for it, or ``template_kwargs`` has an argument of rendering itself (``tokenize``,
+            ``add_generation_prompt``...).
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
@@ -138,23 +136,25 @@ class ChatTokens:
             self.breaks = find_break(self._template)
         self._closing = self._end_of_turn(self._encoder.middle(self._template.closing))
         self._stop_ids |= self._special_ids.intersection(self._closing)
-        # Conversations repeat themselves: the same rules, the same hints.
+        # Messages repeat across conversations: the same rules, the same hints.
         self._cached_tokens = lru_cache(_CACHE_SIZE)(self._render_tokens)
 
     @property
     def stable(self) -> bool:
-        """Whether the template is prefix-stable: it never rewrites what a dialogue began with."""
+        """Whether the template is prefix-stable: it never rewrites earlier messages."""
         return self.breaks is None
 
     @property
     def source(self) -> str:
-        """The chat template in use. To have a trained model served with the same dialogues that it was
-        trained on, set ``tokenizer.chat_template`` to it and save the tokenizer.
+        """The chat template in use.
+
+        To serve a trained model with the dialogues that it was trained on, set
+        ``tokenizer.chat_template`` to it and save the tokenizer.
         """
         return self._template.source
 
     def announce(self) -> None:
-        """Log what the template does to episodes of many turns, and what that costs."""
+        """Log whether the template is prefix-stable, and what it costs if not."""
         if self.breaks is None:
             _logger.info("the chat template is prefix-stable: an episode is one row.")
         elif self.on_break == "append":
@@ -168,7 +168,7 @@ class ChatTokens:
             )
 
     def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Render the beginning of a conversation, up to where the model is to answer.
+        """Render the opening of a conversation with the generation prompt.
 
         Args:
             messages: the opening messages, at least one.
@@ -177,27 +177,27 @@ class ChatTokens:
             The prompt's tokens.
 
         Raises:
-            ValueError: if there are no messages, or if the template refuses one of them.
-            TypeError: if a message holds what is no plain data.
+            ValueError: if there are no messages, or the template refuses one of them.
+            TypeError: if a message holds anything but plain data.
         """
         if len(messages) == 0:
             raise ValueError("messages must hold at least one message to open with, got none.")
         return self._tokens(messages, opens=True)
 
     def extend(self, messages: Sequence[Mapping[str, Any]], *, last_token: int | None) -> list[int]:
-        """Render messages that follow a response, up to where the model is to answer again.
+        """Render the messages after a response with the next generation prompt.
 
         Args:
-            messages: what the environment answered; may be none.
+            messages: the environment's messages; may be empty.
             last_token: the stop token that the response ends with, which is not written twice;
-                ``None`` if the response was cut, so that the template's own ending is added whole.
+                ``None`` if the response was cut, so that the end of its turn is added.
 
         Returns:
             The tokens between that response and the next one.
 
         Raises:
             ValueError: if the template refuses one of the messages.
-            TypeError: if a message holds what is no plain data.
+            TypeError: if a message holds anything but plain data.
         """
         return self._without_sampled(self._tokens(messages, opens=False), last_token)
 
@@ -210,7 +210,7 @@ class ChatTokens:
         *,
         last_token: int | None,
     ) -> list[int]:
-        """Tokens of the prompt that follows a response to ``prompt_ids``; see :meth:`follow`."""
+        """Tokens of the whole prompt after a response to ``prompt_ids``; see :meth:`follow`."""
         goes_on, ids = self.follow(messages, new_messages, answer_ids, last_token=last_token)
         return [*prompt_ids, *answer_ids, *ids] if goes_on else ids
 
@@ -222,25 +222,24 @@ class ChatTokens:
         *,
         last_token: int | None,
     ) -> tuple[bool, list[int]]:
-        """Whether the next prompt goes on from a response, and its tokens.
+        """Render the next prompt: as a continuation of a response, or as a whole.
 
-        The cost is linear in the new messages alone if the template is prefix-stable or ``on_break``
-        is ``"append"``.
+        If the template is prefix-stable or ``on_break`` is ``"append"``, the cost is linear in the new
+        messages alone.
 
         Args:
-            messages: the whole dialogue, the response as the last message: its text, or what
-                :meth:`read` gives.
-            new_messages: what the environment answered; may be none.
+            messages: the dialogue, the response as its last message (:attr:`Answer.in_dialogue`).
+            new_messages: the environment's messages; may be empty.
             answer_ids: the response as it was sampled.
             last_token: the stop token that the response ends with; ``None`` if it was cut.
 
         Returns:
-            ``True`` and the tokens behind the response; or ``False`` and the whole next prompt, if
-            ``on_break`` is ``"fork"`` and the template rewrites this very dialogue.
+            ``True`` and the tokens after the response; or ``False`` and the whole next prompt, if
+            ``on_break`` is ``"fork"`` and the template rewrites this dialogue.
 
         Raises:
-            ValueError: if ``messages`` does not end with a question and the assistant's answer, or if
-                the template refuses the dialogue.
+            ValueError: if ``messages`` does not end with a question and the assistant's answer, or the
+                template refuses the dialogue.
         """
         if len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise ValueError(
@@ -249,18 +248,18 @@ class ChatTokens:
             )
         text = self.text(answer_ids, last_token=last_token)
         stop = "" if last_token is None else decode(self._tokenizer, [last_token])
-        # A template that never rewrites may still lack a field for a part of this very answer.
+        # A prefix-stable template may still have no field for a part of this answer.
         stable = self.stable and not self._template.answers.loses(messages[-1])
         if stable or self.on_break == "append":
             if not stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
             results = any(message.get("role") == "tool" for message in new_messages)
             if messages[-1].get("tool_calls") and results:
-                # What a tool's result looks like may depend on the call.
+                # The rendering of a tool's result may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:
                     return True, self._without_sampled(self._encoder.middle(behind), last_token)
-            # A fixed context may not allow what this dialogue does: a tool's result without its call.
+            # The fixed context may not allow these messages: a tool's result without its call.
             with suppress(RefusedDialogueError):
                 return True, self.extend(new_messages, last_token=last_token)
         whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
@@ -283,13 +282,13 @@ class ChatTokens:
 
         Args:
             answer_ids: the response as it was sampled.
-            prompt_ids: the prompt that it was sampled from, or its end: it may open the thoughts.
-            messages: the dialogue so far, whose tool calls are counted for the ids of new ones.
+            prompt_ids: the prompt of the response, or its end, which may open the thoughts.
+            messages: the dialogue so far; the ids of new tool calls follow from its number of calls.
             last_token: see :meth:`text`.
 
         Returns:
-            The response as text and as messages. Its content is the whole text if a part of it cannot
-            be read; see :func:`~torchrl_mt.chat.replies.parse_tool_calls`.
+            The response as text and as messages. The content is the whole text if the response cannot be
+            parsed; see :func:`~torchrl_mt.chat.replies.parse_tool_calls`.
         """
         text = self.text(answer_ids, last_token=last_token)
         before = decode(self._tokenizer, list(prompt_ids[-_PROMPT_END:]))
@@ -297,12 +296,12 @@ class ChatTokens:
         return Answer(text, reply.message(), in_dialogue)
 
     def text(self, token_ids: Sequence[int], *, last_token: int | None = None) -> str:
-        """Decode a response, special tokens included, but for the stop token.
+        """Decode a response without its stop token, other special tokens included.
 
         Args:
             token_ids: the response as it was sampled.
-            last_token: the stop token that it ends with, if that is none by which the tokenizer's
-                family or its chat template ends a turn.
+            last_token: the stop token that it ends with; needed only if neither the model family nor
+                the chat template ends turns with it.
         """
         ids = list(token_ids)
         if ids and (ids[-1] in self._stop_ids or ids[-1] == last_token):
@@ -310,7 +309,7 @@ class ChatTokens:
         return decode(self._tokenizer, ids)
 
     def _tokens(self, messages: Sequence[Mapping[str, Any]], *, opens: bool) -> list[int]:
-        """Tokens of messages; from the cache if these are short plain strings throughout."""
+        """Tokens of messages; cached if all values are strings and short."""
         key = tuple(tuple(message.items()) for message in messages)
         values = [value for message in key for _, value in message]
         short = all(isinstance(value, str) for value in values) and (
@@ -319,26 +318,26 @@ class ChatTokens:
         return list((self._cached_tokens if short else self._render_tokens)(key, opens))
 
     def _render_tokens(self, key: _Key, opens: bool) -> list[int]:
-        """Tokens of an opening, or of everything between an answer's last word and the next answer."""
+        """Tokens of an opening, or of everything between two answers."""
         messages = [dict(message) for message in key]
         if opens:
             return self._encoder.beginning(self._template.render(messages))
         return self._encoder.middle(self._template.after_context(messages))
 
     def _without_sampled(self, ids: list[int], last_token: int | None) -> list[int]:
-        """The tokens behind an answer less those that it ended with itself."""
-        # Some models end a turn by the token that begins the next.
+        """Drop the tokens that the answer itself has ended with."""
+        # Some models end a turn with the token that begins the next.
         closing = ids[: max(common_length(self._closing, ids), 1)]
         sampled = closing.index(last_token) + 1 if last_token in closing else 0
         return ids[sampled:]
 
     def _end_of_turn(self, closing: list[int]) -> list[int]:
-        """The tokens that end a turn, less what the template writes behind the last special one."""
+        """The tokens that end a turn, up to the last special token."""
         special = [k for k, token in enumerate(closing) if token in self._special_ids]
         return closing[: special[-1] + 1] if special else closing
 
     def _warn(self, consequence: str) -> None:
-        """Say once that the template is not prefix-stable."""
+        """Warn once that the template is not prefix-stable."""
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(

@@ -1,7 +1,7 @@
-"""Chat templates for training: a family's own, without what makes it rewrite a dialogue as it grows.
+"""Chat templates for training: a family's own template, changed not to rewrite earlier messages.
 
-A training template renders a dialogue's opening as the original does. From then on it keeps the thoughts
-of earlier turns, so that an episode is one row.
+A training template renders the opening like the original, but keeps the thoughts of earlier turns, so
+that an episode is one row.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SWITCHES = {
     "clear_thinking": "false",
     "truncate_history_thinking": "false",
 }
-"""Variables by which templates keep thoughts themselves (Qwen3.6, GLM-4.7, Nemotron 3)."""
+"""Variables that make templates keep thoughts (Qwen3.6, GLM-4.7, Nemotron 3)."""
 
 _FIXES: tuple[tuple[str, str], ...] = (
-    # Qwen3, Qwen3.5, GLM, MiniMax, DeepSeek V3.2: thoughts only behind the user's last message.
+    # Qwen3, Qwen3.5, GLM, MiniMax, DeepSeek V3.2: thoughts only after the user's last message.
     (rf"{_INDEX}\s*(?:>=?|==)\s*(?:{_LAST})\b", "true"),
     (rf"{_INDEX}\s*<=?\s*(?:{_LAST})\b", "false"),
     # Gemma 4: thoughts only where a tool is called.
@@ -58,15 +58,12 @@ _FIRST = (r"\bloop\.last\b", "loop.first")
 def training_template(original: ChatTemplate) -> tuple[ChatTemplate, str | None]:
     """Make the training template of a chat template.
 
-    Args:
-        original: the template.
-
     Returns:
-        A template that renders openings alike (the same if there is nothing to change), and what
-        :func:`~torchrl_mt.chat.prefix_stability.find_break` says of it.
+        A template that renders the same openings (``original`` if nothing needs to change), and the
+        result of :func:`~torchrl_mt.chat.prefix_stability.find_break` for it.
 
     Raises:
-        ValueError: if none is known for this template.
+        ValueError: if no known change works for this template.
     """
     breaks = find_break(original)
     if breaks is None and not original.answers.drops_thoughts:
@@ -75,11 +72,11 @@ def training_template(original: ChatTemplate) -> tuple[ChatTemplate, str | None]
     for source in _candidates(original.source, original.answers.takes_thoughts):
         try:
             template = original.with_source(source)
-        except Exception:  # What comes of the change may be no template.
+        except Exception:  # The changed source may not be a valid template.
             continue
         if _begins_alike(template, original):
             changed.append(template)
-    # Dialogues with tools may be rewritten for reasons of their own.
+    # Breaks in dialogues with tools are accepted if there is nothing better.
     found = [
         (each, find_break(each))
         for each in [original, *changed]
@@ -95,7 +92,7 @@ def training_template(original: ChatTemplate) -> tuple[ChatTemplate, str | None]
 
 
 def _candidates(source: str, takes_thoughts: bool) -> list[str]:
-    """Changed sources of a template, the most careful first; none if nothing known is to be changed."""
+    """Changed sources of a template, the smallest change first; empty if no known change applies."""
     fixed = source
     for pattern, replacement in _FIXES:
         fixed = re.sub(pattern, replacement, fixed)
@@ -105,14 +102,14 @@ def _candidates(source: str, takes_thoughts: bool) -> list[str]:
         f"{{% set {name} = {value} %}}" for name, value in _SWITCHES.items() if name in source
     ]
     if switches:
-        # The empty text keeps a line's end that a template may begin with.
+        # The empty text keeps a line break at the beginning of the template.
         fixed = "".join([*switches, "{{ '' }}", fixed])
     found = [fixed, re.sub(*_FIRST, fixed)]
     return [each for each in dict.fromkeys(found) if each != source]
 
 
 def _begins_alike(changed: ChatTemplate, original: ChatTemplate) -> bool:
-    """Whether openings are rendered alike, and what follows a question if the original goes on."""
+    """Whether two templates render openings alike, and tool turns where the original is stable."""
 
     def prompts(template: ChatTemplate, dialogues: list[list[Mapping[str, Any]]]) -> list[Any]:
         return [template.renders(each, add_generation_prompt=True) for each in dialogues]
@@ -122,7 +119,7 @@ def _begins_alike(changed: ChatTemplate, original: ChatTemplate) -> bool:
         return False
     answers, call = changed.answers, trial_call(0, changed.parser.family)
     results = name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])
-    # Thoughts in the text are what a training template shows where the original does not.
+    # Thoughts in the content are left out: here training templates differ on purpose.
     thoughts = (None, THOUGHT) if answers.takes_thoughts else (None,)
     said = [answers.write(ParsedReply("", thought, [call])) for thought in thoughts]
     told = [[*changed.question, answer, *results * k] for answer in said for k in (1, 2)]

@@ -1,7 +1,7 @@
-"""A TorchRL collector of multi-turn episodes, played concurrently.
+"""A TorchRL collector that plays multi-turn episodes concurrently.
 
-Every episode stands alone: a slow turn delays only its own, and one that fails is rejected, counted
-and replaced while the others go on. ``accepted + rejected + running == started`` at any moment.
+Episodes do not affect each other: a slow turn delays only its own episode, and a failed episode is
+rejected, counted and replaced. ``accepted + rejected + running == started`` at any moment.
 """
 
 from __future__ import annotations
@@ -60,78 +60,77 @@ _logger = logging.getLogger("torchrl_mt")
 class MultiTurnCollector(BaseCollector):
     """Collect whole episodes of a language-model agent, many at once.
 
-    Iterating yields batches of ``episodes_per_batch`` whole episodes in TED, flat ``[ΣT]``, a step a
-    turn; with a ``replay_buffer`` the batch is written there and ``None`` is yielded, as TorchRL's
-    collectors do. Nothing runs between two batches, so the policy may be trained there, unless
-    ``max_staleness`` lets episodes go on.
+    Iterating yields batches of ``episodes_per_batch`` whole episodes in TED, flat ``[ΣT]``, one step per
+    turn. With a ``replay_buffer``, batches are written there and ``None`` is yielded, as in TorchRL.
+    No episode runs between two batches, so the policy may be trained there; ``max_staleness`` lets
+    episodes run on meanwhile.
 
-    An episode that raises (``SystemExit`` and ``KeyboardInterrupt`` too) is rejected, counted by cause
-    in :meth:`stats` and logged once per cause; it never becomes a reward. A group is given out in one
-    batch. Callables (``accept``, items of ``data`` unless it is a list) run in threads, so a slow one
-    does not delay other episodes.
+    An episode that raises (also ``SystemExit`` or ``KeyboardInterrupt``) is rejected, counted by cause
+    in :meth:`stats` and logged once per cause; it never becomes a reward. All episodes of a group are in
+    one batch. Callables (``accept``, items of ``data`` unless it is a list) run in threads, so a slow
+    one does not delay other episodes.
 
     Args:
-        env: what answers the model: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode) or a
-            callable that makes one; or a workflow, an object with
-            ``async def arun_episode(engine, data)``; or a class of either, or its name as
-            ``"package.module.Class"``.
+        env: the environment: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a callable
+            that makes one, or a workflow (an object with ``async def arun_episode(engine, data)``); or a
+            class of either, or its name as ``"package.module.Class"``.
         policy: the engine that samples the responses, or a TorchRL LLM wrapper. The collector closes
-            only engines that it makes of wrappers.
-        data: what episodes are played for, an item a group: any iterable, a ``DataLoader``, a data set;
-            or a :class:`~torchrl_mt.collectors.Curriculum`, which chooses by how the episodes went.
-            Without data, every group is given ``{"seed": k}`` with a new ``k``.
-        episodes_per_batch: how many episodes a batch has: so many, or more if the last group needs it.
-        group_size: how many episodes share one item.
-        max_concurrency: how many episodes run at once; as many as a batch has if ``None``. More than
-            ``episodes_per_batch``, or ``max_staleness + 1`` times that, only evaluations can use.
-        limits: what an episode may use.
-        failures: what follows when episodes are rejected: retries, the end of the run, and what becomes
-            of incomplete groups.
-        order: in which order the items of ``data`` are played: shuffled, again and again, by which seed.
-        chat: how dialogues become tokens: the chat template and what it is given.
-        replay_buffer: where batches are written, if anywhere.
-        total_episodes: end after this many accepted episodes; never if -1.
-        accept: given an episode in TED, ``[T]``; false rejects it. May be ``async``.
-        accept_group: given the episodes of a group, each in TED, ``[T]``; false rejects them all
-            (``rejected/group_not_accepted``), and a group of another item is played in their place:
-            :func:`~torchrl_mt.collectors.has_spread`. May be ``async``.
-        total_attempts: raise once ``accept_group`` has refused a group and so many, refused or not,
-            were played since a batch was last given out; ten times those of a batch if ``None``.
-        max_retries: a field of ``failures``, here by its own name.
-        max_consecutive_failures: likewise.
-        max_staleness: let episodes go on while the policy is trained, so many batches ahead: at most
+            only engines that it makes from wrappers.
+        data: the items, one per group: any iterable, a ``DataLoader``, a data set, or a
+            :class:`~torchrl_mt.collectors.Curriculum`, which chooses items by how episodes went.
+            Without data, every group's item is ``{"seed": k}`` with a new ``k``.
+        episodes_per_batch: episodes per batch; a batch has more if its last group needs it.
+        group_size: number of episodes that share one item.
+        max_concurrency: number of episodes that run at once; ``episodes_per_batch`` if ``None``. Only
+            evaluations can use more than ``episodes_per_batch * (max_staleness + 1)``.
+        limits: limits of an episode; none if ``None``.
+        failures: retries of rejected episodes, what becomes of incomplete groups, and how many failures
+            end the run.
+        order: order of the items of ``data``: shuffled or not, cycled or not, and the seed.
+        chat: how dialogues become tokens: the chat template and its variables.
+        replay_buffer: the buffer that batches are written to.
+        total_episodes: number of accepted episodes after which the run ends; -1 for no end.
+        accept: called with an episode in TED, ``[T]``; false rejects it. May be ``async``.
+        accept_group: called with the episodes of a group, each in TED, ``[T]``, such as
+            :func:`~torchrl_mt.collectors.has_spread`; false rejects them all
+            (``rejected/group_not_accepted``), and a group of another item is played. May be ``async``.
+        total_attempts: number of groups, refused or not, that may be played for one batch. The run
+            raises if ``accept_group`` refuses a group at that number. ``None`` means ten times the
+            groups of a batch.
+        max_retries: short for ``FailurePolicy(max_retries=...)``.
+        max_consecutive_failures: short for ``FailurePolicy(max_consecutive_failures=...)``.
+        max_staleness: number of batches that episodes may run ahead of training. At most
             ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
             at most ``max_staleness + updates + 1`` in all. No token is more than ``max_staleness``
-            versions old when it is delivered. Without updates, iterating comes to a halt, and the log
-            says so.
-        staleness: what ``max_staleness`` bounds. ``"delivery"``: an episode that would be delivered too
-            old is rejected (``rejected/stale``) with its group, as soon as that is certain, and the
-            item is played again. ``"admission"``: what is begun, and nothing is rejected: with ``k``
-            updates a batch, tokens are at most ``(max_staleness + 1) * k - 1`` versions old, except
-            those of episodes that others overtook, which may be much older.
-        yield_groups: give out complete groups only: ``incomplete_groups="keep"`` is ``"drop"`` then.
-        dump_dir: a folder for readable records of the episodes, in JSON lines. What cannot be written
-            is logged once and counted as ``dump_errors``; the run goes on.
-        sampling: arguments for every call of the engine's ``generate``, evaluations' included.
+            versions old at delivery. Without updates, iterating stops and waits, with a warning.
+        staleness: what ``max_staleness`` bounds. ``"delivery"``: the age at delivery. A group with an
+            episode that would be too old is rejected (``rejected/stale``) as soon as that is certain,
+            and its item is played again. ``"admission"``: only what is begun; no episode is rejected.
+            With ``k`` updates per batch, tokens are then at most ``(max_staleness + 1) * k - 1``
+            versions old, except in episodes that others overtook, which may be much older.
+        yield_groups: yield complete groups only; turns ``incomplete_groups="keep"`` into ``"drop"``.
+        dump_dir: folder for readable records of the episodes, in JSON lines. Errors of writing are
+            counted as ``dump_errors``, and the first is logged; the run goes on.
+        sampling: arguments for every call of the engine's ``generate``, also in evaluations.
         workflow_kwargs: arguments for the class that ``env`` is or names.
-        env_workers: run the environments in so many processes of their own, for those that compute:
-            threads share one core. ``env`` is pickled then, as are items and messages, and a script
-            needs ``if __name__ == "__main__":``. A process that dies rejects its own episodes
-            (``rejected/EnvWorkerError``), and another takes its place.
+        env_workers: number of processes that run the environments, for environments that compute, since
+            threads share one core. ``env``, items and messages are pickled, and a script needs
+            ``if __name__ == "__main__":``. If a process dies, its episodes are rejected
+            (``rejected/EnvWorkerError``) and a new process replaces it.
         progress: show a progress bar.
         postproc: applied to every batch before it is written or yielded.
-        tokenizer: renders messages; the policy's own (``policy.tokenizer``) if ``None``.
-        **fields: ``incomplete_groups`` of ``failures``; ``shuffle``, ``cycle``, ``seed`` of ``order``;
-            ``on_break``, ``template``, ``template_kwargs`` of ``chat``: ``shuffle=True`` is
-            ``order=ItemOrder(shuffle=True)``.
+        tokenizer: renders messages; ``policy.tokenizer`` if ``None``.
+        **fields: fields of the records above by their own names: ``incomplete_groups`` (``failures``);
+            ``shuffle``, ``cycle``, ``seed`` (``order``); ``on_break``, ``template``,
+            ``template_kwargs`` (``chat``). ``shuffle=True`` is ``order=ItemOrder(shuffle=True)``.
 
     Raises:
         TypeError: if ``env`` or ``policy`` is none of the above, an argument is unknown, or a record and
             one of its fields are both given.
-        ImportError: if ``env`` names nothing.
+        ImportError: if ``env`` names nothing that can be imported.
         ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
-            ``total_episodes`` is not whole groups, or the tokenizer has no chat template or no
-            end-of-turn token.
+            ``total_episodes`` is not a multiple of ``group_size``, or the tokenizer has no chat template
+            or no end-of-turn token.
 
     Examples:
         >>> collector = MultiTurnCollector(  # doctest: +SKIP
@@ -234,7 +233,7 @@ class MultiTurnCollector(BaseCollector):
         self._counts, self._eval_counts = EpisodeCounts(), EpisodeCounts()
         self._numbers = Counter()
         self._ids, self._eval_ids = RunIds(), RunIds()
-        # A state is that before a delivery or after, never in between.
+        # Held during a delivery, so that state_dict() never shows half of one.
         self._delivering = threading.RLock()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
         self._dump_errors = 0
@@ -251,7 +250,7 @@ class MultiTurnCollector(BaseCollector):
     # Collecting
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches until ``total_episodes`` are accepted or the data is used up.
+        """Yield batches until ``total_episodes`` are accepted or the data ends.
 
         Raises:
             RuntimeError: if too many episodes in a row were rejected; its cause is the last failure.
@@ -273,7 +272,7 @@ class MultiTurnCollector(BaseCollector):
                 self._progress.close()
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine where the episodes are played."""
+        """Run a coroutine in the event loop of the episodes."""
         try:
             return self._thread.run(coroutine)
         except LoopClosedError as error:
@@ -282,20 +281,20 @@ class MultiTurnCollector(BaseCollector):
             raise RuntimeError("the collector was shut down: make a new one.") from None
 
     def _deliver(self, groups: list[Group]) -> TensorDictBase | None:
-        """Write a batch where batches go; with it, its episodes are accepted."""
+        """Build a batch, write it to the replay buffer, and count its episodes as accepted."""
         groups = sorted(groups, key=lambda group: group.number)
         episodes = [episode for group in groups for episode in group.episodes]
-        with self._taken_back_on_error():
+        with self._take_back_on_error():
             batch: TensorDictBase = episodes_to_tensordict(episodes)
             if self.postproc is not None:
                 batch = self.postproc(batch)
         with self._delivering:
-            # An update that follows the write as soon as it is seen must count as coming after it.
+            # Read before the write: a reader of the buffer may update the weights at once.
             version = self.engine.version
             if self._staleness is not None and self._staleness.is_exceeded(episodes):
                 raise _TooOldError
             if self.replay_buffer is not None:
-                with self._taken_back_on_error():
+                with self._take_back_on_error():
                     self.replay_buffer.extend(batch)
             self._run.deliver(groups, version, self.policy_version)
         self._items.hand_over()
@@ -315,8 +314,8 @@ class MultiTurnCollector(BaseCollector):
         return batch if self.replay_buffer is None else None
 
     @contextmanager
-    def _taken_back_on_error(self) -> Iterator[None]:
-        """A batch that cannot be delivered is taken back: its items are played again."""
+    def _take_back_on_error(self) -> Iterator[None]:
+        """On an error, have the items of the batch played again."""
         try:
             yield
         except BaseException:
@@ -327,7 +326,7 @@ class MultiTurnCollector(BaseCollector):
             raise
 
     def _record(self, episodes: list[Episode], *, is_eval: bool = False) -> None:
-        """Dump the episodes; training does not depend on it."""
+        """Dump the episodes; errors are only logged and counted."""
         if self._dump is None:
             return
         try:
@@ -336,17 +335,17 @@ class MultiTurnCollector(BaseCollector):
             self._dump_errors += 1
             if self._dump_errors == 1:
                 _logger.warning(
-                    "episodes could not be dumped; more of this is only counted.", exc_info=error
+                    "episodes could not be dumped; further errors are only counted.", exc_info=error
                 )
 
     def _next_batch_size(self) -> int:
-        """How many episodes the next batch has; 0 when the run is over."""
+        """Number of episodes of the next batch; 0 when the run is over."""
         if self.total_episodes < 0:
             return self.episodes_per_batch
         return min(self.episodes_per_batch, self.total_episodes - self._counts.accepted)
 
     def _new_run(self) -> TrainingRun:
-        """The episodes to learn from, from here on."""
+        """Make the training run that starts from the current items, counts and weights."""
         lead = left = None
         if self.max_staleness is not None:
             lead = Lead(self.max_staleness, self.episodes_per_batch, self.engine.version)
@@ -381,10 +380,10 @@ class MultiTurnCollector(BaseCollector):
     # Collecting in the background
 
     def start(self) -> None:
-        """Collect in a thread of its own, into the replay buffer, until the data or the run ends.
+        """Collect into the replay buffer in a background thread, until the data or the run ends.
 
         Raises:
-            RuntimeError: if there is no replay buffer, or it was started already.
+            RuntimeError: if there is no replay buffer, or the collector was started already.
         """
         if self.replay_buffer is None:
             raise RuntimeError(
@@ -392,7 +391,7 @@ class MultiTurnCollector(BaseCollector):
             )
         if self._background is not None:
             raise RuntimeError("the collector was started already.")
-        # Here it waits whenever training takes longer than playing.
+        # In the background, it waits whenever training takes longer than playing.
         self._run.warnings.be_patient()
         self._background = WatchedThread(
             lambda: deque(self.iterator(), maxlen=0),
@@ -402,12 +401,12 @@ class MultiTurnCollector(BaseCollector):
 
     @property
     def is_running(self) -> bool:
-        """Whether :meth:`start` was called and what it began has not ended."""
+        """Whether the background thread of :meth:`start` runs."""
         return self._background is not None and self._background.is_alive()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Begin no further episodes within the context; those that run go on."""
+        """Begin no episodes within the context; running episodes go on."""
         self._may_begin.clear()
         try:
             yield
@@ -415,10 +414,10 @@ class MultiTurnCollector(BaseCollector):
             self._may_begin.set()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End what :meth:`start` began, and the collector.
+        """Shut the collector down, see :meth:`shutdown`, and raise the error of :meth:`start`'s thread.
 
         Raises:
-            Exception: what ended the background collection before its time.
+            Exception: the error that ended the background thread, if one did.
         """
         self.shutdown(timeout, close_env)
         if self._background is not None and self._background.error is not None:
@@ -428,22 +427,23 @@ class MultiTurnCollector(BaseCollector):
     # Evaluation
 
     def evaluate(self, data: Iterable[Any], n: int = 1, **sampling: Any) -> TensorDictBase:
-        """Play episodes to see how good the policy is, beside the training.
+        """Evaluate the policy on items of their own.
 
-        They take no items of the training data, do not count for staleness, and are counted apart,
-        under ``eval/`` in :meth:`stats`. Environments find ``is_eval`` true in their context.
+        Evaluation takes no items of the training data and does not count for staleness. Its episodes
+        are counted under ``eval/`` in :meth:`stats`, and their context has ``is_eval=True``.
 
         Args:
-            data: the items, gone through once.
-            n: episodes for each item.
-            **sampling: arguments for the engine's ``generate``; those that are not given are the
-                collector's own ``sampling``.
+            data: the items, each played once.
+            n: episodes per item.
+            **sampling: arguments for the engine's ``generate``, over those of the collector's
+                ``sampling``.
 
         Returns:
-            The episodes that came to their end, in TED, a group for each item in order.
+            The finished episodes in TED, flat ``[ΣT]``, one group per item, in the items' order.
 
         Raises:
-            RuntimeError: if none did, or as many as ``max_consecutive_failures`` failed in a row.
+            RuntimeError: if no episode finished, or ``max_consecutive_failures`` failed in a row.
+            ValueError: if ``n`` is below 1.
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}.")
@@ -467,7 +467,7 @@ class MultiTurnCollector(BaseCollector):
         if not episodes:
             last = player.last_failure
             raise RuntimeError(
-                "no episode of the evaluation came to its end"
+                "no episode of the evaluation finished"
                 + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}.")
             ) from last
         self._eval_counts.accept(episodes, version=self.policy_version)
@@ -489,17 +489,22 @@ class MultiTurnCollector(BaseCollector):
         """Counters since the collector was made.
 
         Returns:
-            ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (not settled yet)
-            episodes, ``rejected/<cause>``, and of the accepted ones ``stop/<reason>`` (see
-            :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled) and ``forks``;
-            ``groups/refused`` by ``accept_group``; ``queue``, the episodes that wait to be delivered;
-            ``waiting/longest``, seconds for which an episode has waited for one call of the engine or of
-            its environment; ``time/engine``, ``time/environment`` and ``time/waiting``, whose the time
-            of episodes was, from their beginning to their delivery, as parts of 1;
-            ``tokens_per_second``; over the last batch ``turns_per_episode`` and ``tokens_per_turn``,
-            both means, and ``staleness/mean`` and ``staleness/max``, the versions between an episode's
-            oldest token and its delivery; ``policy_version``; with ``dump_dir`` ``dump_errors``; the
-            counts of evaluations under ``eval/``.
+            A dict with
+
+            - episodes ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (neither yet);
+              ``rejected/<cause>``; ``groups/refused`` by ``accept_group``;
+            - of accepted episodes: ``stop/<reason>`` (see
+              :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled), ``forks``;
+            - ``queue``: finished episodes that wait for delivery;
+            - ``waiting/longest``: seconds that the longest running call of the engine or of an
+              environment has taken;
+            - ``time/engine``, ``time/environment``, ``time/waiting``: fractions of the episodes' time
+              from start to delivery;
+            - ``tokens_per_second``; for the last batch the means ``turns_per_episode`` and
+              ``tokens_per_turn``, and ``staleness/mean`` and ``staleness/max``: versions between an
+              episode's oldest token and its delivery;
+            - ``policy_version``; with ``dump_dir`` ``dump_errors``;
+            - the counts of evaluations under ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._counts.stats(), **self._counts.rates()}
         stats |= self._counts.waiting()
@@ -514,15 +519,15 @@ class MultiTurnCollector(BaseCollector):
 
     @property
     def policy_version(self) -> int:
-        """The engine's weight version, those of the run that this one goes on from included."""
+        """The weight version, counted from the beginning of the run, across restarts."""
         return self._player.engine.version
 
     def get_policy_version(self) -> int:
-        """:attr:`policy_version`, under TorchRL's other name."""
+        """:attr:`policy_version`, as TorchRL's method."""
         return self.policy_version
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> None:
-        """Apply another function to every batch from now on."""
+        """Replace ``postproc`` for the batches to come."""
         self.postproc = postproc
 
     def update_policy_weights_(
@@ -535,15 +540,15 @@ class MultiTurnCollector(BaseCollector):
         worker_ids: Any = None,
         model_id: str | None = None,
     ) -> None:
-        """Hand new weights to the engine.
+        """Update the engine's weights.
 
         Args:
-            policy_or_weights: what the engine's ``update_weights`` takes: a model or a state dict.
-            weights: another name for the same.
-            policy: another name for the same.
-            weights_dict: the same, as the only value of a dict.
-            worker_ids: TorchRL's; there is one engine for all episodes, so it changes nothing.
-            model_id: TorchRL's; there is one model, so it changes nothing.
+            policy_or_weights: a model or a state dict, passed to the engine's ``update_weights``.
+            weights: another name for ``policy_or_weights``.
+            policy: another name for ``policy_or_weights``.
+            weights_dict: the weights as the only value of a dict.
+            worker_ids: ignored, since there is one engine.
+            model_id: ignored, since there is one model.
 
         Raises:
             TypeError: if weights are given more than once.
@@ -562,12 +567,11 @@ class MultiTurnCollector(BaseCollector):
             self._updating = False
 
     def increment_version(self) -> None:
-        """Count new weights that reached what samples without :meth:`update_policy_weights_`.
+        """Count a weight update that was not made by :meth:`update_policy_weights_`.
 
-        TorchRL's weight senders and updaters call it after they have sent weights, if the collector is
-        registered with them. Tokens that are sampled from then on have the new version. Within
-        :meth:`update_policy_weights_`, where the engine's ``on_update`` may use such a sender, the
-        update is counted already, and this does nothing.
+        TorchRL's weight senders and updaters call this after sending weights, if the collector is
+        registered with them. Tokens sampled from then on have the new version. Within
+        :meth:`update_policy_weights_` it does nothing, since that update is counted already.
         """
         if self._updating:
             return
@@ -577,20 +581,21 @@ class MultiTurnCollector(BaseCollector):
             self.engine.update_weights(None)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed torch's global generator and the order of the items, from the first one on.
+        """Seed torch's global generator and, if data is shuffled or absent, restart the items.
 
-        Tokens repeat as far as the engine samples them from that generator, in the same order. Episodes
-        that run are ended.
+        A restart cancels running episodes. Tokens are reproducible only if the engine draws them from
+        that generator, in the same order.
 
         Args:
             seed: the seed.
-            static_seed: return the same seed rather than the next.
+            static_seed: return ``seed`` rather than ``seed + 1``.
 
         Returns:
             A seed for the next collector.
 
         Raises:
-            RuntimeError: while it collects in the background, or after shutdown.
+            RuntimeError: if the items restart while the collector runs in the background, or after
+                shutdown.
         """
         if self._data is None or self._order.shuffle:
             items = Items(self._data, **asdict(replace(self._order, seed=seed)))
@@ -602,11 +607,10 @@ class MultiTurnCollector(BaseCollector):
         return seed if static_seed else seed + 1
 
     def state_dict(self) -> OrderedDict:
-        """Counters, the weight version and the position in the data; the weights are the model's.
+        """Counters, the weight version and the position in the data, without the weights.
 
-        Items whose episodes were not delivered yet count as not taken: a collector that goes on from
-        this state plays them again. Its groups and episodes have new ids: what was delivered after the
-        state was taken keeps its own.
+        A collector that loads this state plays items again whose episodes were not delivered yet. It
+        uses new ids for groups and episodes.
         """
         with self._delivering:
             return OrderedDict(
@@ -617,13 +621,13 @@ class MultiTurnCollector(BaseCollector):
             )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
-        """Go on where another collector over the same data stood.
+        """Continue from :meth:`state_dict` of a collector over the same data.
 
-        Episodes that run are ended. Weight versions go on from that collector's.
+        Running episodes are cancelled. Weight versions continue from the saved one.
 
         Raises:
-            ValueError: if the data is of another length, or lies behind already.
-            RuntimeError: while it collects in the background, or after shutdown.
+            ValueError: if the data differs in kind or length, or an iterator is past the position.
+            RuntimeError: while the collector runs in the background, or after shutdown.
         """
         self._stop_for("load_state_dict")
         self._items.load_state_dict(state_dict["items"])
@@ -633,30 +637,30 @@ class MultiTurnCollector(BaseCollector):
         self._player.engine = VersionOffset(self.engine, updates) if updates > 0 else self.engine
         self._run = self._new_run()
 
-    def _stop_for(self, what: str) -> None:
-        """End the episodes that run, for a method that begins anew."""
+    def _stop_for(self, method: str) -> None:
+        """Cancel the running episodes for a method that restarts the run."""
         if self.is_running:
             raise RuntimeError(
-                f"{what} must not be called while the collector runs in the background: call it before "
-                "start()."
+                f"{method} must not be called while the collector runs in the background: call it "
+                "before start()."
             )
         self._in_loop(self._run.stop())
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Cancel what runs and end all threads and processes of the collector's own.
+        """Cancel running episodes and end the collector's threads and processes.
 
         Repeated calls do nothing.
 
         Args:
-            timeout: seconds to wait for all of it; if ``None``, as long as it takes for what runs, and
-                ten seconds for environments that are slow to close.
-            close_env: not used: environments are closed with their episodes.
-            raise_on_error: raise if the time is over, rather than only log a warning.
+            timeout: seconds to wait in all. ``None`` waits for episodes as long as they take, and ten
+                seconds for environments to close.
+            close_env: ignored: environments are closed with their episodes.
+            raise_on_error: raise if the timeout is exceeded; if false, log a warning.
 
         Raises:
-            TimeoutError: if not everything has ended in time; what has not is left behind.
+            TimeoutError: if something still runs after ``timeout``; it is left in daemon threads.
         """
         begin = time.monotonic()
         ended = self._thread.close(timeout)
@@ -672,7 +676,7 @@ class MultiTurnCollector(BaseCollector):
         self._counts.reject_running(CANCELLED)
         if ended:
             return
-        message = f"what the collector began did not end within timeout={timeout} seconds."
+        message = f"the collector did not end within timeout={timeout} seconds."
         if raise_on_error:
             raise TimeoutError(message)
         _logger.warning(message)
@@ -682,7 +686,7 @@ class MultiTurnCollector(BaseCollector):
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         if exc_type is None:
-            self.async_shutdown()  # Tells what went wrong in the background.
+            self.async_shutdown()  # Raises what went wrong in the background.
         else:
             self.shutdown()
 
@@ -694,11 +698,11 @@ class MultiTurnCollector(BaseCollector):
 
 
 class _TooOldError(Exception):
-    """A batch has grown too old to be delivered."""
+    """A batch became too old before its delivery."""
 
 
 def _mean_reward(episodes: Sequence[Episode]) -> float:
-    """The mean of the episodes that count."""
+    """Mean reward of the valid episodes; NaN without any."""
     rewards = [episode.reward for episode in episodes if episode.valid is not False]
     return sum(rewards) / len(rewards) if rewards else math.nan
 
@@ -707,11 +711,11 @@ _ALL = 2**62
 """More episodes than any data has."""
 
 _ATTEMPTS = 10
-"""Batches' worth of groups that may be played for one, if nobody says."""
+"""Default of ``total_attempts``, in groups of one batch."""
 
 
 def _require_sizes(**sizes: tuple[int | None, int]) -> None:
-    """Refuse sizes, ``(value, least)`` each, that are too small."""
+    """Refuse a size below its minimum; each is ``(value, minimum)``."""
     for name, (value, least) in sizes.items():
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")

@@ -1,7 +1,7 @@
-"""OpenAI chat completions of an engine: messages in, a message out, and every token kept.
+"""OpenAI chat completions that an engine samples: messages in, a message out, every token kept.
 
-A request that goes on from an earlier one of the same conversation goes on from its tokens: what was
-sampled is never encoded again. Any other request begins a conversation of its own.
+A request that continues an earlier answer continues with that answer's tokens, so sampled text is never
+encoded again. Any other request starts a new conversation.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "modalities": (["text"],),
 }
-"""What a request may say of what cannot be done here: nothing else than this."""
+"""Unsupported parameters, and their values that change nothing."""
 # fmt: off
 _IGNORED = frozenset((
     "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
     "service_tier", "store", "stream", "stream_options", "user", "verbosity",
 ))
-"""What changes nothing here."""
+"""Parameters that change nothing here."""
 _READ = frozenset((
     "chat_template_kwargs", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n",
     "tools",
@@ -49,11 +49,11 @@ _READ = frozenset((
 
 
 class RequestError(Exception):
-    """A request that is answered with an error.
+    """An error response in OpenAI's format.
 
     Args:
-        message: what was expected, and what came.
-        param: the entry of the request that is meant.
+        message: the error message.
+        param: the parameter of the request that is wrong.
         status: the HTTP status.
         kind: OpenAI's ``type``.
         code: OpenAI's ``code``.
@@ -75,14 +75,14 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request that was answered."""
+    """An answered request."""
 
     options: str
-    """The tools and the template's variables, as text."""
+    """Tools and template variables, as text."""
     shown: list[Any]
-    """The messages up to the answer, by what tells them apart."""
+    """Identities of the messages, the answer included; see :func:`_identity`."""
     dialogue: list[Mapping[str, Any]]
-    """The same as the chat template takes them."""
+    """The same messages in the chat template's form."""
     message: dict[str, Any]
     """The answer."""
     prompt_ids: list[int]
@@ -96,7 +96,7 @@ class Completions:
     Args:
         engine: samples the answers.
         tokenizer: renders messages; the engine's own if ``None``.
-        options: how; a request's ``tools`` and ``chat_template_kwargs`` are added.
+        options: options of rendering; a request's ``tools`` and ``chat_template_kwargs`` are added.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, options: ChatOptions) -> None:
@@ -118,7 +118,7 @@ class Completions:
             The body of the response, a ``chat.completion``.
 
         Raises:
-            RequestError: if it cannot be answered; says why.
+            RequestError: if the request cannot be answered.
         """
         messages, n = _checked(request)
         kwargs = {
@@ -174,7 +174,7 @@ class Completions:
         }
 
     async def _chat(self, options: str, kwargs: Mapping[str, Any]) -> ChatTokens:
-        """What turns messages into tokens, made once for the same tools."""
+        """Make the :class:`~torchrl_mt.collectors.ChatTokens`, once for equal options."""
         if options not in self._chats:
             self._chats[options] = asyncio.ensure_future(
                 call_in_thread(
@@ -186,7 +186,7 @@ class Completions:
     def _prompt(
         self, chat: ChatTokens, options: str, shown: list[Any], plain: list[dict[str, Any]]
     ) -> tuple[list[Mapping[str, Any]], list[int]]:
-        """The dialogue as the template takes it, and the prompt."""
+        """The dialogue in the template's form, and the prompt's tokens."""
         before = [
             turn
             for turn in self._turns
@@ -194,7 +194,7 @@ class Completions:
         ]
         if not before:
             return list(plain), chat.open(plain)
-        # Of equal ones the last: whoever asks the same again goes on from the answer that came last.
+        # Of equally long ones the last: a request asked twice is continued from its last answer.
         turn = max(reversed(before), key=lambda turn: len(turn.shown))
         new = name_tool_results(turn.message, plain[len(turn.shown) :])
         prompt_ids = chat.next_prompt(
@@ -205,7 +205,6 @@ class Completions:
     async def _answer(
         self, prompt_ids: list[int], request: Mapping[str, Any], k: int
     ) -> Completion:
-        """The engine's answer to a prompt."""
         sampling = {name: request[name] for name in _PASSED_ON if request.get(name) is not None}
         if "seed" in sampling:
             sampling["seed"] += k
@@ -220,7 +219,7 @@ class Completions:
     def _choice(
         self, k: int, answer: Completion, said: Answer, request: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """An answer as the client gets it."""
+        """An answer as a ``choice`` of the response."""
         message: dict[str, Any] = {**said.message, "refusal": None}
         calls = message.pop("tool_calls", None)
         if calls:
@@ -251,7 +250,7 @@ class Completions:
 
 
 def chunks(completion: Mapping[str, Any], *, with_usage: bool = False) -> Iterator[dict[str, Any]]:
-    """A completion as the chunks of a stream."""
+    """Split a completion into the chunks of a stream."""
     head = {name: completion[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
     for choice in completion["choices"]:
@@ -269,7 +268,7 @@ def chunks(completion: Mapping[str, Any], *, with_usage: bool = False) -> Iterat
 
 
 def _checked(request: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
-    """The messages of a request, and how many answers it asks for."""
+    """Check a request; return its messages and its number of answers."""
     messages = request.get("messages")
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError(f"messages must be a list of messages, got {messages!r}.", "messages")
@@ -290,7 +289,6 @@ def _checked(request: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """The content of a message, whichever way it is given."""
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = list(content)
@@ -304,7 +302,6 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """The arguments of a tool call, decoded if they are JSON."""
     arguments = call.get("function", {}).get("arguments")
     if not isinstance(arguments, str):
         return arguments
@@ -315,9 +312,7 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 
 
 def _identity(message: Mapping[str, Any]) -> Any:
-    """What tells a message from others, however a client has written it down: thoughts, which clients
-    leave out, do not count.
-    """
+    """What identifies a message in any client's notation; without thoughts, which clients leave out."""
     calls = [
         (call.get("function", {}).get("name"), _arguments(call))
         for call in message.get("tool_calls") or ()
@@ -326,7 +321,7 @@ def _identity(message: Mapping[str, Any]) -> Any:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """A message in the form that chat templates take."""
     kept = {name: value for name, value in message.items() if value is not None}
     kept["content"] = _text(message)
     kept["role"] = "system" if message["role"] == "developer" else message["role"]

@@ -1,6 +1,6 @@
-"""Which episode the code that is running belongs to.
+"""The context of the current episode, for environments, tools and workflows.
 
-Each episode has a context of its own, also in the threads that its environment's methods run in.
+Each episode has its own, also in the threads that run its environment's methods.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["EpisodeContext", "get"]
 
 @dataclass(frozen=True)
 class EpisodeContext:
-    """What environments, tools and workflows may know of the episode that they serve."""
+    """Facts about the episode that the running code belongs to."""
 
     task_id: Any
     """The ``"task_id"`` of the episode's item if it has one, else the id of its group."""
@@ -25,19 +25,19 @@ class EpisodeContext:
     version: int
     """The engine's weight version when the episode began."""
     sample_idx: int = 0
-    """The episode's place in its group, from 0 on; one that is played again keeps it."""
+    """Index of the episode in its group, from 0; a retry keeps it."""
     traj_id: int = -1
-    """Id of the episode, as in ``("collector", "traj_ids")``; one that is played again gets another."""
+    """Id of the episode, as in ``("collector", "traj_ids")``; a retry gets a new one."""
 
 
 current: ContextVar[EpisodeContext] = ContextVar("torchrl_mt_episode")
 
 
 def get() -> EpisodeContext:
-    """The context of the episode that this code runs for.
+    """Context of the current episode.
 
     Raises:
-        LookupError: if it runs for none.
+        LookupError: if the calling code runs outside of an episode.
 
     Examples:
         >>> token = current.set(EpisodeContext("task-7", 3, False, 0, sample_idx=1, traj_id=13))

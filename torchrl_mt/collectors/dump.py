@@ -1,7 +1,7 @@
-"""Episodes as lines of JSON for people to read, a line for every training row.
+"""Episodes as readable JSON lines, one line per training row.
 
-Every line says exactly what ``MergeTurns`` makes of the episode: which tokens were given, which were
-sampled, in which turn and by which weights.
+A line describes a row exactly as ``MergeTurns`` makes it: which tokens were given, which were sampled,
+in which turn and by which weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["EpisodeDump", "episode_records"]
 class EpisodeDump:
     """Write episodes into ``dump_dir/<version>.jsonl``, and evaluations into ``dump_dir/eval``.
 
-    The version is the last that sampled a token of the episode; -1 if none was sampled. Each line is
-    a JSON object, see :func:`episode_records`. Lines are appended whole, whatever happens to the
-    process, and any number of threads and processes may write into one folder.
+    The version is the newest that sampled a token of the episode; -1 if none was sampled. Each line is
+    a JSON object, see :func:`episode_records`. Several threads and processes may write into one folder;
+    lines are always whole, even if a process is killed.
 
     Args:
-        dump_dir: the folder; it is made if need be.
+        dump_dir: the folder; made if missing.
         tokenizer: decodes the tokens; token ids are written if ``None``.
 
     Examples:
@@ -47,14 +47,11 @@ class EpisodeDump:
         self.tokenizer = tokenizer
 
     def write(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
-        """Append the lines of episodes.
-
-        Where it raises, no file has lines of this call that are not whole, and no file has only some
-        of those that were meant for it.
+        """Append the lines of episodes. On an error, each file has all or none of its new lines.
 
         Args:
             episodes: finished episodes.
-            is_eval: whether they were played to evaluate the policy.
+            is_eval: whether they are of an evaluation.
         """
         folder = self.dump_dir / "eval" if is_eval else self.dump_dir
         lines: defaultdict[int, list[bytes]] = defaultdict(list)
@@ -67,32 +64,30 @@ class EpisodeDump:
 
 
 def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """Describe an episode, one record for every row that ``MergeTurns`` makes of it.
+    """Describe an episode by one record per training row.
 
     Args:
         episode: a finished episode.
         tokenizer: decodes the tokens, special ones included; token ids are kept if ``None``.
 
     Returns:
-        At least one dict of what JSON can hold (see :func:`~torchrl_mt.collectors.jsonl.to_json`), with
+        At least one dict of JSON data (see :func:`~torchrl_mt.collectors.jsonl.to_json`), with
 
-        - ``task_id``: the data's own, or else the group's id; ``group``; ``sample_idx``, the episode's
-          place in it; ``traj_id``;
-        - ``fork``: 0 for the episode's first row, then counting up; ``num_forks``: how many rows there
-          are beyond the first;
-        - ``seqlen``: tokens of the row; ``prompt_len``: those before its first sampled token (all of
-          them if none was sampled);
-        - ``head_version`` and ``tail_version``: the lowest and the highest that sampled a token of
-          the row; -1 if none was sampled;
-        - ``reward``: the episode's, summed over all turns; ``rewards``: each turn's; ``stop_reason``;
+        - ``task_id``: the item's, or else the group's id; ``group``; ``sample_idx``: the episode's index
+          in the group; ``traj_id``;
+        - ``fork``: number of the row in the episode, from 0; ``num_forks``: number of rows beyond the
+          first;
+        - ``seqlen``: tokens of the row; ``prompt_len``: tokens before the first sampled one (all if none
+          was sampled);
+        - ``head_version`` and ``tail_version``: oldest and newest version that sampled a token of the
+          row; -1 if none was sampled;
+        - ``reward``: of the episode, summed over turns; ``rewards``: of each turn; ``stop_reason``;
           ``num_turns``;
-        - ``messages``: those that are new in the row's turns;
-        - ``prompt`` and ``completion``: the row's tokens up to its first sampled token, and all
-          from there on, those of the environment included;
-        - ``turns``: for each turn in the row its number in the episode (``"turn"``), where in the row
-          its sampled tokens lie (from ``"start"`` up to ``"stop"``), its ``"reward"`` and
-          ``"finish_reason"``.
-
+        - ``messages``: new messages of the row's turns;
+        - ``prompt`` and ``completion``: the row before its first sampled token, and from there on, the
+          environment's tokens included;
+        - ``turns``: for each turn of the row its index in the episode (``"turn"``), the slice of its
+          sampled tokens (``"start"`` to ``"stop"``), ``"reward"`` and ``"finish_reason"``.
     """
     turns, rows = episode.turns, episode.rows()
     num_rows = max(len(rows.last), 1)
@@ -131,12 +126,11 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
 
 
 def _tokens(turn: Turn) -> list[int]:
-    """A row as its last turn leaves it: what the model saw, and what it sampled."""
     return [*turn.prompt_ids, *turn.completion.token_ids]
 
 
 def _span(k: int, turn: Turn) -> dict[str, Any]:
-    """Where a turn's sampled tokens lie: its row begins with all that the turn was given."""
+    """The entry of a turn in ``"turns"``."""
     start = len(turn.prompt_ids)
     return {
         "turn": k,
@@ -148,7 +142,7 @@ def _span(k: int, turn: Turn) -> dict[str, Any]:
 
 
 def _texts(tokens: list[int], prompt_len: int, tokenizer: Any) -> tuple[Any, Any]:
-    """The text up to a token, and from there on."""
+    """Texts of the prompt and of the rest; token ids without a tokenizer."""
     if tokenizer is None:
         return tokens[:prompt_len], tokens[prompt_len:]
 
@@ -159,6 +153,6 @@ def _texts(tokens: list[int], prompt_len: int, tokenizer: Any) -> tuple[Any, Any
 
     prompt, whole = text(tokens[:prompt_len]), text(tokens)
     if whole.startswith(prompt):
-        # Many tokenizers write a word at the beginning of a text unlike one in the middle.
+        # Many tokenizers decode the first word of a text unlike others, so decode the whole.
         return prompt, whole[len(prompt) :]
     return prompt, text(tokens[prompt_len:])

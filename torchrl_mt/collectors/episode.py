@@ -1,7 +1,7 @@
-"""The ledger of one episode: what the engine was given and what it returned, turn by turn.
+"""The record of one episode, turn by turn, and its conversion to a TensorDict.
 
-Nothing here is decoded or re-encoded: the TensorDict made from an episode holds the very tokens of
-its turns.
+Nothing is decoded or re-encoded: the TensorDict holds exactly the tokens that the engine was given and
+returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_par
 __all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite"]
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""How tokens are sampled unless a completion says otherwise."""
+"""Default sampling parameters."""
 
 
 @dataclass(slots=True)
@@ -40,29 +40,29 @@ class Turn:
     """One model call and the environment's answer to it."""
 
     prompt_ids: Sequence[int]
-    """Every token that the model saw: a :class:`~torchrl_mt.collectors.prompt.Prompt`, where it is not
-    to be stored again for every turn."""
+    """Every token that the model saw; a :class:`~torchrl_mt.collectors.prompt.Prompt` shares memory
+    between turns."""
     completion: Completion
-    """What it sampled."""
+    """The sampled response."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    """The messages that are new in this turn: those before the response, the response, and in the
-    episode's last turn those after it."""
+    """New messages of this turn: those before the response, the response, and in the episode's last
+    turn those after it."""
     reward: float = 0.0
     """The environment's reward for the response."""
     info: Mapping[str, Any] | None = None
-    """What else the environment said about it."""
+    """The environment's further information on the response."""
     model_seconds: float = 0.0
-    """How long the model took to answer, in seconds."""
+    """Seconds that the model took to answer."""
     env_seconds: float = 0.0
-    """How long the environment took to answer the response."""
+    """Seconds that the environment took to answer."""
     parent: int | None = field(default=None, init=False, compare=False)
-    """The last turn before it in the episode whose tokens (prompt and response) its prompt begins with;
-    -1 if there is none, ``None`` where the turn was not recorded by a collector."""
+    """Index of the last earlier turn whose prompt and response this turn's prompt begins with; -1 if
+    there is none, ``None`` if no collector recorded the turn."""
     _oldest: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def oldest(self) -> int | None:
-        """The oldest weight version that sampled one of its tokens; ``None`` if none was sampled."""
+        """Oldest weight version of its sampled tokens; ``None`` if there are none."""
         if self._oldest is None:
             self._oldest = min(self.completion.versions, default=None)
         return self._oldest
@@ -75,33 +75,33 @@ class Episode:
     data: Any
     """The item that the environment was reset with."""
     group: int = -1
-    """Id of the group of episodes that share one item."""
+    """Id of the group of episodes that share the item."""
     traj_id: int = -1
     """Id of the episode."""
     turns: list[Turn] = field(default_factory=list)
-    """In order."""
+    """Turns in order."""
     stop_reason: StopReason | None = None
     """Why it ended; ``None`` while it runs."""
     rank: int = 0
-    """Its place in the group."""
+    """Index of the episode in its group."""
     group_number: int = 0
-    """The group's place among those of its run, whatever its id: what seeds follow from."""
+    """Number of the group in its run, from 0; seeds follow from it."""
     is_eval: bool = False
     """Whether it is played for evaluation."""
     entries: TensorDictBase | None = None
-    """Entries that a workflow returned, ``[T]``: a step a turn."""
+    """Entries that a workflow returned, ``[T]``, one step per turn."""
     judged: bool = False
     """Whether the environment has answered a response, or the workflow has returned a result."""
     valid: bool | None = None
-    """Whether it counts in the loss and in statistics; ``None`` where every episode does."""
+    """Whether it counts in the loss and in statistics; ``None`` if every episode does."""
     calls: CallTimes = field(default_factory=CallTimes, repr=False, compare=False)
-    """What it waits for, and where its time went."""
+    """Running calls, and the seconds of past ones."""
     begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
-    """When it began, in seconds of the monotonic clock."""
+    """Start time, in seconds of the monotonic clock."""
 
     @property
     def task_id(self) -> Any:
-        """The ``"task_id"`` of the item, if it has one; else the id of the group."""
+        """The item's ``"task_id"`` if it has one, else the id of the group."""
         data = self.data
         if not (isinstance(data, Mapping) and "task_id" in data.keys()):  # noqa: SIM118  (TensorDict)
             return self.group
@@ -110,26 +110,26 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """The sum of the turns' rewards."""
+        """Sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """Number of sampled tokens."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
     def num_forks(self) -> int:
-        """How many training rows it has beyond the first."""
+        """Number of training rows beyond the first."""
         return max(len(self.rows().first) - 1, 0)
 
     def age(self, version: int) -> int | None:
-        """How many versions its oldest token is behind ``version``; ``None`` if none was sampled."""
+        """Age of its oldest token in weight versions; ``None`` if none was sampled."""
         versions = [turn.oldest for turn in self.turns if turn.oldest is not None]
         return version - min(versions) if versions else None
 
     def parents(self) -> list[int]:
-        """Each turn's parent (see :attr:`Turn.parent`), found by comparing where one is not known."""
+        """Parent of each turn, see :attr:`Turn.parent`; found by comparison if one is unknown."""
         known = [turn.parent for turn in self.turns if turn.parent is not None]
         if len(known) == len(self.turns):
             return known
@@ -142,7 +142,7 @@ class Episode:
         )
 
     def rows(self) -> RowAssignment:
-        """The training row of each turn."""
+        """Training row of each turn."""
         return assign_rows(
             self.parents(),
             [len(turn.prompt_ids) for turn in self.turns],
@@ -151,21 +151,20 @@ class Episode:
 
 
 def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
-    """Write finished episodes as one flat batch in TED.
+    """Convert finished episodes to one flat batch in TED.
 
     Args:
         episodes: at least one, each with at least one turn.
 
     Returns:
-        A TensorDict of batch size ``[ΣT]``, a step a turn, with the keys that the documentation's *Data
-        format* lists, and the entries that the episodes' workflows returned. ``"tokens"``,
-        ``"log_probs"`` and ``"versions"`` are lazily stacked, since lengths differ:
-        ``td.get(key, as_list=True)`` gives one tensor a turn, prompts that extend each other as views
-        of one.
+        A TensorDict of batch size ``[ΣT]``, one step per turn, with the keys of the documentation's
+        *Data format* and the entries that workflows returned. ``"tokens"``, ``"log_probs"`` and
+        ``"versions"`` are lazily stacked, since lengths differ: ``td.get(key, as_list=True)`` gives one
+        tensor per turn. Prompts that extend each other are views of one tensor.
 
     Raises:
-        ValueError: if the entries that workflows returned differ from episode to episode, or are named
-            like one of the above.
+        ValueError: if the entries of workflows differ between episodes, or have a key that the
+            collector writes itself.
 
     Examples:
         >>> turn = Turn([1, 2], Completion([3], [-0.5], [0], "stop"), messages=[])
@@ -254,10 +253,10 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
 
 
 def as_number(reward: Any) -> float:
-    """A reward as a plain number, infinite if it is larger than any.
+    """Convert a reward to a float; infinite if it is too large for one.
 
     Raises:
-        TypeError: if it is none, or likewise ``ValueError`` or ``RuntimeError``, as ``float`` has it.
+        TypeError, ValueError, RuntimeError: if ``float(reward)`` raises it.
 
     Examples:
         >>> as_number(torch.tensor([2])), as_number(-(10**400))
@@ -270,7 +269,7 @@ def as_number(reward: Any) -> float:
 
 
 def is_finite(reward: float) -> bool:
-    """Whether a reward is still finite once it is in a batch, as float32.
+    """Whether a reward is finite as float32, the dtype of batches.
 
     Examples:
         >>> [is_finite(reward) for reward in (-2.5, float("nan"), 3.4028235e38, 1e39)]
@@ -280,7 +279,7 @@ def is_finite(reward: float) -> bool:
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """One tensor a prompt; those of one line are views of one."""
+    """One tensor per prompt; prompts of one conversation are views of one tensor."""
     longest: dict[int, Prompt] = {}
     for prompt in prompts:
         if isinstance(prompt, Prompt):
@@ -297,13 +296,13 @@ def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
 
 
 def _split(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """One tensor a row, all views of one buffer."""
+    """One tensor per row, all views of one buffer."""
     flat = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
     return flat.split([len(row) for row in rows])
 
 
 def _ragged(**columns: Sequence[torch.Tensor]) -> LazyStackedTensorDict:
-    """A node whose leaves differ in length from step to step."""
+    """A lazy stack of columns whose lengths differ from step to step."""
     names = list(columns)
     return LazyStackedTensorDict(
         *(
@@ -315,9 +314,8 @@ def _ragged(**columns: Sequence[torch.Tensor]) -> LazyStackedTensorDict:
 
 
 def _objects(values: Iterable[Any]) -> NonTensorStack:
-    """A column of Python objects."""
     values = list(values)
-    # Many are the same object, and wrapping one takes longer than anything else here.
+    # Wrap each object once: many are the same, and wrapping is the slowest part.
     wrapped = {id(value): value for value in values}
     wrapped = {key: NonTensorData(value) for key, value in wrapped.items()}
     return NonTensorStack(*(wrapped[id(value)] for value in values))

@@ -1,4 +1,4 @@
-"""Lines of JSON that are written whole or not at all, by any number of threads and processes.
+"""JSON lines that several threads and processes append to one file, each line whole or not at all.
 
 Every line of a file is valid JSON at any moment, even after a writer was killed.
 """
@@ -17,26 +17,23 @@ import torch
 
 try:
     import fcntl
-except ImportError:  # not POSIX: there, one process writes
+except ImportError:  # Not POSIX: only one process may write.
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["append_lines", "to_json", "to_line"]
 
 _LONGEST_REPR = 1000
 _DEEPEST = 100
-"""Containers inside of containers; beyond, a value is taken for endless."""
+"""Maximum depth of nested containers."""
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""What some readers take for the end of a line, and JSON leaves as it is."""
+"""Characters that JSON does not escape and some readers take for the end of a line."""
 
 
 def to_line(value: Any) -> bytes:
-    r"""One line of valid JSON in UTF-8, its end included.
+    r"""Encode a value as one line of JSON in UTF-8, with its line end. Non-ASCII characters are kept.
 
     Args:
         value: anything; see :func:`to_json`.
-
-    Returns:
-        The line; characters beyond ASCII are kept as they are.
 
     Examples:
         >>> to_line({"reward": float("nan"), "text": "one\ntwo"})
@@ -46,20 +43,16 @@ def to_line(value: Any) -> bytes:
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
     try:
         return text.encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # Half of a surrogate pair.
         return json.dumps(plain, allow_nan=False).encode() + b"\n"
 
 
 def to_json(value: Any) -> Any:
-    """What JSON can hold of a value.
+    """Convert a value to dicts, lists, strings, numbers, booleans and ``None``.
 
-    Args:
-        value: numbers that JSON lacks become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which
-            ``float`` reads; tensors and arrays of one number become the number; keys become strings;
-            whatever else JSON lacks becomes ``{"__repr__": ...}``.
-
-    Returns:
-        Dicts, lists, strings, numbers, booleans and ``None``.
+    Numbers that JSON lacks become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads.
+    Tensors and arrays of one number become the number, keys become strings, and anything else becomes
+    ``{"__repr__": ...}``.
 
     Examples:
         >>> to_json({1: (2, torch.tensor(3)), "at": 1j})
@@ -69,26 +62,26 @@ def to_json(value: Any) -> Any:
 
 
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines to a file, all or none, with no other writer's line between them.
+    """Append lines to a file, all or none and without other writers' lines between them.
 
-    What a killed writer left of a line is cut off first. Where the file system knows no locks, lines
-    are still appended by a single call each, but are not safe from a disk that fills up or a kill.
+    An incomplete line of a killed writer is removed first. On a file system without locks, a full disk
+    or a kill may leave incomplete lines.
 
     Args:
-        path: the file; it and its folder are made if need be.
-        lines: each with its end.
+        path: the file; made with its folder if missing.
+        lines: lines with their ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
     file = os.open(path, flags, 0o666)
-    # A descriptor of its own for every call: locks then exclude threads as well as processes.
+    # With a descriptor per call, locks exclude threads as well as processes.
     locked = _lock(file)
     try:
         end = _cut_torn_line(file) if locked else 0
         try:
             for line in lines:
                 left = memoryview(line)
-                while left:  # The system may take less than all of it.
+                while left:  # A write may be partial.
                     left = left[os.write(file, left) :]
         except BaseException:
             if locked:
@@ -96,13 +89,13 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> None:
             raise
     finally:
         if locked:
-            # A process forked meanwhile has the file open too: closing it would not unlock it.
+            # If a forked process has the file open too, closing it here does not unlock it.
             fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
 
 
 def _lock(file: int) -> bool:
-    """Wait until no one else writes to the file; false where there are no locks."""
+    """Lock the file for writing; false if there are no locks."""
     if fcntl is None:
         return False
     try:
@@ -113,7 +106,7 @@ def _lock(file: int) -> bool:
 
 
 def _cut_torn_line(file: int) -> int:
-    """Cut off what follows the last end of a line; where that is."""
+    """Remove an incomplete last line; return the size of the file."""
     size = os.fstat(file).st_size
     if not size or os.pread(file, 1, size - 1) == b"\n":
         return size
@@ -124,7 +117,7 @@ def _cut_torn_line(file: int) -> int:
 
 
 def _plain(value: Any, around: tuple[int, ...]) -> Any:
-    """``to_json``, inside of the containers with these ids."""
+    """:func:`to_json` within the containers with these ids."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -145,28 +138,27 @@ def _plain(value: Any, around: tuple[int, ...]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a tensor or an array is one number that Python has."""
+    """Whether a tensor or an array is one bool, int or float."""
     size = value.numel() if isinstance(value, torch.Tensor) else value.size
     try:
         return size == 1 and type(value.item()) in (bool, int, float)
-    except (RuntimeError, NotImplementedError):  # such as of a tensor without values
+    except (RuntimeError, NotImplementedError):  # Such as a meta tensor.
         return False
 
 
 def _number(value: float) -> float | str:
-    """A float, or the name of one that JSON lacks."""
+    """A float; as text if it is not finite."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _key(key: Any) -> str:
-    """A key as a string."""
     return str.__str__(key) if isinstance(key, str) else _repr(key)
 
 
 def _repr(value: Any) -> str:
-    """The beginning of a value's ``repr``, which may itself fail."""
+    """The beginning of a value's ``repr``, also if that raises."""
     try:
         return repr(value)[:_LONGEST_REPR]
     except Exception as error:

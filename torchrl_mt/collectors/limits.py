@@ -1,4 +1,4 @@
-"""When an episode ends: the limits that a collector sets, and one name for every reason."""
+"""Limits of episodes, and the reasons why episodes end."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["Limits", "StopReason"]
 
 
 class StopReason(str, Enum):
-    """Why an episode ended; the value is what episodes carry under ``"stop_reason"``."""
+    """Why an episode ended; the values are those under ``"stop_reason"`` in batches."""
 
     DONE = "done"
-    """The environment came to its end: ``terminated``."""
+    """The environment ended the episode: ``terminated``."""
     TRUNCATED = "truncated"
-    """The environment cut the episode short."""
+    """The environment truncated the episode."""
     MAX_TURNS = "max_turns"
     """The turn was the last that :attr:`Limits.max_turns` allows."""
     MAX_RESPONSE_TOKENS = "max_response_tokens"
-    """The response was cut before the model ended it; the environment was not asked."""
+    """The response was cut; the environment does not see it."""
     MAX_EPISODE_TOKENS = "max_episode_tokens"
     """The conversation has no room for a further token."""
     TOOL_TIMEOUT = "tool_timeout"
@@ -31,42 +31,41 @@ class StopReason(str, Enum):
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode was cut rather than finished."""
+        """Whether the episode was truncated, not terminated."""
         return self is not StopReason.DONE
 
     @property
     def of_time(self) -> bool:
-        """Whether time was up."""
+        """Whether it is a timeout."""
         return self.value.endswith("timeout")
 
 
 OnTimeout = Literal["reject", "mask"]
-"""What becomes of an episode whose time was up."""
+"""What becomes of an episode that timed out."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an episode may use; ``None`` is no limit. Reaching one ends the episode as truncated.
+    """Limits of an episode; ``None`` is no limit. Reaching one truncates the episode.
 
-    What an episode whose time was up would have been worth is not known, so it is never learned from,
-    whether an environment or a workflow played it: it is rejected, or kept with ``"valid"`` false.
+    An episode that times out is never learned from, since its reward is unknown: it is rejected, or
+    kept with ``"valid"`` false.
 
     Args:
-        max_turns: most model calls in an episode.
-        max_response_tokens: most tokens sampled in one turn; without it, the engine's own limit holds.
-        max_episode_tokens: most tokens of the conversation, prompt and responses together.
+        max_turns: maximum number of model calls in an episode.
+        max_response_tokens: maximum tokens of a response; the engine's own limit if ``None``.
+        max_episode_tokens: maximum tokens of the conversation, prompt and responses together.
         turn_timeout: seconds for a turn: a model call and the environment's answer to it.
-        episode_timeout: seconds for an episode, from when it begins to run.
-        tool_timeout: seconds for the environment to begin, or to answer a response.
-        on_timeout: what becomes of an episode whose time was up. ``"reject"``: it is rejected, its cause
-            is the limit's name. ``"mask"``: it is accepted with the turns that were answered in time,
-            truncated, and every turn of the collector's batches says under ``"valid"`` whether its
-            episode counts; :class:`~torchrl_mt.transforms.MergeTurns` hands that to the rows, where it
-            keeps the episode out of the loss and of its group's statistics. An episode without such a
-            turn is rejected all the same.
+        episode_timeout: seconds for an episode, from its start.
+        tool_timeout: seconds for a ``reset`` or ``step`` of the environment.
+        on_timeout: what becomes of an episode that times out. ``"reject"``: it is rejected; the cause is
+            the limit's name. ``"mask"``: it is accepted as truncated, with the turns that were complete
+            in time; without any, it is rejected. Batches then have ``"valid"``, false for the turns of
+            such episodes. :class:`~torchrl_mt.transforms.MergeTurns` passes it to the rows, where it
+            keeps them out of the loss and of group statistics.
 
     Raises:
-        ValueError: if a limit is below 1, a timeout not positive, or ``on_timeout`` unknown.
+        ValueError: if a limit is below 1, a timeout is not positive, or ``on_timeout`` is unknown.
 
     Examples:
         >>> Limits(max_turns=5, max_response_tokens=2)
@@ -103,13 +102,13 @@ class Limits:
                 )
 
     def response_budget(self, prompt_length: int) -> tuple[int | None, StopReason]:
-        """How many tokens the next response may have, and which limit a cut response has reached.
+        """Maximum tokens of the next response, and the limit that sets it.
 
         Args:
             prompt_length: tokens of the conversation so far.
 
         Returns:
-            The budget (``None``: no limit of ours; 0: no room) and the limit that sets it.
+            The budget (``None`` for no limit, 0 for no room) and the limit that a cut response reached.
         """
         if self.max_episode_tokens is None:
             return self.max_response_tokens, StopReason.MAX_RESPONSE_TOKENS
@@ -119,11 +118,11 @@ class Limits:
         return self.max_response_tokens, StopReason.MAX_RESPONSE_TOKENS
 
     def within(self, engine: Any) -> Limits:
-        """The limits, and an engine's own where those are tighter or where there are none.
+        """The limits, tightened by the engine's ``max_total_tokens``.
 
         Args:
-            engine: may have ``max_total_tokens``, most tokens of prompt and response together, and
-                ``max_new_tokens``, most tokens of a response.
+            engine: may have ``max_total_tokens`` (prompt and response together) and
+                ``max_new_tokens`` (a response), which holds if there is no ``max_response_tokens``.
         """
         total = getattr(engine, "max_total_tokens", None)
         bounds = [bound for bound in (self.max_episode_tokens, total) if bound is not None]

@@ -1,6 +1,6 @@
-"""The client of OpenAI's Python package, answered by an engine in this process.
+"""OpenAI's Python client with an engine of this process as the server.
 
-Existing coroutine code runs as a workflow: no socket, no server, and every token in the ledger.
+Existing ``async`` code runs as a workflow, without a socket, and every token is recorded.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ def openai_client(
     tokenizer: Any = None,
     **chat_options: Any,
 ) -> Any:
-    """An ``openai.AsyncOpenAI`` whose chat completions an engine samples.
+    """Make an ``openai.AsyncOpenAI`` client whose chat completions an engine samples.
 
-    Make one for each episode, of the engine that the workflow is given. A request whose messages go on
-    from an earlier answer goes on from that answer's tokens. Streams, several answers (``n``), tools and
-    ``logprobs`` work as usual; what the engine cannot do (``stop``, penalties, a forced tool, JSON mode)
-    is an ``openai.BadRequestError`` that names it. So is a limit of the episode, with the code
-    ``"limit_reached"``: a workflow that lets it through has an episode that the limit truncated.
+    Make one per episode, with the engine that the workflow is given. A request that continues an
+    earlier answer continues with that answer's tokens. Streams, several answers (``n``), tools and
+    ``logprobs`` work as usual. What the engine cannot do (``stop``, penalties, a forced tool, JSON mode)
+    raises an ``openai.BadRequestError`` that names it. So does a limit of the episode, with the code
+    ``"limit_reached"``; if the workflow lets that error through, the episode is truncated.
 
     Args:
         engine: samples the answers.
         tokenizer: renders messages; the engine's own if ``None``.
-        **chat_options: the fields of :class:`~torchrl_mt.collectors.ChatOptions` (``on_break``,
-            ``template``, ``template_kwargs``); a request's ``tools`` and ``chat_template_kwargs`` are
-            added.
+        **chat_options: the fields of :class:`~torchrl_mt.collectors.ChatOptions`; a request's ``tools``
+            and ``chat_template_kwargs`` are added.
 
     Raises:
         ImportError: if the package ``openai`` is not installed.
@@ -55,7 +54,7 @@ def openai_client(
         raise ImportError(
             "openai_client needs the package openai: pip install 'torchrl-mt[agents]'."
         ) from error
-    # Which of the two HTTP packages it stands on depends on its version.
+    # The HTTP package that the client uses depends on its version.
     http = importlib.import_module(
         openai.DefaultAsyncHttpxClient.__mro__[1].__module__.split(".")[0]
     )
@@ -82,7 +81,7 @@ def openai_client(
 async def _respond(
     completions: Completions, method: str, path: str, body: bytes
 ) -> tuple[int, str, bytes]:
-    """Status, content type and body of the answer to a request."""
+    """Answer a request: status, content type and body."""
     try:
         if (method, path) == ("GET", "/v1/models"):
             model = {"id": "policy", "object": "model", "created": 0, "owned_by": "torchrl_mt"}

@@ -1,6 +1,6 @@
 """Prompts as views of a growing list of tokens.
 
-So a conversation takes memory in proportion to its length, not to its square.
+The memory of a conversation is then linear in its length, not quadratic.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ __all__ = ["Prompt"]
 
 
 class Prompt(Sequence[int]):
-    """The first ``length`` tokens of a list that only grows; it never changes.
+    """The first ``length`` tokens of a list that may only grow.
 
     Args:
-        line: the list, which others may extend.
-        length: how many of its tokens the prompt has.
+        line: tokens of the conversation; may be extended later.
+        length: number of the prompt's tokens.
 
     Examples:
         >>> line = [1, 2]
@@ -31,7 +31,7 @@ class Prompt(Sequence[int]):
 
     def __init__(self, line: list[int], length: int) -> None:
         self.line = line
-        """The list that prompts which go on from each other share."""
+        """Tokens of the conversation, shared by its prompts."""
         self._length = length
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Prompt(Sequence[int]):
         return f"Prompt({list(self)})"
 
     def starts_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the prompt begins with these tokens; a prompt of the same list is not read."""
+        """Whether the prompt begins with these tokens; in O(1) for a prompt of the same list."""
         size = len(tokens)
         if size > self._length:
             return False

@@ -1,7 +1,7 @@
-"""The engine as an episode sees it: every call is recorded, and the episode's limits hold.
+"""The engine of an episode: it records every call as a turn and enforces the episode's limits.
 
-Whoever plays the episode, the ledger has each model call once, with the very tokens that went in and
-came out, in the order in which the calls began.
+The episode holds each model call once, with exactly the tokens that went in and came out, in the order
+in which the calls began.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
 _T = TypeVar("_T")
 
 _LINES = 4
-"""Conversations of an episode that may take turns without storing their beginnings again."""
+"""Number of an episode's last conversations that further prompts share memory with."""
 
 
 LIMIT_CODE = "limit_reached"
-"""The ``code`` of an HTTP client's error that stands for :class:`LimitReached`."""
+"""The ``code`` of the OpenAI client's error for :class:`LimitReached`."""
 
 
 class LimitReached(Exception):
-    """A limit of the episode does not allow a further model call.
+    """A limit of the episode allows no further model call.
 
     Args:
         reason: the limit.
@@ -47,16 +47,16 @@ class LimitReached(Exception):
 
 
 class Recorder:
-    """An engine that writes what it is asked and what it answers into an episode.
+    """An engine that records prompts and answers as the turns of an episode.
 
     Args:
-        engine: who answers.
-        episode: the ledger to fill.
-        limits: what the episode may use. The engine's ``max_total_tokens`` and ``max_new_tokens``, if it
-            has such, bound the conversation and each response like the limits of the same meaning.
-        sampling: arguments for every call, unless the call has its own. ``max_new_tokens`` bounds the
-            responses like ``limits.max_response_tokens``. ``seed`` stands for a seed of 31 bits for each
-            call, which follows from it, the group's number, the episode's rank and the call's number.
+        engine: samples the answers.
+        episode: the episode to fill.
+        limits: limits of the episode; the engine's ``max_total_tokens`` and ``max_new_tokens``, if it
+            has them, bound the conversation and each response as well.
+        sampling: arguments for every call, unless the call has its own. ``max_new_tokens`` bounds
+            responses like ``limits.max_response_tokens``. From ``seed``, the group's number, the
+            episode's rank and the call's number follows a 31-bit seed for each call.
 
     Raises:
         ValueError: if ``max_new_tokens`` is below 1.
@@ -77,17 +77,17 @@ class Recorder:
         longest = self._sampling.pop("max_new_tokens", None)
         self.limits = limits_of_play(limits, longest, engine)
         self.reached: StopReason | None = None
-        """The limit that the last calls were refused for, or that one ran into; a limit of time is never
-        forgotten."""
+        """The limit that refused the last calls. A later call that succeeds clears it, unless it is a
+        timeout."""
         self._refused_at = 0
-        """How many calls had begun when the last was refused."""
+        """Number of calls begun before the last refusal."""
         self._lines: list[list[int]] = []
-        """Conversations as the model sees them, the one that was added to last at the end."""
+        """Tokens of each conversation, the one that grew last at the end."""
         self._order: list[int] = []
-        """The number of each turn's call; calls are numbered as they begin."""
+        """The call number of each turn; calls are numbered as they begin."""
         self._calls = self._running = 0
         self.closed = False
-        """Whether the episode is over, or its time is up."""
+        """Whether the episode is over or has timed out."""
 
     @property
     def version(self) -> int:
@@ -100,7 +100,7 @@ class Recorder:
         return getattr(self.engine, "tokenizer", None)
 
     def update_weights(self, source: Any) -> int:
-        """Not for those who play an episode.
+        """Refuse to update the weights from within an episode.
 
         Raises:
             RuntimeError: always.
@@ -112,21 +112,22 @@ class Recorder:
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
     ) -> Completion:
-        """Have the engine answer, and record it as a turn.
+        """Sample an answer from the engine and record it as a turn.
 
         Args:
             prompt_ids: every token that the model is to see.
-            max_new_tokens: longest answer, if shorter than the limits allow.
-            **sampling: what the engine's ``generate`` takes.
+            max_new_tokens: maximum length of the answer; the limits may set a lower one.
+            **sampling: arguments for the engine's ``generate``.
 
         Raises:
-            LimitReached: if the episode may not have a further turn, or the prompt leaves no room.
+            LimitReached: if the episode has no turn left, the prompt leaves no room for an answer, or
+                the turn times out.
             RuntimeError: if the episode is over.
-            TypeError: if ``prompt_ids`` are no integers.
+            TypeError: if ``prompt_ids`` are not integers.
         """
         self._check_open()
         if not isinstance(prompt_ids, (Prompt, list)):
-            # Else a list would be made of anything, and the engine could not say what was given.
+            # Checked here: the engine only sees a list that is made of it.
             prompt_ids = integers(prompt_ids)
         limits = self.limits
         budget, reached = limits.response_budget(len(prompt_ids))
@@ -140,7 +141,7 @@ class Recorder:
         self._calls += 1
         self._running += 1
         if self._seed is not None:
-            sampling.setdefault("seed", _bits(self._seed, call))
+            sampling.setdefault("seed", _call_seed(self._seed, call))
         begin = time.perf_counter()
         try:
             with self._episode.calls.call("engine", "the engine's answer"):
@@ -158,28 +159,28 @@ class Recorder:
         turn = Turn(prompt, answer, model_seconds=time.perf_counter() - begin)
         self._enter(turn, call)
         if self.reached is not None and not self.reached.of_time and call >= self._refused_at:
-            self.reached = None  # Whoever plays has found a way around it.
+            self.reached = None  # The player has found a way around the limit.
         if len(prompt.line) == len(prompt):
             prompt.line.extend(answer.token_ids)
         return answer
 
     def continued(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The prompt that goes on from the last turn, its prompt and its response."""
+        """The prompt of the last turn, its response, and further tokens, as the next prompt."""
         line = self._lines[-1]
         line.extend(tokens)
         return Prompt(line, len(line))
 
     def drop_last(self) -> None:
-        """Take the last turn back."""
+        """Remove the last turn."""
         self._order.pop()
         self._episode.turns.pop()
 
     def close(self) -> None:
-        """Answer no more: the episode is over."""
+        """End the episode; further calls raise."""
         self.closed = True
 
     def _refusal(self, reason: StopReason) -> LimitReached:
-        """What a call is refused by, remembered in case that whoever plays swallows it."""
+        """The error that refuses a call; the limit is kept in case that the player swallows it."""
         if self.reached is None or not self.reached.of_time:
             self.reached = reason
             self._refused_at = self._calls
@@ -190,7 +191,7 @@ class Recorder:
             raise RuntimeError("the episode is over: its engine answers no more.")
 
     def _prompt(self, tokens: Sequence[int]) -> Prompt:
-        """The prompt as a view of the conversation that it goes on with, which is the last one now."""
+        """The prompt as a view of the conversation that it continues, or of a new one."""
         for line in reversed(self._lines):
             if isinstance(tokens, Prompt) and tokens.line is line:
                 break
@@ -203,36 +204,31 @@ class Recorder:
         return Prompt(line, len(tokens))
 
     def _enter(self, turn: Turn, call: int) -> None:
-        """Enter a turn behind those whose calls began before it, and say what its parent is."""
+        """Insert a turn in the order of calls and set parents."""
         turns, place = self._episode.turns, bisect(self._order, call)
         self._order.insert(place, call)
         turns.insert(place, turn)
-        turn.parent = next((k for k in reversed(range(place)) if _goes_on(turn, turns[k])), -1)
-        for later in turns[place + 1 :]:  # Their calls began later and ended sooner.
+        turn.parent = next((k for k in reversed(range(place)) if _continues(turn, turns[k])), -1)
+        for later in turns[place + 1 :]:  # Their calls began later and ended earlier.
             assert later.parent is not None
             if later.parent >= place:
                 later.parent += 1
-            elif _goes_on(later, turn):
+            elif _continues(later, turn):
                 later.parent = place
 
 
-def _goes_on(turn: Turn, before: Turn) -> bool:
-    """Whether a turn's prompt begins with the tokens of an earlier turn."""
+def _continues(turn: Turn, before: Turn) -> bool:
+    """Whether a turn's prompt begins with the prompt and answer of an earlier turn."""
     prompt, answer = turn.prompt_ids, list(before.completion.token_ids)
     assert isinstance(prompt, Prompt)
     start = len(before.prompt_ids)
     end = start + len(answer)
-    # The answer first: it is short, and differs wherever turns that began alike went apart.
+    # The answer first: it is short, and it is what differs between branches.
     return prompt[start:end] == answer and prompt.starts_with(before.prompt_ids)
 
 
 def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -> Limits:
-    """The limits that hold: the tightest of these, of the sampling and of the engine.
-
-    Args:
-        limits: what an episode may use.
-        max_new_tokens: that of the arguments for every call.
-        engine: who answers.
+    """The tightest of the limits, of the sampling's ``max_new_tokens`` and of the engine's limits.
 
     Raises:
         ValueError: if ``max_new_tokens`` is below 1.
@@ -246,7 +242,6 @@ def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -
 
 
 def _member_seed(seed: Any, episode: Episode) -> int | None:
-    """The seed of one member of a group."""
     if seed is None:
         return None
     try:
@@ -256,8 +251,8 @@ def _member_seed(seed: Any, episode: Episode) -> int | None:
     return random_word(random_word(seed, episode.group_number), episode.rank)
 
 
-def _bits(seed: int, call: int) -> int:
-    """The seed of a call; of 31 bits, since not every server takes more."""
+def _call_seed(seed: int, call: int) -> int:
+    """Seed of a call; 31 bits, since not every server takes more."""
     return random_word(seed, call) >> 33
 
 
@@ -268,16 +263,18 @@ async def within(
     *,
     time_is_up: Callable[[], object] | None = None,
 ) -> _T:
-    """What the coroutine returns, or ``LimitReached`` if that takes too long.
+    """Await a coroutine for at most ``seconds``; without a limit if ``None``.
 
-    Then ``time_is_up`` is called, before the coroutine learns of it.
+    On a timeout, ``time_is_up`` is called before the coroutine is cancelled. The coroutine runs in its
+    own task, so that its own cancellations and timeouts are not taken for ours.
 
-    As a task of its own, so that an error of its own that looks like ours is not taken for it.
+    Raises:
+        LimitReached: on a timeout, with ``reason``.
     """
     if seconds is None:
         return await work
     task = asyncio.ensure_future(work)
-    # What it raises when its time is up is nobody's concern.
+    # Retrieve errors after a timeout, or asyncio logs them.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         await asyncio.wait([task], timeout=seconds)

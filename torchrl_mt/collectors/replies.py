@@ -1,4 +1,4 @@
-"""The names of :mod:`torchrl_mt.chat.replies`, where they were before."""
+"""Names of :mod:`torchrl_mt.chat.replies`, under their earlier path."""
 
 from torchrl_mt.chat.replies import ParsedReply, ReplyParser, parse_tool_calls
 

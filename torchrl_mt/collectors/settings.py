@@ -1,6 +1,6 @@
-"""What belongs together in a collector's arguments: frozen records that several collectors may share.
+"""Records of a collector's settings: failures, order of items, chat template.
 
-Every field may also be given to the collector as a keyword of its own; a field has one name everywhere.
+Every field may also be given to the collector as a keyword argument.
 """
 
 from __future__ import annotations
@@ -18,32 +18,30 @@ __all__ = ["ChatOptions", "FailurePolicy", "IncompleteGroups", "ItemOrder", "fro
 _Record = TypeVar("_Record")
 
 IncompleteGroups = Literal["drop", "keep", "refill", "requeue"]
-"""What becomes of a group of which a member was rejected for good."""
+"""What becomes of a group with a member that failed after all retries."""
 
 _LEAST_CONSECUTIVE = 32
-"""How many episodes in a row may fail at least, if nobody says."""
+"""Minimum of the default of ``max_consecutive_failures``."""
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What follows when episodes are rejected.
+    """Retries of rejected episodes, and what becomes of incomplete groups.
 
     Args:
-        max_retries: how often an episode that was rejected is played again.
-        max_consecutive_failures: raise the last cause once this many episodes in a row were rejected
-            in spite of retries, and none came to its end meanwhile. Until the environment's ``step``
-            has returned once, or a workflow has, an episode that only a limit brought to its end
-            does not interrupt the row. ``None`` means 32, or twice ``max_concurrency`` if that is
-            more.
-        incomplete_groups: what becomes of a group of which a member was rejected for good: ``"drop"``
-            it, and with it the item until the data is gone through again; ``"keep"`` those that are
-            left; ``"refill"``, play that member until it comes to its end, and drop the group if it
-            does not in 16 more attempts; ``"requeue"``, drop the group and play its item again as a
-            new one, before any new item. An item is given up after 64 times, or 16 in a row in which no
-            member came to its end.
+        max_retries: number of times that a rejected episode is played again.
+        max_consecutive_failures: raise the last error after this many episodes in a row failed all
+            retries and none finished. Until an environment's ``step`` or a workflow has returned once,
+            an episode that a limit cuts does not end the row. ``None`` means 32 or twice
+            ``max_concurrency``, whichever is more.
+        incomplete_groups: what becomes of a group with a member that failed all retries. ``"drop"``:
+            the group and its item are dropped (until the next epoch). ``"keep"``: the other members are
+            kept. ``"refill"``: the member is played again up to 16 more times; then the group is
+            dropped. ``"requeue"``: the group is dropped and its item played again, before any new item;
+            an item is dropped after 64 requeues, or after 16 in a row in which every member failed.
 
     Raises:
-        ValueError: if a number is out of range or ``incomplete_groups`` unknown.
+        ValueError: if a number is out of range or ``incomplete_groups`` is unknown.
 
     Examples:
         >>> FailurePolicy(max_retries=2)
@@ -63,21 +61,21 @@ class FailurePolicy:
         check_choice("incomplete_groups", self.incomplete_groups, get_args(IncompleteGroups))
 
     def most_consecutive(self, concurrency: int) -> int:
-        """How many episodes in a row may fail where so many run at once."""
+        """``max_consecutive_failures``, or its default at this concurrency."""
         return self.max_consecutive_failures or max(_LEAST_CONSECUTIVE, 2 * concurrency)
 
 
 @dataclass(frozen=True)
 class ItemOrder:
-    """In which order the items of data are played.
+    """The order in which items are played.
 
     Args:
-        shuffle: in random order, another one each epoch; for data with a length and items by index.
-        cycle: begin again when the data ends; by default unless it is an iterator.
-        seed: what the order follows from, and the items that are made without data.
+        shuffle: play in random order, a new one every epoch; for data with a length and an index.
+        cycle: start again when the data ends. ``None`` means true, except for iterators.
+        seed: seed of the order, and of the items that are made without data.
 
     Raises:
-        TypeError: if ``seed`` is no ``int``.
+        TypeError: if ``seed`` is not an ``int``.
 
     Examples:
         >>> ItemOrder(shuffle=True, seed=7)
@@ -98,16 +96,16 @@ class ChatOptions:
     """How dialogues become tokens: the options of :class:`~torchrl_mt.collectors.ChatTokens`.
 
     Args:
-        on_break: what is done where the chat template does not go on from what was sampled:
-            ``"fork"`` begins a new row, ``"append"`` goes on all the same.
-        template: the chat template that dialogues are rendered by: ``"training"`` keeps an episode in
-            one row.
-        template_kwargs: what else the chat template is given with every rendering, such as ``tools``
-            or ``enable_thinking=False``. A workflow makes its own.
+        on_break: what to do if the chat template rewrites earlier messages: ``"fork"`` starts a new
+            training row, ``"append"`` continues the row with the tokens as they were sampled.
+        template: the chat template: the tokenizer's own (``"original"``), or ``"training"``, which keeps
+            an episode in one row.
+        template_kwargs: variables of the chat template, such as ``tools`` or
+            ``enable_thinking=False``. Workflows render their own prompts.
 
     Raises:
-        TypeError: if ``template_kwargs`` is no mapping of names to plain data.
-        ValueError: if an option is unknown, or ``template_kwargs`` says how a template is rendered.
+        TypeError: if ``template_kwargs`` is not a mapping of names to plain data.
+        ValueError: if an option is unknown, or ``template_kwargs`` has an argument of rendering.
 
     Examples:
         >>> ChatOptions(template="training").on_break
@@ -121,11 +119,11 @@ class ChatOptions:
     def __post_init__(self) -> None:
         check_choice("on_break", self.on_break, get_args(OnBreak))
         check_choice("template", self.template, get_args(Template))
-        # Iterators among them could be read but once.
+        # The check turns iterators, which can be read only once, into lists.
         object.__setattr__(self, "template_kwargs", checked_template_kwargs(self.template_kwargs))
 
     def tokens(self, tokenizer: Any) -> ChatTokens:
-        """What turns the messages of a tokenizer's model into tokens, with these options."""
+        """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options."""
         return ChatTokens(
             tokenizer,
             on_break=self.on_break,
@@ -137,16 +135,16 @@ class ChatOptions:
 def from_keywords(
     name: str, cls: type[_Record], record: _Record | None, keywords: dict[str, Any]
 ) -> _Record:
-    """A record as it was given, or made of the keywords that are its fields.
+    """Return a record as given, or make it from the keywords that are its fields.
 
     Args:
-        name: the argument that takes the record.
-        cls: its class.
-        record: what was given for it.
-        keywords: other arguments; those that are fields of the record are taken out.
+        name: name of the argument that takes the record.
+        cls: class of the record.
+        record: the argument's value.
+        keywords: other arguments; fields of the record are removed from it.
 
     Raises:
-        TypeError: if both were given, or ``record`` is something else.
+        TypeError: if both are given, or ``record`` is of another class.
     """
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     given = {field: keywords.pop(field) for field in names if field in keywords}
@@ -156,7 +154,7 @@ def from_keywords(
         raise TypeError(f"{name} must be of class {cls.__name__}, got {record!r}.")
     if given:
         raise TypeError(
-            f"{name} and {', '.join(given)} must not both be given: {', '.join(given)} may be said in "
+            f"{name} and {', '.join(given)} must not both be given: give {', '.join(given)} in "
             f"{name}={cls.__name__}(...)."
         )
     return record

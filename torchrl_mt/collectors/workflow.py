@@ -1,4 +1,4 @@
-"""Workflows: what plays an episode by itself, and what becomes of its result."""
+"""Workflows: user code that plays whole episodes, and how its results become rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Rejected", "Workflow", "enter_result"]
 
 @runtime_checkable
 class Workflow(Protocol):
-    """Plays an episode by itself: it calls the engine as it likes, and says what came of it.
+    """Plays an episode: calls the engine as often as it likes and returns the rewards.
 
     One instance plays all episodes, many at a time.
 
@@ -34,21 +34,21 @@ class Workflow(Protocol):
         """Play one episode.
 
         Args:
-            engine: answers prompts; every call is recorded as a turn of the episode.
-            data: the item that the episode is played for.
+            engine: the engine; every call is recorded as a turn of the episode.
+            data: the episode's item.
 
         Returns:
             ``None`` to reject the episode; a number, the reward of the last turn; a list of numbers,
-            one for each turn; or a TED TensorDict, ``[T]``, a step a turn, whose ``("next", "reward")``
-            counts and whose other entries are kept. Rewards must be finite.
+            one per turn; or a TED TensorDict, ``[T]``, one step per turn, with ``("next", "reward")``,
+            whose other entries are kept. Rewards must be finite.
         """
 
 
 class Rejected(Exception):
-    """An episode is not wanted, without anything having gone wrong.
+    """An episode is rejected without an error.
 
     Args:
-        cause: as it is counted.
+        cause: the cause under which it is counted.
     """
 
     def __init__(self, cause: str) -> None:
@@ -57,13 +57,13 @@ class Rejected(Exception):
 
 
 def enter_result(episode: Episode, result: Any) -> None:
-    """Enter what a workflow returned in the episode that it played.
+    """Write a workflow's result into the episode that it played.
 
     Raises:
-        Rejected: if it returned ``None``.
-        TypeError: if it returned something else than a workflow may.
-        ValueError: if it returned rewards of more or fewer turns than were played, one that is not
-            finite, or the engine was never called.
+        Rejected: if the result is ``None``.
+        TypeError: if the result is of a wrong type.
+        ValueError: if the number of rewards differs from that of the turns, a reward is not finite, or
+            the engine was never called.
     """
     if result is None:
         raise Rejected("declined")
@@ -96,7 +96,7 @@ def enter_result(episode: Episode, result: Any) -> None:
 
 
 def _entries(result: TensorDictBase, turns: int) -> tuple[TensorDictBase, list[float]]:
-    """The entries of a workflow's TensorDict beside the ledger's own, and the rewards."""
+    """Split a workflow's TensorDict into its own entries and the rewards."""
     if result.batch_size != (turns,):
         raise ValueError(
             f"a workflow's TensorDict must have a step for each turn, batch size [{turns}], got "
@@ -111,7 +111,6 @@ def _entries(result: TensorDictBase, turns: int) -> tuple[TensorDictBase, list[f
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """Rewards as plain numbers."""
     for value in values:
         if not isinstance(value, Real) and not (
             isinstance(value, torch.Tensor) and value.numel() == 1

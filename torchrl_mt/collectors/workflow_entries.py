@@ -1,6 +1,7 @@
-"""Entries that a workflow returns beside the rewards, for every turn.
+"""Entries per turn that a workflow returns beside the rewards.
 
-Every episode of a batch has the same ones, of the same kind, and none that the collector writes itself.
+All episodes of a batch have the same entries, with the same dtypes and shapes, and none that the
+collector writes itself.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ COLLECTOR_KEYS: tuple[tuple[str, ...], ...] = (
     ("valid",),
     ("data",),
 )
-"""What the collector itself writes of every turn, with all that lies below."""
+"""Keys that the collector writes itself, nested ones included."""
 
 EntryKinds: TypeAlias = Mapping[tuple[str, ...], str]
-"""The kind of each entry: dtype and shape of a turn's tensor, or that it is none."""
+"""Kind of each entry: dtype and shape of a turn's tensor, or ``"not a tensor"``."""
 
 _OBJECT = "not a tensor"
 
 
 def check_entries(entries: TensorDictBase | None, expected: EntryKinds | None = None) -> EntryKinds:
-    """Refuse entries that a batch could not hold beside those of other episodes.
+    """Check that an episode's entries can be batched with those of other episodes.
 
     Args:
-        entries: what a workflow returned of an episode, ``[T]``; ``None`` if that was nothing.
-        expected: what this function returned of an earlier episode; ``None`` if there was none.
+        entries: the workflow's entries of an episode, ``[T]``; ``None`` for no entries.
+        expected: the kinds of an earlier episode; ``None`` for the first.
 
     Returns:
-        What is expected of all other episodes.
+        The kinds of the entries.
 
     Raises:
-        ValueError: if an entry is one that the collector writes itself, its kind changes from turn
-            to turn, or the entries or their kinds are not those expected.
+        ValueError: if the collector writes an entry itself, its kind changes between turns, or the
+            kinds differ from ``expected``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -90,36 +91,36 @@ def check_entries(entries: TensorDictBase | None, expected: EntryKinds | None = 
 
 @dataclass
 class ExpectedEntries:
-    """The entries that the first episode had, and all others must have."""
+    """The entries of the first episode, which all others must have."""
 
     kinds: EntryKinds | None = None
-    """What :func:`check_entries` returned of it."""
+    """Kinds of the entries, by :func:`check_entries`."""
     _step: TensorDictBase | None = None
-    """One of its turns."""
+    """One turn of the first episode."""
 
     def check(self, entries: TensorDictBase | None) -> None:
-        """Refuse entries unlike those of the first episode; see :func:`check_entries`."""
+        """Check entries against those of the first episode; see :func:`check_entries`."""
         self.kinds = check_entries(entries, self.kinds)
         if self._step is None and self.kinds and entries is not None:
             self._step = entries[0]
 
     def blank(self, turns: int) -> TensorDictBase | None:
-        """Entries for an episode of so many turns whose workflow returned none, if they are known."""
+        """Blank entries for an episode without any; ``None`` until an episode had some."""
         return None if self._step is None else _blank(self._step, turns)
 
 
 def join_entries(
     episodes: Sequence[TensorDictBase | None], blank_turns: Sequence[int]
 ) -> TensorDictBase | None:
-    """The entries of several episodes, one after the other; ``None`` if they have none.
+    """Concatenate the entries of several episodes.
 
     Args:
-        episodes: what workflows returned of each episode, ``[T]``.
-        blank_turns: for each episode, how many turns it has if it may lack entries that others have
-            (zeros, and ``None`` for objects, stand for them), else 0.
+        episodes: the workflow's entries of each episode, ``[T]``.
+        blank_turns: for each episode, its number of turns if missing entries are to be filled (with
+            zeros, and ``None`` for objects), else 0.
 
     Returns:
-        Their entries in host memory, ``[ΣT]``.
+        The entries in host memory, ``[ΣT]``; ``None`` if no episode has any.
 
     Raises:
         ValueError: as in :func:`check_entries`.
@@ -136,7 +137,7 @@ def join_entries(
 
 
 def _blank(step: TensorDictBase, turns: int) -> TensorDictBase:
-    """Turns with the entries of a step, and nothing in them."""
+    """Turns with the entries of a step, all zero or ``None``."""
     blank = step.apply(torch.zeros_like, filter_empty=False)
     assert blank is not None
     for key, kind in _kinds(step):
@@ -148,7 +149,7 @@ def _blank(step: TensorDictBase, turns: int) -> TensorDictBase:
 def _kinds(
     step: TensorDictBase, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each leaf of a turn, and its kind."""
+    """Key and kind of each leaf of a turn."""
     for name in step.keys():  # noqa: SIM118  (a TensorDict iterates over its steps)
         value, key = step.get(name), (*above, name)
         if isinstance(value, torch.Tensor):
@@ -160,7 +161,7 @@ def _kinds(
 
 
 def _difference(found: EntryKinds, expected: EntryKinds) -> str:
-    """In what entries differ from those expected; empty if they do not."""
+    """Describe how kinds differ from those expected; empty if they do not."""
     if found == expected:
         return ""
     parts = [f"{_name(key)} is missing" for key in expected if key not in found]
@@ -174,5 +175,4 @@ def _difference(found: EntryKinds, expected: EntryKinds) -> str:
 
 
 def _name(key: tuple[str, ...]) -> str:
-    """A key as people write it."""
     return repr(key[0] if len(key) == 1 else key)

@@ -441,7 +441,7 @@ def test_state_beyond_the_data_or_behind_an_iterator_is_refused():
     ahead = Items(iter(range(9)))
     behind = ahead.state_dict()
     take(ahead, 3)
-    with pytest.raises(ValueError, match="0 items where 3 were taken"):
+    with pytest.raises(ValueError, match="got 0 where 3 items were taken"):
         ahead.load_state_dict(behind)
 
 

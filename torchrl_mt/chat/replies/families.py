@@ -1,6 +1,6 @@
-"""The families of models: how each writes replies, told by the marks in its chat template.
+"""Model families and their notations of replies, recognized by marks in the chat template.
 
-A new family is an entry in the table, and a reader in ``notations.py`` if its notation is new.
+For a new family, add an entry to the table, and a reader to ``notations.py`` if its notation is new.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TURN_ENDS = (
     ),
     "<|tool_response>",
 )
-"""Tokens by which models end a turn that may not be their tokenizer's end of sequence."""
+"""Tokens that end a turn and may differ from the tokenizer's ``eos_token``."""
 
 _THOUGHTS = (
     ("<think>", "</think>"),
@@ -36,7 +36,7 @@ _THOUGHTS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought\n", "<channel|>"),
 )
-"""Marks before and behind thoughts."""
+"""Opening and closing marks of thoughts."""
 
 _FUNCTION = r"<function=([^>\n]+)>(.*)</function>"
 _PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
@@ -104,25 +104,25 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
     ("llama 3", ("<|eot_id|>", '"parameters": '), n.llama_json),
     ("llama 3", ("<|python_tag|>",), n.llama_json),
 )
-"""Name, marks that must all be there, reader; the first that fits."""
+"""Name of the family, marks that the template must all have, reader. The first match counts."""
 
 
 @dataclass(frozen=True)
 class ReplyFamily:
-    """How a family writes replies."""
+    """The notation of replies of a model family."""
 
     name: str
     parse: Callable[[str, str, ToolTypes], ParsedReply]
-    """Given the text, what came before it, and the tools' types."""
+    """Parses a text, given the end of the prompt and the tools' types."""
     tags: tuple[str, str] | None = None
-    """What stands before and behind thoughts."""
+    """Opening and closing marks of thoughts."""
 
 
 def family_of(template: str) -> ReplyFamily:
-    """The family whose marks a chat template has.
+    """Find the family whose marks a chat template has.
 
     Args:
-        template: its source, and names of special tokens.
+        template: source of the template and the names of special tokens.
 
     Examples:
         >>> family_of("... <think> ... <tool_call> ...").name
@@ -143,7 +143,7 @@ def family_of(template: str) -> ReplyFamily:
 def _with_thoughts(
     tags: tuple[str, str] | None, read: n.Read
 ) -> Callable[[str, str, ToolTypes], ParsedReply]:
-    """Thoughts first, if the family has any, then content and calls."""
+    """Make a parser of thoughts, if the family has any, followed by content and calls."""
 
     def parse(text: str, before: str, types: ToolTypes) -> ParsedReply:
         thoughts, rest = (None, text) if tags is None else _split_thoughts(text, before, tags)
@@ -156,9 +156,9 @@ def _with_thoughts(
 
 
 def _split_thoughts(text: str, before: str, tags: tuple[str, str]) -> tuple[str | None, str]:
-    """The thoughts at the beginning, which the prompt may have opened, and what follows them.
+    """Split a text into thoughts and the rest.
 
-    The end of thoughts tells that there were some, whether their beginning can be seen or not.
+    A closing mark is enough, since the prompt may have opened the thoughts.
     """
     opening, closing = (tag.strip() for tag in tags)
     inside = text.lstrip()
@@ -180,7 +180,7 @@ _MESSAGE = re.compile(
 
 
 def _harmony(text: str, before: str, types: ToolTypes) -> ParsedReply:
-    """OpenAI's: messages on channels; thoughts are analysis, calls have a recipient."""
+    """Parse OpenAI's notation: messages on channels; thoughts are analysis, calls have a recipient."""
     if "<|message|>" not in text:
         return ParsedReply(text)
     said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}

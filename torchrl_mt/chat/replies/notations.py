@@ -1,7 +1,7 @@
-"""How families of models write tool calls: one small reader each.
+"""Notations of tool calls: one small reader per model family.
 
-A reader takes the text behind the thoughts and gives the content and the calls, or raises
-``MalformedError`` where a call is begun that cannot be read.
+A reader takes the text after the thoughts and returns the content and the calls. It raises
+``MalformedError`` if a call is malformed.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ __all__ = [
 ]
 
 Read: TypeAlias = Callable[[str, ToolTypes], tuple[str, Calls]]
-"""Content and calls of a text."""
+"""Returns the content and the calls of a text."""
 
 _DECODER = json.JSONDecoder()
 
 
 def no_calls(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """A family without a notation for calls."""
+    """Read a reply of a family without tool calls."""
     return text, []
 
 
 def json_calls(opening: str, closing: str | None) -> Read:
-    """JSON between two marks: an object, or a list of them (Hermes, Qwen, Granite, Phi, Nemotron...).
+    """Reader of JSON between two marks: an object or a list (Hermes, Qwen, Granite, Phi, Nemotron...).
 
     Args:
-        opening: stands before each object or list.
-        closing: stands behind it; nothing does if ``None``.
+        opening: mark before each object or list.
+        closing: mark after it, if there is one.
     """
 
     def read(text: str, types: ToolTypes) -> tuple[str, Calls]:
@@ -70,14 +70,14 @@ def json_calls(opening: str, closing: str | None) -> Read:
 
 
 def elements(opening: str, closing: str, call: str, argument: str) -> Read:
-    """Elements between two marks: one for each call, and in it one for each argument.
+    """Reader of XML-like elements between two marks: one per call, with one per argument inside.
 
     Args:
-        opening: stands before the calls.
-        closing: stands behind them.
-        call: pattern of a call, with groups for its name and what holds the arguments.
-        argument: pattern of an argument, with groups for its name and value, and before the value for
-            ``"true"`` or ``"false"`` where the notation says whether that is text.
+        opening: mark before the calls.
+        closing: mark after them.
+        call: pattern of a call, with groups for its name and its arguments.
+        argument: pattern of an argument, with groups for its name and its value; between them a group
+            for ``"true"`` or ``"false"`` if the notation says whether the value is text.
     """
     call_pattern, argument_pattern = (re.compile(each, re.DOTALL) for each in (call, argument))
 
@@ -98,7 +98,7 @@ def elements(opening: str, closing: str, call: str, argument: str) -> Read:
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> list[Any]:
-    """The groups of all matches, between which there may be nothing but white space."""
+    """Groups of all matches, which only white space may separate."""
     found, at = [], 0
     for match in pattern.finditer(text):
         if text[at : match.start()].strip():
@@ -111,7 +111,7 @@ def _matches(pattern: re.Pattern[str], text: str) -> list[Any]:
 
 
 def deepseek(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """DeepSeek V3 and R1 (the arguments in a fence, the name behind the type) and V3.1 (plain JSON)."""
+    """Read DeepSeek V3's and R1's calls (type, name, fenced arguments) and V3.1's (name, JSON)."""
 
     def read_call(body: str) -> dict[str, Any]:
         head, found, tail = body.partition("<｜tool▁sep｜>")
@@ -130,7 +130,7 @@ def deepseek(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def kimi(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """Kimi K2's: a call's id is ``functions.name:number``."""
+    """Read Kimi K2's calls, whose ids are ``functions.name:number``."""
 
     def read_call(body: str) -> dict[str, Any]:
         id, found, arguments = body.partition("<|tool_call_argument_begin|>")
@@ -144,7 +144,7 @@ def kimi(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def mistral(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """``[TOOL_CALLS]`` before a list of JSON, or before each ``name[CALL_ID]id[ARGS]{...}``."""
+    """Read Mistral's: ``[TOOL_CALLS]`` before a JSON list or each ``name[CALL_ID]id[ARGS]{...}``."""
     content, *pieces = text.split("[TOOL_CALLS]")
     calls: Calls = []
     for piece in map(str.strip, pieces):
@@ -160,7 +160,7 @@ def mistral(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def cohere(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """Command's: an action as JSON, and what is said between marks of its own."""
+    """Read Command's: calls as JSON, and the content between marks of its own."""
     content, calls = json_calls("<|START_ACTION|>", "<|END_ACTION|>")(text, types)
     for kind in ("RESPONSE", "TEXT"):
         content = content.replace(f"<|START_{kind}|>", "").replace(f"<|END_{kind}|>", "")
@@ -168,16 +168,16 @@ def cohere(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def gemma(opening: str, closing: str, quote: str) -> Read:
-    """Gemma's: ``call:name{key:value}`` with texts in marks of their own.
+    """Reader of Gemma's ``call:name{key:value}``, with its own quotes around text.
 
     Args:
-        opening: stands before a call.
-        closing: stands behind it.
-        quote: stands on both sides of a text.
+        opening: mark before a call.
+        closing: mark after it.
+        quote: mark on both sides of a text.
     """
 
     def bare_to_json(part: str) -> str:
-        """JSON of what stands outside texts: names in quotes, constants by JSON's names."""
+        """Convert what is outside of texts to JSON: quote names, replace constants."""
         part = re.sub(r"(?<=[{,])\s*([\w.\-]+)\s*:", r'"\1":', part)
         constant = rf"\b({'|'.join(CONSTANTS)})\b"
         return re.sub(constant, lambda name: json.dumps(CONSTANTS[name.group()]), part)
@@ -195,7 +195,7 @@ def gemma(opening: str, closing: str, quote: str) -> Read:
 
 
 def llama_json(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """Llama 3's: the reply is nothing but ``{"name": ..., "parameters": ...}``, or several by ``;``."""
+    """Read Llama 3's: the whole reply is ``{"name": ..., "parameters": ...}``, or several with ``;``."""
     rest = text.strip().removeprefix("<|python_tag|>").lstrip()
     if not re.match(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"\s*:', rest):
         return text, []
@@ -208,7 +208,7 @@ def llama_json(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def llama_python(text: str, types: ToolTypes) -> tuple[str, Calls]:
-    """Llama 4's: the reply is nothing but a list of calls in Python's notation, or Llama 3's JSON."""
+    """Read Llama 4's: the whole reply is a list of calls in Python's notation, or Llama 3's JSON."""
     inside = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", inside):
         content, calls = llama_json(inside, types)
@@ -217,12 +217,12 @@ def llama_python(text: str, types: ToolTypes) -> tuple[str, Calls]:
 
 
 def python_block(opening: str, closing: str) -> Read:
-    """Calls in Python's notation between two marks (LFM2, OLMo 3)."""
+    """Reader of calls in Python's notation between two marks (LFM2, OLMo 3)."""
     return _blocks(opening, closing, lambda body, types: python_calls(body))
 
 
 def _blocks(opening: str, closing: str, read: Callable[[str, ToolTypes], Calls]) -> Read:
-    """What stands between two marks is one call or more; the rest is content."""
+    """Reader of calls between two marks; ``read`` parses each block, and the rest is content."""
 
     def read_all(text: str, types: ToolTypes) -> tuple[str, Calls]:
         outside, calls, at = [], [], 0
@@ -249,7 +249,7 @@ def _section(
     closing: str,
     read: Callable[[str], dict[str, Any]],
 ) -> tuple[str, Calls]:
-    """Calls between marks of their own, all of them in one section."""
+    """Read a section of calls, each between marks of its own."""
 
     def read_section(body: str, types: ToolTypes) -> Calls:
         content, calls = _blocks(opening, closing, lambda call, types: [read(call)])(body, types)
@@ -261,7 +261,7 @@ def _section(
 
 
 def _content(text: str, outside: list[str], calls: Calls, closing: str | None) -> str:
-    """What is said beside the calls; the text as it is if there are none."""
+    """Join the text outside of calls; the text as it is if there are no calls."""
     if closing is not None and any(closing in part for part in outside):
         raise MalformedError(f"{closing} without its beginning")
     if not calls:
@@ -270,7 +270,7 @@ def _content(text: str, outside: list[str], calls: Calls, closing: str | None) -
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at a place, and where it ends."""
+    """Decode the JSON value at a position; return it and its end."""
     start = at + len(text[at:]) - len(text[at:].lstrip())
     try:
         return _DECODER.raw_decode(text, start)
@@ -279,7 +279,7 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def _behind(text: str, at: int, mark: str, *, or_end: bool = False) -> int:
-    """The place behind a mark that must come next."""
+    """The position after a mark that must come next."""
     rest = text[at:].lstrip()
     if or_end and not rest:
         return len(text)

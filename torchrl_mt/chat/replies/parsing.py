@@ -1,6 +1,6 @@
-"""Parse a model's reply by the tokenizer's own response template, or by its family's notation.
+"""Parse a model's reply with the tokenizer's response template or by its family's notation.
 
-Parsing never raises: a reply of which a part cannot be read is plain content.
+Parsing never raises: a malformed reply becomes plain content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_mt.chat.special_tokens import special_tokens
 __all__ = ["ReplyParser", "parse_tool_calls"]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names that response templates have for thoughts."""
+"""Names of thoughts in response templates."""
 
 
 def parse_tool_calls(
@@ -30,22 +30,22 @@ def parse_tool_calls(
     *,
     prefix: str | None = None,
 ) -> ParsedReply:
-    """Take a reply apart: content, reasoning, tool calls.
+    """Parse a reply into content, reasoning and tool calls.
 
-    The tokenizer's response template says how, if it has one and transformers can read it; else the
-    marks in its chat template do.
+    Uses the tokenizer's response template if transformers supports it, else the notation of the model
+    family, which is recognized by marks in the chat template.
 
     Args:
-        text_or_ids: the reply as text, special tokens included, or as tokens; with or without the stop
-            token.
+        text_or_ids: the reply as text, special tokens included, or as token ids; with or without the
+            stop token.
         tokenizer: the model's tokenizer.
-        tools: what the model was offered, as chat templates take it: arguments that are written without
-            quotes then get the types that a tool declares.
-        prefix: the end of the prompt, where thoughts may have been opened. Where it is not given, the
-            end of thoughts tells that there were some.
+        tools: the tools that the model was offered (JSON schemas or functions); arguments written
+            without quotes get the types that a tool declares.
+        prefix: the end of the prompt, which may open the thoughts. Without it, thoughts are recognized
+            by their closing mark.
 
     Returns:
-        The reply. It is wholly plain content if a part of it cannot be read.
+        The reply; all of it is plain content if a part is malformed.
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
@@ -70,7 +70,7 @@ class ReplyParser:
 
     Args:
         tokenizer: the model's tokenizer.
-        tools: what the model was offered, as chat templates take it.
+        tools: the tools that the model was offered (JSON schemas or functions).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ReplyParser:
 
     @property
     def family(self) -> str:
-        """The name of the notation that the chat template has marks of."""
+        """Name of the model family."""
         return self._family.name
 
     def parse(self, text: str, prefix: str | None) -> ParsedReply:
@@ -93,7 +93,7 @@ class ReplyParser:
 
         Args:
             text: the reply, special tokens included, without the stop token.
-            prefix: the end of the prompt; ``None`` if it is not known.
+            prefix: the end of the prompt; ``None`` if unknown.
         """
         try:
             if self._host() is not None:
@@ -104,33 +104,32 @@ class ReplyParser:
             return ParsedReply(text)
 
     def opened_by(self, prefix: str) -> str:
-        """What a prompt ends with that opens the thoughts; empty if it does not."""
+        """The end of a prompt that opens the thoughts; empty if it opens none."""
         opening = self._family.tags[0].strip() if self._family.tags else None
         if opening is None or not prefix.rstrip().endswith(opening):
             return ""
         return prefix[prefix.rindex(opening) :]
 
     def is_closed_by(self, prefix: str) -> bool:
-        """Whether a prompt ends with thoughts that it has ended itself."""
+        """Whether a prompt ends with the closing mark of thoughts."""
         tags = self._family.tags
         return tags is not None and prefix.rstrip().endswith(tags[1].strip())
 
     def _host(self) -> Any:
-        """The tokenizer's own rule: a response template, or a schema in earlier transformers."""
+        """The tokenizer's response template, or its schema in earlier releases of transformers."""
         if not hasattr(self._tokenizer, "parse_response"):
             return None
         template = getattr(self._tokenizer, "response_template", None)
         return template or getattr(self._tokenizer, "response_schema", None)
 
     def _parse_by_host(self, text: str, prefix: str) -> ParsedReply:
-        """What transformers makes of it."""
         known = inspect.signature(self._tokenizer.parse_response).parameters
         given: dict[str, Any] = {"prefix": prefix, "tools": self._tools}
         try:
             found = self._tokenizer.parse_response(
                 text, **{name: value for name, value in given.items() if name in known}
             )
-        except Exception as error:  # Of any kind: it runs rules that came with the model.
+        except Exception as error:  # Any error: the rules come with the model.
             raise MalformedError(str(error)) from error
         if not isinstance(found, Mapping):
             raise MalformedError(f"no message: {type(found).__name__}")
@@ -140,17 +139,17 @@ class ReplyParser:
         if not isinstance(content, str) or not isinstance(thoughts, str | None):
             raise MalformedError("content and thoughts must be text")
         if not content and thoughts is None and not calls:
-            return ParsedReply(text)  # It drops what no rule is for.
+            return ParsedReply(text)  # transformers drops text that matches no rule.
         return ParsedReply(content, thoughts, calls)
 
 
 def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end of a prompt, as the chat template writes it."""
+    """A prompt by the chat template, ending with its generation prompt; empty if it fails."""
     try:
         return str(
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True
             )
         )
-    except Exception:  # There is no template, or it wants another dialogue.
+    except Exception:  # There is no template, or it refuses this dialogue.
         return ""

@@ -1,4 +1,4 @@
-"""What a model said, taken apart: content, reasoning and tool calls."""
+"""A parsed reply: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["MalformedError", "ParsedReply"]
 
 
 class MalformedError(ValueError):
-    """A part of a reply cannot be read."""
+    """A part of a reply cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """A reply of the model, as a chat message has it.
+    """A parsed reply of the model.
 
     Examples:
         >>> ParsedReply("4", reasoning="2 + 2").message()
@@ -22,15 +22,15 @@ class ParsedReply:
     """
 
     content: str
-    """What it says; the whole text where the reply has no other parts."""
+    """The content; the whole text if the reply has no other parts."""
     reasoning: str | None = None
-    """What it thought before; ``None`` if there are no thoughts, ``""`` if they are empty."""
+    """The thoughts; ``None`` if there are none, ``""`` if they are empty."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Calls as chat templates take them: ``{"type": "function", "id": ..., "function": {"name": ...,
-    "arguments": {...}}}``; ``"id"`` only where the model wrote one."""
+    """Calls in the form of chat templates: ``{"type": "function", "id": ..., "function": {"name": ...,
+    "arguments": {...}}}``; with ``"id"`` only if the model wrote one."""
 
     def message(self) -> dict[str, Any]:
-        """The chat message, with ``reasoning_content`` and ``tool_calls`` only where there are such."""
+        """The chat message, with ``reasoning_content`` and ``tool_calls`` if there are any."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -39,13 +39,13 @@ class ParsedReply:
         return message
 
     def is_kept_by(self, written: ParsedReply, *, reasoning: bool = True) -> bool:
-        """Whether another reply has all parts of this one and no others.
+        """Whether another reply has the same content, calls and thoughts.
 
-        Outer white space and the ids of calls do not count, nor do empty thoughts in place of none.
+        Outer white space, ids of calls, and empty thoughts instead of none are no difference.
 
         Args:
             written: the reply to compare with.
-            reasoning: whether the thoughts must agree too.
+            reasoning: whether the thoughts must be the same.
         """
         thoughts = tuple(r.reasoning and r.reasoning.strip() for r in (self, written))
         if reasoning and thoughts[0] != thoughts[1] and thoughts != (None, ""):

@@ -1,4 +1,4 @@
-"""Tool calls as chat templates take them, from JSON, from Python's notation and from plain text."""
+"""Tool calls in the form of chat templates, from JSON, Python's notation or plain text."""
 
 from __future__ import annotations
 
@@ -25,19 +25,14 @@ __all__ = [
 Calls: TypeAlias = list[dict[str, Any]]
 
 CONSTANTS = {"True": True, "False": False, "None": None}
-"""Python's names, which some templates write where others write JSON."""
+"""Python's names of constants, which some templates write instead of JSON's."""
 
 
 def make_call(name: Any, arguments: Any, id: Any = None) -> dict[str, Any]:
-    """A tool call.
-
-    Args:
-        name: the tool's name.
-        arguments: a mapping, its JSON text, or ``None`` for none.
-        id: the call's id, if it has one.
+    """Make a tool call; arguments are a mapping, its JSON text, or ``None`` for none.
 
     Raises:
-        MalformedError: if the name is no text, or the arguments no mapping.
+        MalformedError: if the name is not text, or the arguments are not a mapping.
     """
     if isinstance(arguments, str):
         arguments = decode_json(arguments)
@@ -51,10 +46,10 @@ def make_call(name: Any, arguments: Any, id: Any = None) -> dict[str, Any]:
 
 
 def as_calls(value: Any) -> Calls:
-    """Tool calls from decoded JSON: one object, or a list of them.
+    """Make tool calls from decoded JSON: an object or a list of objects.
 
     Raises:
-        MalformedError: if one of them is no call.
+        MalformedError: if one of them is not a call.
     """
     calls = []
     for entry in value if isinstance(value, list) else [value]:
@@ -72,10 +67,10 @@ def as_calls(value: Any) -> Calls:
 
 
 def decode_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Decode JSON.
 
     Raises:
-        MalformedError: if it is none.
+        MalformedError: if the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -84,17 +79,17 @@ def decode_json(text: str) -> Any:
 
 
 def tool_schemas(tools: Iterable[Any] | None) -> list[Any] | None:
-    """Tools as JSON schemas, also those that are functions."""
+    """Convert tools to JSON schemas; functions by their signatures and docstrings."""
     if tools is None:
         return None
     return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
 
 
 class ToolTypes:
-    """Types of arguments that a notation writes without quotes.
+    """Decodes arguments that a notation writes without quotes, by the types that tools declare.
 
     Args:
-        tools: functions or JSON schemas, as chat templates take them.
+        tools: functions or JSON schemas.
 
     Examples:
         >>> types = ToolTypes([{"name": "f", "parameters": {"properties": {"s": {"type": "string"}}}}])
@@ -111,7 +106,7 @@ class ToolTypes:
                 self._properties[str(function.get("name"))] = parameters.get("properties") or {}
 
     def value(self, tool: str, key: str, text: str) -> Any:
-        """An argument's value: text if the tool's schema says so, else JSON if it is such."""
+        """Decode an argument: text if the schema says so, else JSON if it is valid, else text."""
         schema = self._properties.get(tool, {}).get(key)
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return text
@@ -122,10 +117,10 @@ class ToolTypes:
 
 
 def python_calls(text: str) -> Calls:
-    """Calls in Python's notation: ``[f(a=1), g()]``, or one in a line; nothing is run.
+    """Parse calls in Python's notation, ``[f(a=1), g()]`` or one per line, without running them.
 
     Raises:
-        MalformedError: if it is anything else.
+        MalformedError: if the text is anything else.
     """
     try:
         body = ast.parse(text.strip()).body
@@ -158,7 +153,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:
 
 
 class _JSONConstants(ast.NodeTransformer):
-    """Gives JSON's names for constants their values."""
+    """Replaces JSON's names of constants by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         constants = {"true": True, "false": False, "null": None}

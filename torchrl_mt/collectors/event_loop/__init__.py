@@ -1,1 +1,1 @@
-"""An event loop in a thread of its own, driven from ordinary code, and blocking calls beside it."""
+"""An event loop in a background thread, and threads for blocking calls."""

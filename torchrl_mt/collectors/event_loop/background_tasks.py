@@ -1,6 +1,6 @@
-"""Tasks of an event loop that no episode waits for, such as closing environments.
+"""Background tasks of an event loop, such as closing environments.
 
-Only who ends the loop waits for them, and not for ever. Their errors are logged, once for each cause.
+No episode waits for them. Closing the loop does, for a limited time. Errors are logged once per cause.
 """
 
 from __future__ import annotations
@@ -31,45 +31,40 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self.pending: set[asyncio.Task[None]] = set()
-        """Those that :meth:`start` began and that have not ended."""
+        """Running tasks that :meth:`start` began."""
         self._members: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._logged: set[tuple[str, str]] = set()
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> BackgroundTasks:
-        """The background tasks of a loop."""
+        """Background tasks of a loop."""
         return _of_loop.setdefault(loop, BackgroundTasks())
 
     @staticmethod
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        """A loop's task factory that tells which tasks were begun by background tasks."""
+        """Task factory of a loop that remembers which tasks were begun by background tasks."""
         task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **kwargs)
         if (background := _begun_by.get()) is not None:
             background._members.add(task)
         return task
 
     def __contains__(self, task: asyncio.Task[Any]) -> bool:
-        """Whether a task is one of these or, with :meth:`make_task`, was begun by one."""
+        """Whether a task is a background task or, with :meth:`make_task`, was begun by one."""
         return task in self.pending or task in self._members
 
     def start(self, work: Coroutine[Any, Any, object], what: str) -> None:
-        """Run a coroutine in the background; to be called in the loop.
-
-        Args:
-            work: the coroutine.
-            what: its name in the log.
-        """
+        """Run a coroutine in the background, named ``what`` in the log. Call this in the loop."""
         task = asyncio.ensure_future(self._run(work, what))
         self.pending.add(task)
         task.add_done_callback(self.pending.discard)
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait until all have ended, at most so many seconds; as long as it takes if ``None``."""
+        """Wait until all have ended, at most ``seconds``; without a limit if ``None``."""
         if self.pending:
             await asyncio.wait(set(self.pending), timeout=seconds)
 
     async def settle(self, seconds: float | None) -> bool:
-        """Wait like :meth:`wait`, then cancel what is left; returns whether nothing was."""
+        """Wait like :meth:`wait`, cancel the rest, and return whether there was none."""
         await self.wait(seconds)
         left = set(self.pending)
         if left:
@@ -82,7 +77,7 @@ class BackgroundTasks:
         return not left
 
     async def _run(self, work: Coroutine[Any, Any, object], what: str) -> None:
-        """Run a coroutine and log what it raises, ``SystemExit`` too."""
+        """Run a coroutine and log its error, also ``SystemExit``."""
         _begun_by.set(self)
         try:
             await work
@@ -93,7 +88,7 @@ class BackgroundTasks:
             if cause not in self._logged:
                 self._logged.add(cause)
                 _logger.warning(
-                    "%s failed; more of this cause are not logged.", what, exc_info=error
+                    "%s failed; further errors of this type are not logged.", what, exc_info=error
                 )
 
 

@@ -1,11 +1,11 @@
-"""An event loop in a thread of its own, driven from ordinary code.
+"""An event loop in a background thread, driven from ordinary code.
 
-Works where a loop runs already (a notebook), lets Ctrl-C through even where a blocking call never
-returns, and leaves nothing when closed but such calls, in threads that die with the process. What a task
-raises is the task's own, ``SystemExit`` and ``KeyboardInterrupt`` too: it does not end the loop.
+It works inside another running loop (a notebook). Ctrl-C gets through even if a blocking call never
+returns. Closing leaves nothing behind but such calls, in daemon threads. An error of a task, also
+``SystemExit`` or ``KeyboardInterrupt``, does not end the loop.
 
 ``asyncio.Runner`` runs its loop in the caller's thread, and ``anyio``'s portal ends with the first
-``SystemExit`` of a task and waits without bound for its tasks: neither keeps these promises.
+``SystemExit`` of a task and waits for its tasks without limit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
 
 CLOSE_SECONDS = 10.0
-"""Seconds that background tasks have to end where who closes a loop does not say how many."""
+"""Seconds that :meth:`LoopThread.close` waits for background tasks by default."""
 INTERRUPT_SECONDS = 5.0
-"""Seconds that an interrupt waits for background tasks; they may take longer."""
+"""Seconds that an interrupt waits for background tasks, which may go on longer."""
 _FORGOTTEN_SECONDS = 5.0
-"""Seconds for tasks to end when nobody closes: at garbage collection or interpreter exit."""
+"""Seconds for tasks to end at garbage collection or interpreter exit, without a call of ``close``."""
 _STOP_SECONDS = 0.5
-"""Seconds for a loop to stop whose tasks did not end in time."""
+"""Seconds for a loop to stop after its tasks did not end in time."""
 
 
 class LoopThread:
@@ -52,7 +52,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._served = _ServedLoop()
-        # A daemon, so that a script which dies without closing does not hang on it.
+        # A daemon, so that a script that fails before close() does not hang.
         self._thread = threading.Thread(target=self._served.serve, name=name, daemon=True)
         self._thread.start()
         self._closer = weakref.finalize(
@@ -61,7 +61,7 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop."""
+        """The event loop."""
         return self._served.loop
 
     @property
@@ -70,16 +70,16 @@ class LoopThread:
         return not self._closer.alive
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine to its end and return its result; an interrupt cancels it first.
+        """Run a coroutine and return its result. An interrupt cancels the coroutine.
 
         Raises:
-            LoopClosedError: if the thread is closed, or has ended by itself, before or while the
-                coroutine runs; what has ended it is the cause.
+            LoopClosedError: if the thread is closed or ends by itself, before or while the coroutine
+                runs; the error that ended it is the cause.
             RuntimeError: if called in the loop itself, which would wait for itself.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            self._refuse_within()
+            self._raise_called_in_loop()
         job = _Job(coroutine)
         try:
             future = self._served.submit(job.run(self._served.jobs))
@@ -100,27 +100,27 @@ class LoopThread:
             raise
 
     def close(self, timeout: float | None = None) -> bool:
-        """Cancel what runs, wait for background tasks, and end the thread.
+        """Cancel running coroutines, wait for background tasks, and end the thread.
 
         Args:
-            timeout: seconds to wait for both; if ``None``, as long as it takes for what runs and
+            timeout: seconds to wait in all. ``None`` waits for coroutines as long as they take, and
                 :data:`CLOSE_SECONDS` for background tasks.
 
         Returns:
-            Whether everything has ended in time, or was given up after :data:`CLOSE_SECONDS`. What has
-            not is left behind in a daemon thread.
+            False if something still runs after ``timeout``; it is left in a daemon thread. Without a
+            timeout, always true.
 
         Raises:
             RuntimeError: if called in the loop itself, which would wait for itself.
         """
         if threading.current_thread() is self._thread:
-            self._refuse_within()
+            self._raise_called_in_loop()
         if self._closer.detach() is not None:
             return _close(self._thread, self._served, timeout)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _refuse_within(self) -> None:
+    def _raise_called_in_loop(self) -> None:
         raise RuntimeError(
             "this was called in the event loop that plays the episodes, which would wait for itself: "
             "call it from outside of workflows and inline environments, or in a thread."
@@ -128,18 +128,18 @@ class LoopThread:
 
 
 class LoopClosedError(RuntimeError):
-    """The loop that was to run a coroutine, or was running it, is closed."""
+    """The loop of a coroutine is closed or has ended."""
 
 
 class _Job:
-    """A coroutine that a thread waits for, and the task that runs it once it has begun."""
+    """A coroutine that a thread waits for, and its task once it runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
         self._task: asyncio.Task[Any] | None = None
 
     async def run(self, running: set[asyncio.Task[Any]]) -> Any:
-        """Run the coroutine, entered in ``running`` meanwhile."""
+        """Run the coroutine; its task is in ``running`` meanwhile."""
         self._task = asyncio.current_task()
         assert self._task is not None
         running.add(self._task)
@@ -149,15 +149,16 @@ class _Job:
             running.discard(self._task)
 
     async def end(self) -> None:
-        """Cancel the task, wait until it has ended, and a while for what it left in the background."""
+        """Cancel the task, wait for its end, and wait a while for background tasks."""
         await cancel_all([] if self._task is None else [self._task])
         await BackgroundTasks.of(asyncio.get_running_loop()).wait(INTERRUPT_SECONDS)
 
 
 class _ServedLoop:
-    """A loop, and those who wait for its coroutines.
+    """A loop and the futures of its coroutines.
 
-    The thread holds this, not the :class:`LoopThread`, which can so be collected as garbage.
+    The thread refers to this, not to the :class:`LoopThread`, so that the latter can be garbage
+    collected.
     """
 
     def __init__(self) -> None:
@@ -168,15 +169,15 @@ class _ServedLoop:
         self.waiting: set[concurrent.futures.Future[Any]] = set()
         self.jobs: set[asyncio.Task[Any]] = set()
         self.refusal: LoopClosedError | None = None
-        """What those get who come when the loop closes or has ended."""
+        """Error for further coroutines, once the loop closes or has ended."""
         self._lock = threading.Lock()
 
     def serve(self) -> None:
-        """Run the loop until it is to end; who still waits then gets an error."""
+        """Run the loop until it is stopped; then fail the futures that are left."""
         error = LoopClosedError("the event loop's thread was closed.")
         try:
             while not self.stopping:
-                # asyncio lets these out of the loop, beside giving them to whoever waits for the task.
+                # asyncio raises these out of the loop as well as to the caller who awaits the task.
                 with suppress(SystemExit, KeyboardInterrupt):
                     self.loop.run_forever()
         except BaseException as cause:
@@ -194,10 +195,10 @@ class _ServedLoop:
     def submit(
         self, coroutine: Coroutine[Any, Any, _T], *, closes: bool = False
     ) -> concurrent.futures.Future[_T]:
-        """Have the loop run a coroutine; the one that ``closes`` is the last.
+        """Schedule a coroutine; after one that ``closes``, no other is accepted.
 
         Raises:
-            LoopClosedError: if the loop takes no more.
+            LoopClosedError: if the loop closes or has ended.
         """
         with self._lock:
             if self.refusal is not None:
@@ -211,10 +212,10 @@ class _ServedLoop:
         return future
 
     async def settle(self, seconds: float) -> bool:
-        """Let the jobs end what they began, cancel what is left, and wait for background tasks.
+        """Cancel the jobs, then all other tasks, and wait ``seconds`` for background tasks.
 
         Returns:
-            Whether the background tasks have ended by themselves, in so many seconds.
+            Whether the background tasks ended in time.
         """
         deadline = self.loop.time() + seconds
         background, me = BackgroundTasks.of(self.loop), asyncio.current_task()
@@ -228,13 +229,13 @@ class _ServedLoop:
 
 
 def _close(thread: threading.Thread, served: _ServedLoop, timeout: float | None) -> bool:
-    """End a loop and its thread; tell whether all of it has ended in time."""
+    """End a loop and its thread; return whether everything ended in time."""
     seconds = CLOSE_SECONDS if timeout is None else timeout
     try:
         settled = served.submit(served.settle(seconds), closes=True)
     except LoopClosedError:  # The loop has ended by itself; it stays open for the tasks it leaves.
         return True
-    # Background tasks that are given up still have to end.
+    # Background tasks that were cancelled need time to end.
     concurrent.futures.wait([settled], None if timeout is None else timeout + _STOP_SECONDS)
     in_time = settled.done() and (timeout is None or settled.result())
     patience = None if settled.done() else _STOP_SECONDS

@@ -1,6 +1,6 @@
-"""Daemon threads: for calls that block, beside an event loop, and for work that goes on by itself.
+"""Daemon threads for blocking calls and for background work.
 
-A thread that never returns keeps neither the process from ending nor other threads from starting.
+A thread that never returns does not keep the process from ending, nor other threads from starting.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ _logger = logging.getLogger("torchrl_mt")
 
 
 def start_daemon(function: Callable[..., object], *args: Any) -> None:
-    """Call a function in a thread that dies with the process."""
+    """Call a function in a daemon thread."""
     threading.Thread(target=function, args=args, name="torchrl_mt-call", daemon=True).start()
 
 
 async def call_in_thread(
     function: Callable[..., _T], *args: Any, unclaimed: Callable[[_T], object] | None = None
 ) -> _T:
-    """Call a blocking function in a daemon thread of its own.
+    """Call a blocking function in its own daemon thread, with a copy of the caller's context.
 
-    ``asyncio.to_thread`` shares a pool: calls that never return use it up, and the process waits for
-    them at its end. The function runs in a copy of the caller's context.
+    ``asyncio.to_thread`` uses a shared pool, which calls that never return use up, and which the process
+    waits for at its end.
 
     Args:
-        function: what to call.
-        *args: its arguments.
-        unclaimed: called, in a thread too, with a result that came after the caller was cancelled.
+        function: the function to call.
+        *args: arguments of the function.
+        unclaimed: called in a thread with a result that came after the caller was cancelled.
 
     Returns:
-        What the function returned.
+        The function's result.
 
     Raises:
-        RuntimeError: if it raised ``StopIteration``, which no future can carry.
+        RuntimeError: if the function raised ``StopIteration``, which no future can carry.
 
     Examples:
         >>> asyncio.run(call_in_thread(sum, [1, 2]))
         3
     """
-    # Not a future of concurrent.futures, whose lock and whose wrapping cost a fifth of a short call.
+    # A future of concurrent.futures would cost a fifth of a short call, by its lock and its wrapping.
     loop = asyncio.get_running_loop()
     returned: asyncio.Future[_T] = loop.create_future()
     context = contextvars.copy_context()
@@ -75,7 +75,7 @@ async def call_in_thread(
 
         try:
             loop.call_soon_threadsafe(set_or_hand_over)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # The loop is closed.
             if too_late is not None:
                 too_late(value)
 
@@ -91,7 +91,7 @@ async def call_in_thread(
 
 
 def settle(result: Future[Any], function: Callable[..., Any], *args: Any) -> None:
-    """Call a function and hand what it returns or raises to a future."""
+    """Call a function and settle a future with its result or error."""
     try:
         value = function(*args)
     except StopIteration as error:
@@ -105,12 +105,12 @@ def settle(result: Future[Any], function: Callable[..., Any], *args: Any) -> Non
 
 
 class WatchedThread(threading.Thread):
-    """A daemon thread that keeps what its function raises; it starts at once.
+    """A daemon thread that keeps and logs the error of its function. It starts at once.
 
     Args:
-        function: what to call.
-        is_expected: whether an error is of no concern, such as that of what was closed meanwhile.
-        name: the name of the thread.
+        function: the function to call.
+        is_expected: returns true if an error is to be ignored, such as after closing.
+        name: name of the thread.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class WatchedThread(threading.Thread):
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.error: BaseException | None = None
-        """What the function raised."""
+        """The function's error, unless it was expected."""
         self._function = function
         self._is_expected = is_expected
         self.start()
 
     def run(self) -> None:
-        """Call the function."""
+        """Call the function; keep and log its error."""
         try:
             self._function()
         except BaseException as error:

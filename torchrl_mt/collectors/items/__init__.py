@@ -1,1 +1,1 @@
-"""What episodes are reset with: items from data, from curricula, and where a run goes on in them."""
+"""Items that episodes are reset with: from data or curricula, with a position to resume from."""

@@ -1,6 +1,6 @@
-"""The rows of a batch that a ``DataLoader`` made: batching and then unbatching changes no item.
+"""The rows of a ``DataLoader``'s batch, equal to the items that were batched.
 
-Numbers come back as the tensors without dimensions that ``default_collate`` made of them.
+Numbers come back as tensors without dimensions, as ``default_collate`` made them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["rows_of_batch"]
 
 
 def rows_of_batch(batch: Any, *, collate_fn: Any = None) -> Iterator[Any]:
-    """Give the rows of a batch one after the other.
+    """Split a batch into its rows.
 
     Args:
-        batch: a list of items; a mapping of columns (tensors, lists, mappings of such); or anything
-            with a length whose ``batch[i]`` is a row (a tensor, a TensorDict). What torch's
-            ``default_collate`` made of sequences (a list of columns) is known by ``collate_fn``.
-        collate_fn: what made the batch.
+        batch: a list of items; a mapping of columns (tensors, lists, nested mappings); or anything with
+            a length whose ``batch[i]`` is a row (a tensor, a TensorDict).
+        collate_fn: the function that made the batch. Lists that torch's ``default_collate`` made of
+            sequences are lists of columns.
 
     Returns:
-        An iterator over the rows; a mapping gives one dict a row.
+        An iterator over the rows; dicts if the batch is a mapping.
 
     Raises:
         TypeError: if the batch is none of the above.
@@ -45,7 +45,6 @@ def rows_of_batch(batch: Any, *, collate_fn: Any = None) -> Iterator[Any]:
 
 
 def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]:
-    """The name and the length of every column."""
     if _is_columns(batch):
         for key, column in batch.items():
             yield from _sizes(column, f"{name}[{key!r}]", by_default)
@@ -68,7 +67,6 @@ def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]
 
 
 def _row(batch: Any, i: int, by_default: bool) -> Any:
-    """Row ``i`` of a batch or of a column."""
     if _is_columns(batch):
         return {key: _row(column, i, by_default) for key, column in batch.items()}
     if by_default and _is_transposed(batch):
@@ -78,19 +76,19 @@ def _row(batch: Any, i: int, by_default: bool) -> Any:
 
 
 def _is_columns(batch: Any) -> bool:
-    """Whether this is a mapping of columns; a TensorDict is one too, and has rows itself."""
+    """Whether this is a mapping of columns; a TensorDict has rows itself."""
     return isinstance(batch, Mapping) and not is_tensor_collection(batch)
 
 
 def _is_transposed(batch: Any) -> bool:
-    """Whether ``default_collate`` made this of sequences: then it is columns, not rows."""
+    """Whether ``default_collate`` made this list of columns out of sequences."""
     return isinstance(batch, (list, tuple)) and not (
         batch and isinstance(batch[0], (str, bytes)) and not hasattr(batch, "_fields")
     )
 
 
 def _sized(batch: Any) -> bool:
-    """Whether ``len`` is to be had: a tensor without dimensions has none."""
+    """Whether ``len`` works; a tensor without dimensions has none."""
     try:
         len(batch)
     except TypeError:

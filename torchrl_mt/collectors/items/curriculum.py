@@ -1,6 +1,6 @@
-"""Data that steers itself: what is played next follows from how the episodes went.
+"""Curricula: data that chooses the next item by how earlier episodes went.
 
-A run that goes on from ``state_dict`` chooses as the run would have that was cut.
+A resumed curriculum makes the same choices as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ __all__ = ["Curriculum", "SuccessRateCurriculum", "WeightedCurriculum"]
 
 @runtime_checkable
 class Curriculum(Protocol):
-    """Data for a collector that chooses its items by what became of others.
+    """Data for a collector that chooses items by how earlier episodes went.
 
-    Any object with these two methods is one. Neither is called while the other runs, and both may take
-    their time: no episode waits for them but those that are yet to begin. One that also has
-    ``state_dict()`` and ``load_state_dict(state)`` goes on exactly where a run was cut.
+    Any object with these two methods is a curriculum. They are never called at the same time, and may be
+    slow: running episodes do not wait for them. With ``state_dict()`` and ``load_state_dict(state)``
+    too, a run can be resumed exactly.
     """
 
     def next(self) -> Any:
-        """The item to play next; ``StopIteration`` ends the run."""
+        """Choose the item to play next; raise ``StopIteration`` to end the run."""
 
     def report(self, item: Any, episodes: list[TensorDictBase]) -> None:
-        """What became of an item.
+        """Learn how the episodes of an item went. Each item is reported once.
 
         Args:
-            item: as :meth:`next` gave it; each is reported once.
-            episodes: those that came to their end, in TED, ``[T]`` each: the whole group, or fewer if
-                some were rejected.
+            item: the item that :meth:`next` returned.
+            episodes: finished episodes in TED, ``[T]`` each: the whole group, or fewer if some were
+                rejected.
         """
 
 
 class _Choosing:
-    """Items by index, and which of them are being played."""
+    """Base of curricula over items with an index; knows which items are being played."""
 
     def __init__(self, items: Sequence[Any], seed: int) -> None:
         if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
@@ -50,14 +50,14 @@ class _Choosing:
             raise ValueError("items must hold at least one item, got none.")
         self.items = items
         self._random = np.random.default_rng(seed)
-        # Reported items are told by identity: they may be equal, and need not be hashable.
+        # By identity: items may be equal, and need not be hashable.
         self._played: dict[int, tuple[Any, deque[int]]] = {}
 
     def __len__(self) -> int:
         return len(self.items)
 
     def next(self) -> Any:
-        """The item to play next."""
+        """Choose the item to play next."""
         return self.item_of(self._choose())
 
     def report(self, item: Any, episodes: list[TensorDictBase]) -> None:
@@ -83,13 +83,13 @@ class _Choosing:
         return self._played[id(item)][1][0]
 
     def item_of(self, key: int) -> Any:
-        """The item with an index, which is being played from now on."""
+        """The item at an index, marked as being played."""
         item = self.items[key]
         self._played.setdefault(id(item), (item, deque()))[1].append(key)
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """What the choices to come follow from; the items that are being played are not part of it."""
+        """State that determines further choices, without the items that are being played."""
         return {
             "size": len(self),
             "random": self._random.bit_generator.state,
@@ -97,10 +97,10 @@ class _Choosing:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, over equal items; none of them is being played.
+        """Continue from :meth:`state_dict` over equal items; none is being played then.
 
         Raises:
-            ValueError: if there were more or fewer items.
+            ValueError: if the number of items differs.
         """
         if state_dict["size"] != len(self):
             raise ValueError(
@@ -125,20 +125,20 @@ class _Choosing:
 
 
 class SuccessRateCurriculum(_Choosing):
-    """Plays the items that the policy solves sometimes: a group without spread teaches nothing.
+    """Prefers items that the policy solves sometimes, since groups without spread teach nothing.
 
-    Each item is played once, in random order. From then on an item is drawn, uniformly, from those
-    whose success rate lies in ``[low, high]``; and now and then from the others, as the policy changes.
+    Each item is played once, in random order. After that, items are drawn uniformly: with probability
+    ``1 - revisit`` from those whose success rate is in ``[low, high]``, else from the others.
 
     Args:
-        items: what to play, with a length and items by index.
-        low: the least success rate.
-        high: the greatest success rate.
-        success: tells of an episode in TED (``[T]``) how far it succeeded, from 0 to 1 or as a bool; by
-            default, whether the sum of its rewards is positive.
-        window: of how many of an item's last episodes the rate is the mean.
-        revisit: the probability of drawing an item whose rate lies outside.
-        seed: what all draws follow from.
+        items: the items, with a length and an index.
+        low: minimum success rate.
+        high: maximum success rate.
+        success: returns the success of an episode in TED (``[T]``), from 0 to 1 or as a bool. Without
+            it, an episode succeeds if the sum of its rewards is positive.
+        window: number of an item's last episodes whose mean success is its rate.
+        revisit: probability of drawing an item whose rate is outside, as the policy changes.
+        seed: seed of all draws.
 
     Raises:
         ValueError: if there are no items, or a number is out of range.
@@ -175,19 +175,19 @@ class SuccessRateCurriculum(_Choosing):
         self.revisit = revisit
         self._first = self._random.permutation(len(items))
         self._begun = 0
-        """Items of the first round that were given out."""
+        """Number of items given out in the first round."""
         self._seen: dict[int, list[float]] = {}
-        """How the last episodes of each item went."""
+        """Success of the last episodes of each item."""
         self._outside = np.zeros(len(items), dtype=bool)
 
     def rate(self, index: int) -> float | None:
-        """The success rate of an item; None until an episode of it has come to its end."""
+        """Success rate of the item at ``index``; ``None`` before its first finished episode."""
         seen = self._seen.get(index)
         return sum(seen) / len(seen) if seen else None
 
     @property
     def num_inside(self) -> int:
-        """Number of items whose rate lies inside, or is not known yet."""
+        """Number of items whose rate is in ``[low, high]`` or not known yet."""
         return len(self) - int(self._outside.sum())
 
     def _choose(self) -> int:
@@ -206,7 +206,7 @@ class SuccessRateCurriculum(_Choosing):
         self._judge(index)
 
     def _judge(self, index: int) -> None:
-        """Note whether an item's rate lies outside."""
+        """Update whether an item's rate is outside."""
         rate = self.rate(index)
         self._outside[index] = rate is not None and not self.low <= rate <= self.high
 
@@ -223,17 +223,17 @@ class SuccessRateCurriculum(_Choosing):
 
 
 class WeightedCurriculum(_Choosing):
-    """Draws items in proportion to weights, which may follow from the episodes.
+    """Draws items in proportion to weights, which episodes may change.
 
     Args:
-        items: what to play, with a length and items by index.
-        weights: ``[N]``, not negative and not all zero; all alike if None.
-        update: gives an item's new weight: ``update(weight, episodes)``, with the episodes in TED,
-            ``[T]`` each. Without it, weights stay.
-        seed: what all draws follow from.
+        items: the items, with a length and an index.
+        weights: ``[N]``, not negative and not all zero; uniform if ``None``.
+        update: returns an item's new weight: ``update(weight, episodes)``, with the finished episodes in
+            TED, ``[T]`` each. Without it, weights are constant.
+        seed: seed of all draws.
 
     Raises:
-        ValueError: if there are no items, or the weights do not fit.
+        ValueError: if there are no items, or ``weights`` has another shape or other values.
         TypeError: if ``items`` has no length.
 
     Examples:
@@ -265,7 +265,7 @@ class WeightedCurriculum(_Choosing):
     def _choose(self) -> int:
         total = self.weights.cumsum()
         if not total[-1]:
-            return int(self._random.integers(len(self)))  # All have been given weight 0 since.
+            return int(self._random.integers(len(self)))  # Updates have set all weights to 0.
         return int(total.searchsorted(self._random.random() * total[-1], "right"))
 
     def _learn(self, index: int, episodes: list[TensorDictBase]) -> None:
@@ -286,5 +286,4 @@ class WeightedCurriculum(_Choosing):
 
 
 def _is_rewarded(episode: TensorDictBase) -> float:
-    """Whether the rewards of an episode sum to more than nothing."""
     return float(episode["next", "reward"].sum() > 0)

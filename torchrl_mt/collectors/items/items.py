@@ -1,11 +1,10 @@
-"""What episodes are reset with, one item after the other, from any kind of data.
+"""Items from any kind of data, with a position that can be saved.
 
-Every item is given out once an epoch. A run that goes on from ``state_dict`` first gives out again what
-was given out and not done with, and then what follows: it neither repeats an item nor skips one.
+Every item is given out once per epoch. A resumed run first gives out the items again that were given
+out but not done, then the following ones, so no finished item is repeated and none is skipped.
 
-A ``DataLoader`` has no position to save. ``torchdata``'s ``StatefulDataLoader`` has one, but only where
-the loader was made as such, and it counts batches that were read: it knows nothing of items that were
-given out and not done with, nor of lists, iterators, seeds and curricula.
+``torchdata``'s ``StatefulDataLoader`` saves a position too, but of batches that were read. It knows
+nothing of items that are not done, nor of lists, iterators, seeds and curricula.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class Item(NamedTuple):
     """An item that was given out."""
 
     ticket: int
-    """The item's number, counted from the first on; told back when it is done with."""
+    """Number of the item, from 0; passed to :meth:`Items.done` or :meth:`Items.put_back`."""
     value: Any
     """The item."""
 
 
 class Items(Iterator[Item]):
-    """Give out the items of some data, and know which of them are done with.
+    """Give out the items of some data, and keep track of which are done.
 
     =========================  =======================  ===============================================
     data                       order                    after ``load_state_dict``
@@ -52,25 +51,24 @@ class Items(Iterator[Item]):
     ``Curriculum``             its own                  exact, if it has ``state_dict``
     =========================  =======================  ===============================================
 
-    A ``DataLoader`` that shuffles with a ``generator`` of its own goes on with that generator, whose
-    state is saved; without one, the order follows from ``seed`` and the epoch, whatever torch's global
-    generator does. ``set_epoch`` of the data or of its sampler is called as an epoch begins. A ``set``
-    is gone through in the order of its items' ``repr``, as its own changes between processes.
+    The state of a ``DataLoader``'s own ``generator`` is saved. Without one, a ``DataLoader``'s order
+    follows from ``seed`` and the epoch, not from torch's global generator. ``set_epoch`` of the data or
+    its sampler is called at the start of an epoch. A ``set`` is read in the order of its items'
+    ``repr``, since its own order changes between processes.
 
-    Items that are given out and not done with cost memory, and those alone: from data that is read in
-    order their values are kept, and go into ``state_dict``; all else is read again. All methods may be
-    called from several threads. While the data takes its time, only who wants a further item waits for
-    it, and who loads a state.
+    Only items that are given out and not done take memory; for data that is read in order, their values
+    are kept and saved. All methods are thread-safe. While the data reads an item, only ``next``,
+    ``load_state_dict`` and, for curricula, ``hand_over`` and ``state_dict`` wait.
 
     Args:
-        data: what to give out; see the table.
-        shuffle: give out in random order: for data with a length and items by index.
-        cycle: begin again at the end; by default, unless ``data`` is an iterator.
-        seed: what the order (and without data, the items) follow from.
+        data: the data; see the table.
+        shuffle: give out in random order; for data with a length and an index.
+        cycle: start again at the end. ``None`` means true, except for iterators.
+        seed: seed of the order, and of the items that are made without data.
 
     Raises:
-        TypeError: if ``data`` is none of the above (a mapping, a string).
-        ValueError: if ``data`` is empty, or cannot be shuffled, cycled or ended as asked.
+        TypeError: if ``data`` is none of the above (such as a mapping or a string).
+        ValueError: if ``data`` is empty, or cannot be shuffled or cycled as asked.
 
     Examples:
         >>> items = Items(["a", "b", "c"], cycle=False)
@@ -91,15 +89,15 @@ class Items(Iterator[Item]):
         self._source: Source = make_source(data, ItemOrder(shuffle, cycle, seed))
         self._following = 0
         self._open: dict[int, Any] = {}
-        """By ticket, the items that are not done with; their values if those cannot be read again."""
+        """Items that are not done, by ticket; the values are ``None`` if they can be read again."""
         self._again: list[int] = []
         """A heap of the tickets to give out before any new one."""
         self._position = self._source.state(0)
-        """How the source goes on after what it has read."""
+        """State of the source after the items that were read."""
         self._closed = False
         self.num_loads = 0
-        """How often a state was loaded: tickets given out before mean nothing after."""
-        # Held for long while the data is read; the other one guards what is above and is held briefly.
+        """Number of loaded states; a load invalidates earlier tickets."""
+        # Held while the data is read, perhaps for long; the other lock is held briefly.
         self._reading = threading.Lock()
         self._lock = threading.RLock()
 
@@ -107,8 +105,8 @@ class Items(Iterator[Item]):
         """Give out an item.
 
         Raises:
-            StopIteration: if the data is at its end, and is not to be cycled.
-            RuntimeError: if the data raises; it names the item. The position stays as it was.
+            StopIteration: at the end of data that is not cycled.
+            RuntimeError: if the data raises; names the item. The position does not change.
         """
         with self._reading:
             try:
@@ -118,7 +116,7 @@ class Items(Iterator[Item]):
                     self._source.close()
 
     def _read(self) -> Item:
-        """Read an item; nobody else reads meanwhile."""
+        """Read an item; the caller holds the reading lock."""
         with self._lock:
             ticket = heapq.heappop(self._again) if self._again else None
         if ticket is not None:
@@ -140,16 +138,16 @@ class Items(Iterator[Item]):
 
     @property
     def at_once(self) -> bool:
-        """Whether the next item is there without reading, loading or computing anything."""
+        """Whether the next item needs no reading, loading or computing."""
         return self._source.at_once
 
     def close(self) -> None:
-        """Read no more: lets go of what reads, such as a ``DataLoader``'s processes.
+        """Release resources of the data, such as a ``DataLoader``'s processes.
 
-        The position stays as it is, for :meth:`state_dict`.
+        The position does not change, for :meth:`state_dict`.
         """
         self._closed = True
-        if self._reading.acquire(blocking=False):  # else who reads lets go of it
+        if self._reading.acquire(blocking=False):  # Else the thread that reads closes the source.
             try:
                 self._source.close()
             finally:
@@ -157,15 +155,15 @@ class Items(Iterator[Item]):
 
     @property
     def wants_reports(self) -> bool:
-        """Whether the data is to be told what became of its items."""
+        """Whether the data is a curriculum, which is told how episodes went."""
         return self._source.wants_reports
 
     def done(self, ticket: int, episodes: Sequence[Any] = ()) -> None:
-        """Be done with an item: it is not given out again, after a restart neither.
+        """Mark an item as done: it is not given out again, not even after a restart.
 
         Args:
             ticket: the item's ticket.
-            episodes: what became of it, for data that asks (:attr:`wants_reports`).
+            episodes: finished episodes of the item, for a curriculum (:attr:`wants_reports`).
 
         Raises:
             ValueError: if no such item is given out.
@@ -175,16 +173,13 @@ class Items(Iterator[Item]):
             self._source.report(self._open.pop(ticket), list(episodes))
 
     def hand_over(self) -> None:
-        """Tell the data what became of its items, if it asks; waits while an item is read."""
+        """Pass the reports of :meth:`done` to a curriculum; waits while an item is read."""
         if self.wants_reports:
             with self._reading:
                 self._source.hand_over()
 
     def put_back(self, ticket: int) -> None:
-        """Have an item given out again, with the same ticket and before any new one.
-
-        Args:
-            ticket: the item's ticket.
+        """Return an item, to be given out again with the same ticket and before any new one.
 
         Raises:
             ValueError: if no such item is given out.
@@ -194,15 +189,15 @@ class Items(Iterator[Item]):
             heapq.heappush(self._again, ticket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a restarted run needs, for ``torch.save``.
+        """The position, for ``torch.save``.
 
         Returns:
-            The number of items given out (``"following"``), the tickets of those not done with
-            (``"open"``) and, where they cannot be read again, their ``"values"``, the source's
-            position (``"source"``), and what the data looks like (``"data"``).
+            A dict with the number of items given out (``"following"``), the tickets of those not done
+            (``"open"``), their ``"values"`` if they cannot be read again, the source's position
+            (``"source"``), and the kind and size of the data (``"data"``).
         """
         source = self._source
-        # What a curriculum does next changes with every report, too.
+        # A curriculum's state also changes with every report.
         with self._reading if source.wants_reports else nullcontext(), self._lock:
             tickets = sorted(self._open)
             if source.wants_reports:
@@ -219,13 +214,13 @@ class Items(Iterator[Item]):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, over equal data.
+        """Continue from :meth:`state_dict` over equal data.
 
-        Items given out before this call are forgotten. The seed is taken over with the position.
+        Items given out before this call are forgotten. The saved seed replaces the given one.
 
         Raises:
-            ValueError: if the data looks different or ends before the position, or an iterator is
-                past it already. Nothing is changed then, but for an iterator that was read.
+            ValueError: if the data differs in kind or size, ends before the position, or is an iterator
+                past it. Nothing is changed then, except that an iterator may have been read.
         """
         with self._reading, self._lock:
             saved, own = state_dict["data"], self._source.fingerprint
@@ -245,7 +240,7 @@ class Items(Iterator[Item]):
             self.num_loads += 1
 
     def _require_given(self, ticket: int) -> None:
-        """Refuse a ticket that nobody holds."""
+        """Raise if a ticket is not given out."""
         if ticket not in self._open or ticket in self._again:
             raise ValueError(
                 "ticket must be that of an item that is given out and not done with, got "
@@ -254,5 +249,4 @@ class Items(Iterator[Item]):
 
 
 def _describe(fingerprint: dict[str, Any]) -> str:
-    """What data looks like, in words."""
     return ", ".join(f"{key} {value}" for key, value in fingerprint.items())

@@ -1,4 +1,4 @@
-"""Passes through iterable data, such as a ``DataLoader``: equal for an equal epoch and seed."""
+"""Epochs over iterable data, such as a ``DataLoader``: the same for the same epoch and seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END = object()
 
 
 class Passes:
-    """Iterable data: one new iterator an epoch."""
+    """Iterable data, with a new iterator for every epoch."""
 
     kind = "an iterable"
 
@@ -27,15 +27,15 @@ class Passes:
         self.data = data
 
     def length(self) -> int | None:
-        """How many steps an epoch has, if that is known."""
+        """Number of steps of an epoch; ``None`` if unknown."""
         return length_of(self.data)
 
     def num_items(self) -> int | None:
-        """How many items there are, if that is known."""
+        """Number of items; ``None`` if unknown."""
         return length_of(self.data)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
-        """An iterator over an epoch's items."""
+        """Iterate over the items of an epoch."""
         _set_epoch(epoch, self.data)
         if isinstance(self.data, Iterable) or hasattr(type(self.data), "__getitem__"):
             return iter(self.data)
@@ -43,11 +43,11 @@ class Passes:
         return iter(made())
 
     def generator_states(self) -> list[torch.Tensor]:
-        """The states of the generators that the data itself draws its order from."""
+        """States of the generators that the data was given for its order."""
         return []
 
     def set_generators(self, states: list[torch.Tensor]) -> None:
-        """Put those generators into these states."""
+        """Set the states of those generators."""
 
 
 class LoaderPasses(Passes):
@@ -60,18 +60,18 @@ class LoaderPasses(Passes):
         batch_sampler = data.batch_sampler
         parts = [data, data.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
         self.drawing = [part for part in parts if hasattr(part, "generator")]
-        """What may draw random numbers, from a generator of its own or from torch's."""
+        """Parts that may draw random numbers, from their own generator or torch's global one."""
 
     def num_items(self) -> int | None:
         """The size of the data set."""
         return length_of(self.data.dataset)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
-        """The rows of an epoch's batches."""
+        """Iterate over the rows of an epoch's batches."""
         loader = self.data
         _set_epoch(epoch, loader.dataset, loader.sampler, loader.batch_sampler)
         with _own_generator(self.drawing, seed, epoch):
-            # Samplers draw the epoch's seed or its order when they are asked for the first time.
+            # Samplers draw the epoch's seed or order when the first batch is asked for.
             batches = iter(loader)
             first = next(batches, _END)
         if first is _END:
@@ -82,11 +82,11 @@ class LoaderPasses(Passes):
         return chain.from_iterable(rows_of_batch(b, collate_fn=loader.collate_fn) for b in batches)
 
     def generator_states(self) -> list[torch.Tensor]:
-        """The states of those that the loader was given."""
+        """States of the generators that the loader was given."""
         return [generator.get_state() for generator in self._generators()]
 
     def set_generators(self, states: list[torch.Tensor]) -> None:
-        """Put those into these states."""
+        """Set the states of those generators."""
         generators = self._generators()
         if len(states) != len(generators):
             raise ValueError(
@@ -97,7 +97,7 @@ class LoaderPasses(Passes):
             generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that the loader's maker gave it."""
+        """Distinct generators that the loader was given."""
         drawing: list[Any] = self.drawing
         given = [part.generator for part in drawing if part.generator is not None]
         return list({id(generator): generator for generator in given}.values())
@@ -105,7 +105,7 @@ class LoaderPasses(Passes):
 
 @contextmanager
 def _own_generator(parts: list[Any], seed: int, epoch: int) -> Iterator[None]:
-    """Have those who would draw from torch's global generator draw from one of the epoch's own."""
+    """Give parts without a generator one that follows from the seed and the epoch."""
     bare = [part for part in parts if part.generator is None]
     generator = torch.Generator()
     generator.manual_seed(int(seed_sequence(seed, epoch).generate_state(1, np.uint64)[0]))
@@ -119,22 +119,21 @@ def _own_generator(parts: list[Any], seed: int, epoch: int) -> Iterator[None]:
 
 
 def _set_epoch(epoch: int, *objects: Any) -> None:
-    """Tell those who shuffle by epoch which one begins."""
     for each in objects:
         if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)
 
 
 def seed_sequence(seed: int, epoch: int) -> np.random.SeedSequence:
-    """What an epoch's random numbers follow from."""
+    """Seed of an epoch's random numbers."""
     return np.random.SeedSequence((seed % 2**64, epoch))
 
 
 def length_of(data: Any) -> int | None:
-    """The length, if there is one."""
+    """Length of the data; ``None`` if it has none."""
     if not hasattr(type(data), "__len__"):
         return None
     try:
         return len(data)
-    except TypeError:  # such as of a DataLoader over data without a length
+    except TypeError:  # Such as a DataLoader over data without a length.
         return None

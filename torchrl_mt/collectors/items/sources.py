@@ -1,4 +1,4 @@
-"""Data as items are read from it: at a position, the same whenever and in whichever process."""
+"""Data sources: items at positions, the same in every process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,9 @@ _END = object()
 
 
 def make_source(data: Any, order: ItemOrder) -> Source:
-    """Find out what kind of data this is.
+    """Make the source of some data, at its beginning.
 
-    Args:
-        data: see :class:`~torchrl_mt.collectors.items.items.Items`.
-        order: whether it is shuffled and begun again at the end.
-
-    Returns:
-        The data, ready to be read from its beginning.
+    The arguments and errors are those of :class:`~torchrl_mt.collectors.items.items.Items`.
     """
     shuffle, cycle, seed = order.shuffle, order.cycle, order.seed
     if data is None:
@@ -72,7 +67,7 @@ def make_source(data: Any, order: ItemOrder) -> Source:
     once = isinstance(data, Iterator)
     if once and cycle:
         raise ValueError(
-            f"cycle=True needs data that can be gone through again, got a {type(data).__name__}, "
+            f"cycle=True needs data that can be iterated again, got a {type(data).__name__}, "
             "which cannot: pass list(data), or a function that returns a new iterator."
         )
     passes: Passes
@@ -89,53 +84,53 @@ def make_source(data: Any, order: ItemOrder) -> Source:
 
 
 class Source:
-    """Data as :class:`~torchrl_mt.collectors.items.items.Items` reads it."""
+    """Base of data sources, as :class:`~torchrl_mt.collectors.items.items.Items` reads them."""
 
     by_index = False
-    """Whether an item can be read again."""
+    """Whether any item can be read again."""
     at_once = False
-    """Whether items are at hand, so that reading one holds nobody up."""
+    """Whether reading an item takes next to no time."""
     wants_reports = False
-    """Whether the data is to be told what became of its items."""
+    """Whether the data is told how episodes went."""
     fingerprint: dict[str, Any]
-    """What the data looks like, to tell other data by."""
+    """Kind and size of the data, to recognize other data."""
 
     def read(self, position: int) -> Any:
-        """The item at the position, which follows the last one read; ``StopIteration`` at the end."""
+        """Read the next item, at ``position``; raise ``StopIteration`` at the end."""
         raise NotImplementedError
 
     def at(self, position: int) -> Any:
-        """Any item, if ``by_index``."""
+        """Read any item; only if ``by_index``."""
         raise NotImplementedError
 
     def state(self, position: int) -> dict[str, Any]:
-        """How to go on with the item at the position, which is the next to be read."""
+        """The state in which ``position`` is read next."""
         raise NotImplementedError
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on there; a refused call leaves everything as it was."""
+        """Continue from a state. A call that raises changes nothing."""
         raise NotImplementedError
 
     def report(self, item: Any, episodes: list[Any]) -> None:
-        """What became of an item, if the data ``wants_reports``; nobody waits for the data."""
+        """Queue a report on an item, if the data ``wants_reports``."""
 
     def hand_over(self) -> None:
-        """Have the data look at what was reported."""
+        """Pass queued reports to the data."""
 
     def saved(self, values: list[Any]) -> list[Any]:
-        """What stands for items in a state."""
+        """Convert items to what a state holds of them."""
         return values
 
     def restored(self, saved: list[Any]) -> list[Any]:
-        """The items that :meth:`saved` gave; they are being played again."""
+        """Convert :meth:`saved` values back to items, which are being played again."""
         return saved
 
     def close(self) -> None:
-        """Let go of whatever reads ahead."""
+        """Stop reading ahead."""
 
 
 class _Seeds(Source):
-    """Items for want of data: a new seed each."""
+    """Items without data: a new seed each."""
 
     by_index = at_once = True
 
@@ -156,7 +151,7 @@ class _Seeds(Source):
 
 
 class _Indexed(_Seeds):
-    """Data with a length and items by index."""
+    """Data with a length and an index."""
 
     def __init__(self, data: Any, shuffle: bool, cycle: bool, seed: int) -> None:
         super().__init__(seed)
@@ -168,7 +163,7 @@ class _Indexed(_Seeds):
         self.shuffle = shuffle
         self.cycle = cycle
         self.fingerprint = {"kind": "by index", "length": self.size, "shuffle": shuffle}
-        # Two: what is read again may lie in the epoch before.
+        # Two, since items of the last epoch may be read again.
         self._order = lru_cache(2)(self._permutation)
 
     def read(self, position: int) -> Any:
@@ -185,7 +180,7 @@ class _Indexed(_Seeds):
             raise RuntimeError(f"data[{index}] raised {type(error).__name__}: {error}.") from error
 
     def _permutation(self, seed: int, epoch: int) -> np.ndarray:
-        """The order of an epoch: int64 ``[size]``."""
+        """Order of an epoch: int64 ``[size]``."""
         return np.random.default_rng(seed_sequence(seed, epoch)).permutation(self.size)
 
 
@@ -217,7 +212,7 @@ class _Chosen(Source):
         self._reports.append((item, episodes))
 
     def hand_over(self) -> None:
-        # What the curriculum raises is raised by the next read.
+        # The next read raises the curriculum's error.
         while self._reports and self._failure is None:
             item, episodes = self._reports.popleft()
             try:
@@ -239,7 +234,7 @@ class _Chosen(Source):
         self._failure = None
 
     def saved(self, items: list[Any]) -> list[Any]:
-        # Of items that are being played: themselves, or what they are known by.
+        # Keys of the items, if the curriculum has keys.
         key_of = getattr(self.curriculum, "key_of", None)
         return items if key_of is None else [*map(key_of, items)]
 
@@ -252,7 +247,7 @@ class _Chosen(Source):
 
 
 class _Ordered(Source):
-    """Data that is read from the beginning to the end, once or epoch by epoch."""
+    """Data that is read in order, once or epoch by epoch."""
 
     def __init__(self, passes: Passes, *, cycle: bool, once: bool, seed: int) -> None:
         self.passes = passes
@@ -262,14 +257,14 @@ class _Ordered(Source):
         self.epoch = self.place = 0
         self.items: Iterator[Any] | None = None
         self.generators: list[torch.Tensor] = []
-        """Their states before the epoch began."""
+        """States of the data's generators before the epoch."""
         self.failure: RuntimeError | None = None
         size = passes.length()
         self.fingerprint = (
             {"kind": "an iterator"} if once else {"kind": passes.kind, "length": passes.num_items()}
         )
         if size is None:
-            # Nothing but reading tells whether there is an item.
+            # Read the first item to find out whether there is one.
             items = self._begin(0)
             first = next(items, _END)
             self.items, size = chain([first], items), int(first is not _END)
@@ -287,12 +282,12 @@ class _Ordered(Source):
                 value = next(self._begin(self.epoch + 1), _END)
                 if value is _END:
                     raise ValueError(
-                        f"data gave no item in epoch {self.epoch + 1}: pass data that can be gone "
-                        "through again, or cycle=False."
+                        f"data gave no item in epoch {self.epoch + 1}: pass data that can be iterated "
+                        "again, or cycle=False."
                     )
                 self.epoch, self.place = self.epoch + 1, 0
         except BaseException as error:
-            # An iterator that raised goes on elsewhere or ends, which would skip items.
+            # An iterator that raised must not be read on, which would skip items.
             self.failure = RuntimeError(
                 f"item {self.place} of epoch {self.epoch} of the data, or one that is read with it, "
                 f"raised {type(error).__name__}: {error}."
@@ -310,7 +305,6 @@ class _Ordered(Source):
             self.items = iter(())
 
     def _begin(self, epoch: int) -> Iterator[Any]:
-        """Go on with an epoch's items."""
         self.generators = self.passes.generator_states()
         self.items = self.passes.begin(epoch, self.seed)
         return self.items
@@ -341,20 +335,20 @@ class _Ordered(Source):
         self.failure = None
 
     def _skip(self, items: Any, taken: int, place: int) -> None:
-        """Read on up to the place in the epoch."""
+        """Read and drop items up to a place in the epoch."""
         if place < taken:
             raise ValueError(
-                f"state_dict must not lie behind data that is an iterator, got {place} items where "
-                f"{taken} were taken: give a new iterator."
+                f"state_dict must not be of an earlier position than the iterator's, got {place} where "
+                f"{taken} items were taken: give a new iterator."
             )
         read = taken + sum(1 for _ in islice(items, place - taken))
         if read < place:
             raise ValueError(
-                f"state_dict lies at item {place} of an epoch, but the data ends after {read}: give the "
+                f"state_dict is at item {place} of an epoch, but the data ends after {read}: give the "
                 "data of the saved run."
             )
 
 
 def _has_indices(data: Any) -> bool:
-    """Whether data has a length and, as far as can be told, items by index."""
+    """Whether data has a length and, as far as its type tells, an index."""
     return hasattr(type(data), "__getitem__") and length_of(data) is not None

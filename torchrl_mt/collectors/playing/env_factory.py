@@ -1,6 +1,6 @@
-"""What makes the player of an episode: an environment that talks, or a workflow.
+"""Factories of players: the environment or workflow that plays an episode.
 
-``resolve`` finds out which of them it was given, and says what it tried if it is neither.
+``resolve`` makes one from any form of a collector's ``env``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Make", "MakePlayer", "Player", "resolve"]
 Player: TypeAlias = "TextEnv | Workflow"
 
 _AT_ONCE = 0.002
-"""Seconds that the making of a player may hold up the others."""
+"""Seconds that making a player may block the event loop."""
 
 
 class MakePlayer(Protocol):
@@ -33,28 +33,27 @@ class MakePlayer(Protocol):
 
     @property
     def at_once(self) -> bool:
-        """Whether that takes no time to speak of."""
+        """Whether making a player takes next to no time."""
         ...
 
     def __call__(self) -> Player:
-        """A player for one episode; a workflow may be the same each time."""
+        """Make a player for one episode. A workflow may be the same for all."""
         ...
 
 
 def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakePlayer:
-    """What makes the player of an episode.
+    """Make a factory of players.
 
     Args:
-        env: a ``TextEnv`` (copied for each episode), a class of them or a callable that makes one or a
-            TorchRL chat environment; a :class:`Workflow`, a class of them, or a string,
-            ``"package.module.Class"``, that names one of the classes.
+        env: a ``TextEnv`` (copied for each episode), a :class:`Workflow`, a class of either or its name
+            ``"package.module.Class"``, or a callable that makes a ``TextEnv`` or a TorchRL chat
+            environment.
         workflow_kwargs: arguments for the class.
 
     Raises:
-        TypeError: if it is none of these, an instance that cannot be copied, a class or callable that
-            takes other arguments, or a class without a method that it needs.
-        ImportError: if the string names nothing or what it names cannot be imported; says what was
-            tried.
+        TypeError: if ``env`` is none of these, cannot be copied, takes other arguments, or lacks a
+            method.
+        ImportError: if the name cannot be imported.
     """
     if isinstance(env, str):
         env = _named(env)
@@ -67,7 +66,7 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
         if issubclass(env, TextEnv):
             return Make(partial(env, **kwargs), at_once=env.inline)
         if issubclass(env, EnvBase):
-            return _MadeBy(partial(env, **kwargs))
+            return _Adapting(partial(env, **kwargs))
         env, kwargs = env(**kwargs), {}
     if kwargs:
         raise TypeError(
@@ -90,18 +89,18 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
                 "env, a callable that makes an environment, must be called without arguments: "
                 f"{error}."
             )
-        return _MadeBy(env)
+        return _Adapting(env)
     raise _not_a_player(type(env).__name__)
 
 
 def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a class that cannot be made with these arguments."""
+    """Raise if a class is abstract or does not take these arguments."""
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
         raise TypeError(
             f"env must define all methods that it needs, but {cls.__name__} has no {missing}."
         )
-    # TorchRL's environments are made by a metaclass, whose signature says nothing.
+    # TorchRL's environments are made by a metaclass that hides the signature.
     function: Any = vars(cls).get("__init__", EnvBase.__init__) if issubclass(cls, EnvBase) else cls
     args = () if function is cls else (None,)
     if error := _misfit(function, *args, **kwargs):
@@ -112,10 +111,10 @@ def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
 
 
 def _misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What is wrong with arguments of a function; empty if they fit, or if nobody can tell."""
+    """Why a function does not take these arguments; empty if it does or cannot be inspected."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are written in C
+    except (TypeError, ValueError):  # Such as functions that are written in C.
         return ""
     try:
         signature.bind(*args, **kwargs)
@@ -125,7 +124,7 @@ def _misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def _seconds_to_copy(env: TextEnv) -> float:
-    """How long it takes to copy an environment; one that cannot be copied is refused."""
+    """Measure how long a copy of an environment takes; raise if it cannot be copied."""
     begin = time.perf_counter()
     try:
         copy.deepcopy(env)
@@ -141,18 +140,18 @@ def _seconds_to_copy(env: TextEnv) -> float:
 
 @dataclass(frozen=True)
 class Make:
-    """Players made by a function."""
+    """A factory that calls a function."""
 
     make: Callable[[], Player]
     at_once: bool
 
     def __call__(self) -> Player:
-        """A player for one episode."""
+        """Make a player for one episode."""
         return self.make()
 
 
-class _MadeBy:
-    """Players made by a factory; TorchRL's environments are adapted."""
+class _Adapting:
+    """A factory that calls a function and adapts TorchRL's environments."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._factory = factory
@@ -172,7 +171,7 @@ class _MadeBy:
                 raise _not_a_player(f"a callable that makes {type(made).__name__}")
             made.close()
             with self._lock:
-                # Its copies share what they draw of a data loader, so that groups share an item.
+                # Copies share the data loader's draws, so that the episodes of a group share an item.
                 self._adapter = self._adapter or ChatEnvAdapter(self._factory)
         return copy.deepcopy(self._adapter)
 
@@ -186,7 +185,7 @@ def _not_a_player(got: str) -> TypeError:
 
 
 def _named(name: str) -> Any:
-    """What a string such as ``"package.module.Class"`` names."""
+    """Import the object that a string such as ``"package.module.Class"`` names."""
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name or not attribute:
         raise ImportError(f'env must be named as "package.module.Class", got {name!r}.')

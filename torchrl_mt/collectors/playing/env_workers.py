@@ -1,7 +1,7 @@
-"""Environments in processes of their own, for those that compute: threads share one core.
+"""Worker processes for environments that compute, since threads share one core.
 
-A process that dies takes its own episodes with it, which fail, and no others; another takes its place.
-Nothing is left over when the workers are closed, or when the process that made them is gone.
+If a process dies, only its own episodes fail, and a new process replaces it. No process is left when
+the workers are closed or the parent process is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchrl_mt.envs.text_env import takes_message
 __all__ = ["EnvWorkerError", "EnvWorkers"]
 
 if "forkserver" in multiprocessing.get_all_start_methods():
-    # One process that has imported everything makes the others, at once and with its memory.
+    # The server process has imported everything; its forks start at once and share its memory.
     _processes: Any = multiprocessing.get_context("forkserver")
     _processes.set_forkserver_preload([__name__])
 else:
@@ -42,26 +42,26 @@ else:
 _CLOSE_SECONDS = 5.0
 """Seconds for a process to end by itself."""
 _GONE_SECONDS = 1.0
-"""The same, for one that has let go of its end of the pipe."""
+"""Seconds for a process to end by itself after it closed its end of the pipe."""
 
 
 class EnvWorkerError(RuntimeError):
-    """The process in which an episode's environment ran is gone."""
+    """The process of an episode's environment is gone."""
 
 
 class EnvWorkers:
-    """Processes that run environments; each runs many, a thread for every call.
+    """Processes that run environments. Each runs many, with a thread for every call.
 
-    They begin without the memory of this one: a script needs ``if __name__ == "__main__":``.
+    They import the main module anew, so a script needs ``if __name__ == "__main__":``.
 
     Args:
-        number: how many processes.
-        env: an environment, a class of them or its name, or a callable that makes one; it is pickled.
+        number: number of processes.
+        env: an environment, a class or its name, or a callable that makes one; it is pickled.
         kwargs: arguments for the class.
 
     Raises:
-        ValueError: if there is to be no process.
-        TypeError: if ``env`` is none of these, or cannot be pickled.
+        ValueError: if ``number`` is below 1.
+        TypeError: if ``env`` is none of these or cannot be pickled.
     """
 
     def __init__(self, number: int, env: Any, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -81,11 +81,11 @@ class EnvWorkers:
         self._ids = itertools.count()
 
     def make(self) -> TextEnv:
-        """An environment for one episode, in the process that has the fewest."""
+        """Make an environment for one episode, in the process that has the fewest."""
         return _Proxy(min(self._workers, key=lambda worker: len(worker.envs)), next(self._ids))
 
     def close(self) -> None:
-        """End the processes; calls that run are given up."""
+        """End the processes and abandon running calls."""
         for worker in self._workers:
             worker.ask_to_end()
         for worker in self._workers:
@@ -119,20 +119,20 @@ class _Proxy(TextEnv):
 
 
 class _Worker:
-    """A process, and the calls that wait for it; another process once that one is gone."""
+    """A process and its pending calls. A process that dies is replaced."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
         self.envs: set[int] = set()
-        """The environments of the episodes that it plays."""
+        """Numbers of the environments that it runs."""
         self._lock = threading.Lock()
         self._closed = False
         self._numbers = itertools.count()
-        """Of calls, whichever process they are for."""
+        """Numbers of calls, across processes."""
         self._begin()
 
     def _begin(self) -> None:
-        """Start a process."""
+        """Start the process and the threads of its connection."""
         ours, theirs = _processes.Pipe()
         self._process = _processes.Process(
             target=_serve, args=(theirs, self._pickled), name="torchrl_mt-env", daemon=True
@@ -144,7 +144,7 @@ class _Worker:
         self._known: set[int] = set()
         self._begun = False
         self._failure: BaseException | None = None
-        """Why it will never take a call."""
+        """Error for every further call, once there is no process."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Sending and receiving may block.
         start_daemon(_send, ours, self._outbox)
@@ -154,11 +154,11 @@ class _Worker:
         """Call a method of an environment.
 
         Raises:
-            EnvWorkerError: if the process is gone, or goes meanwhile.
-            Exception: what the method raises.
+            EnvWorkerError: if the process is gone or dies during the call.
+            Exception: the method's error.
         """
         outcome: Future[Any] = Future()
-        outcome.set_running_or_notify_cancel()  # Who waits may be cancelled; the call goes on.
+        outcome.set_running_or_notify_cancel()  # The caller may be cancelled, the call may not.
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -181,19 +181,19 @@ class _Worker:
             self._calls.pop(number, None)
 
     def ask_to_end(self) -> None:
-        """Have the process end."""
+        """Tell the process to end."""
         with self._lock:
             self._closed = True
             self._outbox.put(None)
 
     def end(self) -> None:
-        """Wait until the process has ended, and see to it that it does."""
+        """Wait for the process to end; kill it if it does not."""
         _end(self._process, _CLOSE_SECONDS)
 
     def _receive(
         self, connection: Connection, outbox: queue.SimpleQueue[bytes | None], process: Any
     ) -> None:
-        """Receive what calls came to, until the process is gone; start another then."""
+        """Receive results until the process is gone, then replace it."""
         error: BaseException | None = None
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -221,7 +221,7 @@ class _Worker:
 
 
 def _end(process: Any, seconds: float) -> None:
-    """Wait so long for a process to end by itself, then kill it."""
+    """Wait for a process to end by itself, then kill it."""
     process.join(seconds)
     if process.is_alive():
         process.kill()
@@ -229,7 +229,7 @@ def _end(process: Any, seconds: float) -> None:
 
 
 def _send(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Send calls until there are no more."""
+    """Send calls until ``None`` comes, then the end mark."""
     with contextlib.suppress(OSError):
         while (sent := outbox.get()) is not None:
             connection.send_bytes(sent)
@@ -237,9 +237,9 @@ def _send(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> No
 
 
 def _raised_or_returned(failed: bool, value: Any) -> Any:
-    """Raise an error that came from the process, or return the result."""
+    """Raise the process's error, or return its result."""
     if failed:
-        # One error may be that of many calls, each of which adds its own traceback.
+        # Several calls may share one error; each adds its own traceback.
         raise copy.copy(value)
     return value
 
@@ -248,24 +248,24 @@ def _raised_or_returned(failed: bool, value: Any) -> Any:
 
 
 def _serve(connection: Connection, pickled: bytes) -> None:
-    """Run environments until the other side is gone, or says so."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is for the process that made this one.
+    """Run environments until the parent sends the end mark or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process handles interrupts.
     replies = _Replies(connection)
     try:
         env, kwargs = pickle.loads(pickled)
-        served = _Served(env, kwargs, replies)
+        served = _ServedEnvs(env, kwargs, replies)
     except BaseException as error:
         replies.send(None, True, error)
         return
     replies.send(None, False, None)
     with contextlib.suppress(EOFError, OSError):
         while received := connection.recv_bytes():
-            # A thread that hangs holds up nobody, and dies with the process.
+            # A thread that hangs delays no other call, and dies with the process.
             start_daemon(served.call, *pickle.loads(received))
 
 
 class _Replies:
-    """Sends what calls came to."""
+    """Sends the results and errors of calls."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -275,19 +275,21 @@ class _Replies:
         """Send a result or an error."""
         try:
             sent = bytes(ForkingPickler.dumps((number, failed, value)))
-            pickle.loads(sent)  # Some errors are pickled well, and cannot be made again.
+            pickle.loads(sent)  # Some errors can be pickled but not unpickled.
         except Exception as error:
             if failed:
                 what = "".join(traceback.format_exception(value)).strip()
                 value = RuntimeError(f"{type(value).__name__}: {value}\n{what}")
             else:
-                value = TypeError(f"what an environment returns is pickled, which failed: {error}.")
+                value = TypeError(
+                    f"an environment must return values that pickle can copy: {error}."
+                )
             sent = bytes(ForkingPickler.dumps((number, True, value)))
         with self._lock, contextlib.suppress(OSError):
             self._connection.send_bytes(sent)
 
 
-class _Served:
+class _ServedEnvs:
     """The environments of a process."""
 
     def __init__(self, env: Any, kwargs: Mapping[str, Any], replies: _Replies) -> None:
@@ -295,14 +297,14 @@ class _Served:
         self._replies = replies
         self._envs: dict[int, TextEnv] = {}
         self._closed: set[int] = set()
-        """Those that were closed before they were there."""
+        """Environments that were closed before their reset had made them."""
         self._loop: LoopThread | None = None
         self._lock = threading.Lock()
 
     def call(
         self, number: int, env: int, method: str, args: tuple[Any, ...], of: EpisodeContext | None
     ) -> None:
-        """Call a method of an environment, and send what it comes to."""
+        """Call a method of an environment and send its result or error."""
         if of is not None:
             context.current.set(of)
         try:
@@ -340,7 +342,7 @@ class _Served:
             self._finished(env.close())
 
     def _finished(self, value: Any) -> Any:
-        """What a plain or an ``async`` method returned; the latter all run in one loop."""
+        """The result of a plain or an ``async`` method; awaitables run in one loop."""
         if not isinstance(value, Awaitable):
             return value
 

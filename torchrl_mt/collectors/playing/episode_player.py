@@ -1,6 +1,6 @@
-"""What all episodes of a collector are played with.
+"""The setup that all episodes of a collector share, and the filters applied to them.
 
-Nothing that an episode raises gets past here: the others do not notice.
+Errors of an episode are returned, not raised, so they do not affect other episodes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,10 @@ __all__ = ["EpisodePlayer"]
 
 
 class EpisodePlayer:
-    """Plays episodes, and tells what went wrong.
+    """Plays episodes and returns their errors.
 
-    Args:
-        env: an environment or a workflow, in any of the forms that a collector takes.
-        engine: samples the responses.
-        limits: what an episode may use.
-        chat: how dialogues become tokens.
-        tokenizer: renders messages; the engine's own if ``None``.
-        accept: given an episode in TED; false rejects it.
-        accept_group: given the episodes of a group in TED; false refuses it.
-        workflow_kwargs: arguments for the class that ``env`` is or names.
-        env_workers: how many processes run the environments; none if ``None``.
+    The arguments are those of :class:`~torchrl_mt.collectors.MultiTurnCollector`; ``engine`` is its
+    policy.
     """
 
     def __init__(
@@ -77,12 +69,12 @@ class EpisodePlayer:
     async def failure_of(
         self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedEntries
     ) -> BaseException | None:
-        """Play an episode and return what it raised, if it did.
+        """Play an episode and return its error, or ``None``.
 
         Args:
-            episode: the ledger to fill.
+            episode: the episode to fill.
             sampling: arguments for the engine's ``generate``.
-            expected: the entries that the other episodes' workflows returned.
+            expected: the entries that every episode's workflow must return.
         """
         try:
             await play_episode(
@@ -92,7 +84,7 @@ class EpisodePlayer:
                 episode.entries = expected.blank(len(episode.turns))
             if not (episode.is_eval or self.accept is None):
                 ted = episodes_to_tensordict([episode])
-                if not await _called(self.accept, ted):
+                if not await _call(self.accept, ted):
                     return Rejected("not_accepted")
             if episode.valid is not False:
                 expected.check(episode.entries)
@@ -101,15 +93,11 @@ class EpisodePlayer:
         return None
 
     async def refusal_of(self, episodes: Sequence[Episode]) -> BaseException | None:
-        """Why ``accept_group`` refuses a group, if it does.
-
-        Args:
-            episodes: its members, at least one, each come to its end.
-        """
+        """Apply ``accept_group`` to a group's finished episodes; return why it refuses, or ``None``."""
         assert self.accept_group is not None
         try:
             ted = [episodes_to_tensordict([episode]) for episode in episodes]
-            accepted = await _called(self.accept_group, ted)
+            accepted = await _call(self.accept_group, ted)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -117,19 +105,19 @@ class EpisodePlayer:
         return None if accepted else Rejected("group_not_accepted")
 
     def close(self) -> None:
-        """End the processes that run environments."""
+        """End the processes of ``env_workers``."""
         if self._workers is not None:
             self._workers.close()
 
     def _get_chat(self) -> ChatTokens:
-        """What turns messages into tokens, made when an environment first needs it."""
+        """Make the :class:`~torchrl_mt.collectors.ChatTokens` on first use."""
         if self._chat is None:
             self._chat = self._chat_options.tokens(self.tokenizer)
             self._chat.announce()
         return self._chat
 
 
-async def _called(function: Callable[[Any], Any], argument: Any) -> Any:
-    """What a function returns, plain (called in a thread) or ``async``."""
+async def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a function in a thread, and await its result if it is ``async``."""
     result = await call_in_thread(function, argument)
     return await result if inspect.isawaitable(result) else result

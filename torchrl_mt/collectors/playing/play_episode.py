@@ -1,7 +1,6 @@
-"""Play one episode, within its limits.
+"""Play one episode within its limits.
 
-However it ends, the episode holds the turns that were played to their end, and nothing of one that
-was not; time that ran out never becomes a reward.
+However it ends, the episode holds complete turns only. A timeout never becomes a reward.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ async def play_episode(
     episode: Episode,
     sampling: Mapping[str, Any] | None = None,
 ) -> None:
-    """Play ``episode.data`` to its end and write every turn into ``episode``.
+    """Play the item ``episode.data`` and write every turn into ``episode``.
 
     Args:
-        make_player: gives the environment or workflow for this episode.
+        make_player: makes the environment or workflow of the episode.
         engine: samples the responses.
-        make_chat: gives what turns messages into tokens, for an environment.
-        limits: what the episode may use.
-        episode: the ledger to fill; it has no turns yet.
+        make_chat: makes the :class:`~torchrl_mt.collectors.ChatTokens`; called for environments only.
+        limits: limits of the episode.
+        episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
 
     Raises:
-        Rejected: if the workflow declines, or time was up, unless ``limits.on_timeout`` is ``"mask"``
-            and there is a turn.
-        ValueError: if an opening alone leaves no room for a response, a workflow's result does not
-            fit the turns, or a reward is not finite.
-        TypeError: if the player is none, or does not return what it should.
+        Rejected: if the workflow declines, a limit is reached before the first turn, or time runs out
+            (unless ``limits.on_timeout`` is ``"mask"`` and there is a turn).
+        ValueError: if the opening leaves no room for a response, a workflow's result does not fit the
+            turns, or a reward is not finite.
+        TypeError: if the player is of a wrong type or returns one.
     """
     recorder = Recorder(engine, episode, limits, sampling)
     episode.valid = True if limits.on_timeout == "mask" else None
@@ -95,9 +94,9 @@ async def _play(
     make_chat: Callable[[], ChatTokens],
     episode: Episode,
 ) -> None:
-    """Play the episode by an environment or a workflow."""
+    """Make the player, and play the episode with it."""
     with episode.calls.call("environment", "the making of its environment"):
-        player = await _made(make_player)
+        player = await _make(make_player)
     if not isinstance(player, TextEnv):
         await play_workflow(player, recorder, episode)
         return
@@ -108,7 +107,7 @@ async def _play(
 
 
 async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode) -> None:
-    """Have a workflow play the episode that the recorder, its engine, fills."""
+    """Let a workflow play the episode, with the recorder as its engine."""
     escaped = result = None
     try:
         with episode.calls.call("environment", f"{type(workflow).__name__}.arun_episode"):
@@ -119,7 +118,7 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
         if recorder.reached is None or getattr(error, "code", None) != LIMIT_CODE:
             raise
         escaped = LimitReached(recorder.reached)
-    # A workflow may swallow what ends it, but a limit of time is no reward.
+    # A workflow may swallow the error, but a timeout must not become a reward.
     reached = StopReason.EPISODE_TIMEOUT if recorder.closed else recorder.reached
     if reached is not None and reached.of_time:
         raise LimitReached(reached)
@@ -131,7 +130,7 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
 
 
 async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode: Episode) -> None:
-    """Play the episode that the recorder fills, in an environment that no other episode uses."""
+    """Play the episode in an environment of its own, with the recorder as the engine."""
     limits = recorder.limits
     answered = True
     try:
@@ -154,7 +153,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             try:
                 answer = await recorder.generate(prompt)
             except LimitReached:
-                if episode.turns:  # The last turn also keeps what the environment said last.
+                if episode.turns:  # Keep the messages that the model did not get to see.
                     episode.turns[-1].messages.extend(new)
                 raise
             turn = episode.turns[-1]
@@ -176,7 +175,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             new = _messages(step.messages, "TextStep.messages must be", env, "step")
             new = name_tool_results(said.message, new)
             episode.judged = True
-            if recorder.closed:  # The environment went on when its time was up.
+            if recorder.closed:  # The environment ignored the cancellation of the episode.
                 raise LimitReached(StopReason.EPISODE_TIMEOUT)
             answered = True
             if step.done:
@@ -194,38 +193,36 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             recorder.drop_last()
 
 
-async def _made(make_player: MakePlayer) -> Player:
-    """The player of an episode, made without holding up the others."""
+async def _make(make_player: MakePlayer) -> Player:
+    """Make a player, in a thread if it takes time."""
     if make_player.at_once:
         return make_player()
     return await call_in_thread(make_player, unclaimed=_close_unused)
 
 
 def _close_unused(player: Player) -> None:
-    """Close an environment that was made too late; to be called in a thread, with or without a loop."""
+    """Close an environment that was made too late. Runs in a thread."""
     if isinstance(player, TextEnv):
         try:
             closing = player.close()
             if inspect.isawaitable(closing):
-                asyncio.run(_awaited(closing))
+                asyncio.run(_wait_for(closing))
         except BaseException as error:
             _logger.warning("closing %s failed.", type(player).__name__, exc_info=error)
 
 
-async def _awaited(value: Awaitable[_T]) -> _T:
-    """What may be awaited, as the coroutine that a loop runs."""
+async def _wait_for(value: Awaitable[_T]) -> _T:
     return await value
 
 
 def _close(env: TextEnv) -> None:
-    """Close an environment; nobody waits for that."""
     if type(env).close is not TextEnv.close:
         background = BackgroundTasks.of(asyncio.get_running_loop())
         background.start(_ask(env, env.close), f"closing {type(env).__name__}")
 
 
 async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> TextStep:
-    """The environment's answer, in the time that the turn has left."""
+    """Ask the environment for its answer, within ``tool_timeout`` and the rest of ``turn_timeout``."""
     seconds, reason = limits.tool_timeout, StopReason.TOOL_TIMEOUT
     if limits.turn_timeout is not None:
         left = max(limits.turn_timeout - used, 0.0)
@@ -244,7 +241,7 @@ async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> Te
 
 
 def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]:
-    """The messages that an environment's method gave; ``what`` begins the error."""
+    """Check and list the messages that an environment's method returned; ``what`` begins the error."""
     expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
     source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
@@ -257,7 +254,7 @@ def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]
 
 
 def _reward(step: TextStep, env: TextEnv) -> float:
-    """The step's reward as a number."""
+    """The step's reward as a finite float."""
     try:
         reward = as_number(step.reward)
     except (TypeError, ValueError, RuntimeError):
@@ -274,12 +271,12 @@ def _reward(step: TextStep, env: TextEnv) -> float:
 
 
 def _shown(value: Any) -> str:
-    """A value as errors name it."""
+    """Type and beginning of a value, for errors."""
     return f"{type(value).__name__} ({str(value)[:80]})"
 
 
 async def _ask(env: TextEnv, method: Callable[..., _T | Awaitable[_T]], *args: Any) -> _T:
-    """Call an environment's method without holding up the other episodes."""
+    """Call an environment's method, in a thread unless it is ``async`` or the environment inline."""
     if inspect.iscoroutinefunction(method) or env.inline:
         result = method(*args)
     else:

@@ -1,29 +1,29 @@
-"""How long a run goes on that fails: members in a row, and items played again."""
+"""Limits of failure: how many episodes may fail in a row, and how often an item is played again."""
 
 from __future__ import annotations
 
 __all__ = ["FailureStreak", "Requeues"]
 
-MOST_REQUEUES, MOST_BARREN = 64, 16
-"""How often an item is played again because its group lost a member: in all, and in a row without a
-member that came to its end."""
+MOST_REQUEUES, MOST_REQUEUES_ALL_FAILED = 64, 16
+"""Requeues of an item: in all, and in a row after groups in which every member failed."""
 
 
 class FailureStreak:
-    """Members in a row that failed in spite of retries, without one that came to its end.
+    """Number of members that failed in a row, in spite of their retries.
 
-    Until an episode was judged, those that come to their end were only cut, and interrupt no row.
+    A finished member ends the streak, but only once an environment has judged an episode: until then,
+    episodes finish only because a limit cuts them.
 
     Args:
-        most: how many end the run.
+        most: length of the streak that ends the run.
 
     Examples:
         >>> streak = FailureStreak(2)
-        >>> streak.enter_failure(OSError("gone"))
-        >>> streak.enter_judged()
-        >>> streak.enter_end()
-        >>> streak.enter_failure(OSError("gone"))
-        >>> streak.enter_failure(OSError("gone"))
+        >>> streak.add_failure(OSError("gone"))
+        >>> streak.add_judged()
+        >>> streak.add_finished()
+        >>> streak.add_failure(OSError("gone"))
+        >>> streak.add_failure(OSError("gone"))
         Traceback (most recent call last):
         RuntimeError: 2 episodes in a row were rejected, the last for OSError: gone.
     """
@@ -33,26 +33,22 @@ class FailureStreak:
         self._length = 0
         self._any_judged = False
 
-    def enter_judged(self) -> None:
-        """Enter that an environment has answered."""
+    def add_judged(self) -> None:
+        """Record that an environment has answered or a workflow has returned."""
         self._any_judged = True
 
-    def enter_end(self, failure: BaseException | None = None) -> None:
-        """Enter a member that came to its end.
-
-        Args:
-            failure: why it was rejected before, if it was played again.
-        """
+    def add_finished(self, failure: BaseException | None = None) -> None:
+        """Record a member that finished, with the error of its last failed attempt."""
         if self._any_judged:
             self._length = 0
         elif failure is not None:
-            self.enter_failure(failure)
+            self.add_failure(failure)
 
-    def enter_failure(self, error: BaseException) -> None:
-        """Enter a member that failed.
+    def add_failure(self, error: BaseException) -> None:
+        """Record a member that failed.
 
         Raises:
-            RuntimeError: if there are too many in a row.
+            RuntimeError: if ``most`` members failed in a row.
         """
         self._length += 1
         if self._length >= self._most:
@@ -63,33 +59,33 @@ class FailureStreak:
             ) from error
 
     def reset(self) -> None:
-        """Begin a new row."""
+        """End the streak."""
         self._length = 0
 
 
 class Requeues:
-    """How often items, by ticket, are played again since their groups lost a member."""
+    """How often the items of incomplete groups are played again, by ticket."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
-        """In all, and in a row without a member that came to its end."""
+        """Requeues in all, and in a row after groups in which every member failed."""
 
     def __contains__(self, ticket: int) -> bool:
-        """Whether an item is being played again."""
+        """Whether an item was requeued."""
         return ticket in self._counts
 
-    def may_have(self, ticket: int, *, barren: bool) -> bool:
-        """Whether to play an item once more; if so, it is counted.
+    def try_again(self, ticket: int, *, all_failed: bool) -> bool:
+        """Count a requeue of an item, unless it had too many; return whether it may be requeued.
 
-        ``barren`` says that no member of its group came to its end.
+        ``all_failed`` says whether every member of its last group failed.
         """
         times, in_a_row = self._counts.get(ticket, (0, 0))
-        in_a_row = in_a_row + 1 if barren else 0
-        if times == MOST_REQUEUES or in_a_row > MOST_BARREN:
+        in_a_row = in_a_row + 1 if all_failed else 0
+        if times == MOST_REQUEUES or in_a_row > MOST_REQUEUES_ALL_FAILED:
             return False
         self._counts[ticket] = (times + 1, in_a_row)
         return True
 
     def forget(self, ticket: int) -> None:
-        """Be done with an item."""
+        """Forget an item that is done."""
         self._counts.pop(ticket, None)

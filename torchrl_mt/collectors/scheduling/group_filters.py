@@ -1,4 +1,4 @@
-"""Which groups are worth learning from, told as they are collected."""
+"""Filters that refuse groups with nothing to learn from, as they are collected."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tensordict import TensorDictBase
 __all__ = ["AcceptGroup", "has_spread"]
 
 AcceptGroup: TypeAlias = Callable[[Sequence[TensorDictBase]], Any]
-"""Given the episodes of a group in TED, ``[T]`` each; false refuses it. May be ``async``."""
+"""Called with the episodes of a group in TED, ``[T]`` each; false refuses it. May be ``async``."""
 
 _TOLERANCE = 1e-6
 _VALID = torch.ones(1, dtype=torch.bool)
 
 
 def has_spread(episodes: Sequence[TensorDictBase]) -> bool:
-    """Whether the episodes of a group differ in what they earned: without that, every advantage is 0.
+    """Whether the returns of a group's episodes differ; if not, every advantage is 0.
 
-    Dynamic sampling (https://arxiv.org/abs/2503.14476) as groups are collected. Episodes with
-    ``"valid"`` false do not count.
+    This is dynamic sampling (https://arxiv.org/abs/2503.14476) at collection. Episodes with ``"valid"``
+    false do not count; without any other, the result is false.
 
     Args:
-        episodes: those of one group in TED, ``[T]`` each.
+        episodes: the episodes of one group in TED, ``[T]`` each.
 
     Examples:
         >>> import torch

@@ -1,7 +1,7 @@
-"""Groups of episodes that share an item, and how one is played.
+"""Groups of episodes that share an item, and how a group is played.
 
-Every episode that is started is counted as started, and those that fail as rejected. A group is settled
-when each member has come to its end or was given up.
+Every started episode is counted as started, and every failed one as rejected. A group is settled when
+each member has finished or was given up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
 __all__ = ["Group", "GroupPlayer"]
 
 MOST_REFILLS = 16
-"""How often a member is played again before its group is given up, where groups are refilled."""
+"""Further attempts for a member with ``incomplete_groups="refill"``, after its retries."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,37 +28,37 @@ class Group:
     """Episodes that share an item."""
 
     ticket: int
-    """What the item is known by where it came from."""
+    """The item's ticket, see :class:`~torchrl_mt.collectors.items.items.Item`."""
     item: Any
     number: int
-    """Its place among the groups of the run."""
+    """Number of the group in the run, from 0."""
     id: int
     episodes: list[Episode] = field(default_factory=list)
-    """Those that came to their end, by rank once the group is settled."""
+    """Finished episodes, sorted by rank once the group is settled."""
     started: list[Episode] = field(default_factory=list)
-    """All that were started and have not failed."""
+    """Running and finished episodes."""
     settled: bool = False
-    """Whether every member has come to its end or was given up."""
+    """Whether every member has finished or was given up."""
     refusal: BaseException | None = None
-    """Why it was refused, if it was."""
+    """The reason why ``accept_group`` refused the group."""
     stale: bool = False
-    """Whether it was given up because it could only be delivered too old."""
-    tried_before: bool = False
-    """Whether its item is played again, since an earlier group lost a member."""
+    """Whether the group was cancelled as stale."""
+    requeued: bool = False
+    """Whether its item is played again after an incomplete group."""
 
 
 class GroupPlayer:
-    """Plays groups, at most so many episodes at once; to be used in one event loop.
+    """Plays groups of episodes concurrently. Use it in one event loop only.
 
     Args:
-        play: plays an episode; returns what went wrong, or ``None``.
-        size: episodes a group.
-        failures: what follows when they are rejected.
-        concurrency: most episodes at once.
-        counts: what becomes of each.
-        traj_ids: their ids.
-        is_eval: whether they are played for evaluation.
-        refusal_of: tells why a group is refused, if it is; ``None`` accepts all.
+        play: plays an episode and returns its error, or ``None``.
+        size: episodes per group.
+        failures: retries and limits of failures.
+        concurrency: maximum number of episodes at once.
+        counts: counters of the episodes.
+        traj_ids: ids of the episodes.
+        is_eval: whether the episodes are for evaluation.
+        refusal_of: returns why a group is refused, or ``None``; without it, no group is refused.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class GroupPlayer:
         self.counts = counts
         self.streak = FailureStreak(failures.most_consecutive(concurrency))
         self.members = 0
-        """Members of groups that run or wait for their turn."""
+        """Members that run or wait for a free slot."""
         self.last_failure: BaseException | None = None
-        """Why an episode was rejected last."""
+        """Error of the last rejected episode."""
         self._play = play
         self._refusal_of = refusal_of
         self._slots = asyncio.Semaphore(concurrency)
@@ -89,9 +89,9 @@ class GroupPlayer:
         self._is_eval = is_eval
 
     def start(self, group: Group, on_room: Callable[[], None]) -> asyncio.Task[None]:
-        """Begin to play a group; returns its task, which raises what ends the run.
+        """Start a group and return its task; the task raises errors that end the run.
 
-        ``on_room`` is called whenever a member has ended.
+        ``on_room`` is called whenever a member ends.
         """
 
         def member_ended(_: asyncio.Task[bool]) -> None:
@@ -105,7 +105,7 @@ class GroupPlayer:
         return asyncio.create_task(self._play_group(group, members))
 
     async def _play_group(self, group: Group, members: list[asyncio.Task[bool]]) -> None:
-        """Wait for the members of a group, unless one that fails is the end of it."""
+        """Wait for all members, or until one fails for good and the group need not be kept."""
         try:
             for member in asyncio.as_completed(members):
                 if not await member and self.failures.incomplete_groups != "keep":
@@ -118,7 +118,7 @@ class GroupPlayer:
             await cancel_all(members)
 
     async def _play_member(self, group: Group, rank: int) -> bool:
-        """Play a member until it comes to its end; false if it failed too often."""
+        """Play a member with retries; return whether it finished."""
         retries = self.failures.max_retries
         refills = MOST_REFILLS if self.failures.incomplete_groups == "refill" else 0
         failure: BaseException | None = None
@@ -134,25 +134,23 @@ class GroupPlayer:
                 )
                 group.started.append(episode)
                 self.counts.start(episode)
-                error = await self._played(episode)
+                error = await self._play_shielded(episode)
             if episode.judged:
-                self.streak.enter_judged()
+                self.streak.add_judged()
             if error is None:
-                self.streak.enter_end(failure)
+                self.streak.add_finished(failure)
                 group.episodes.append(episode)
                 return True
             group.started = [other for other in group.started if other is not episode]
             self.counts.fail(episode, error)
             self.last_failure = failure = error
-            # One bad item that is played again is no run that can only fail.
-            if attempt >= retries and not group.tried_before:
-                self.streak.enter_failure(error)
+            # A requeued item that keeps failing must not end the run.
+            if attempt >= retries and not group.requeued:
+                self.streak.add_failure(error)
         return False
 
-    async def _played(self, episode: Episode) -> BaseException | None:
-        """Play one episode, as a task of its own: a cancellation that the environment brought about
-        itself, or swallowed, is not taken for ours.
-        """
+    async def _play_shielded(self, episode: Episode) -> BaseException | None:
+        """Play an episode in its own task, so that its cancellations and ours are not confused."""
         playing = asyncio.ensure_future(self._play(episode))
         try:
             await asyncio.wait([playing])

@@ -1,4 +1,4 @@
-"""Items read beside the episodes: data that takes its time holds up nobody but who wants an item."""
+"""Read items without blocking the event loop, so that slow data does not delay running episodes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ __all__ = ["ItemReader"]
 
 
 class ItemReader:
-    """Reads items in one event loop.
-
-    Args:
-        items: gives out the items.
-    """
+    """Reads items; slow data in a thread."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
         self.items_left = True
-        """Whether there may be a further item."""
+        """Whether there may be another item."""
         self._num_returned = 0
 
     def put_back(self, ticket: int) -> None:
-        """Have an item given out again, before any new one."""
+        """Return an item, to be given out again before any new one."""
         self.items.put_back(ticket)
         self._num_returned += 1
         self.items_left = True
 
     async def next(self, stop: asyncio.Event) -> Item | None:
-        """The next item; ``None`` at the end of the data, or once ``stop`` is set."""
+        """Next item; ``None`` at the end of the data or once ``stop`` is set."""
         returned = self._num_returned
         if self.items.at_once:
             item = next(self.items, None)
@@ -42,7 +38,7 @@ class ItemReader:
         return item
 
     async def _read(self, stop: asyncio.Event) -> Item | None:
-        """Read in a thread; an item that comes too late is put back."""
+        """Read an item in a thread; put it back if the caller has stopped waiting."""
         put_back = partial(self._put_back_read, self.items.num_loads)
         reading = asyncio.ensure_future(call_in_thread(next, self.items, None))
         stopping = asyncio.ensure_future(stop.wait())
@@ -59,7 +55,7 @@ class ItemReader:
         return reading.result()
 
     def _put_back_read(self, num_loads: int, reading: asyncio.Future[Item | None]) -> None:
-        """Put back an item that was read for nobody, unless another state was loaded since."""
+        """Put back an unclaimed item, unless a state was loaded since."""
         if reading.cancelled() or reading.exception() is not None:
             return
         item = reading.result()

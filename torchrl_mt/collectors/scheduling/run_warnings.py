@@ -1,4 +1,4 @@
-"""What the log says of a run that goes on and is of little use: cut answers, stalls, stale episodes."""
+"""Warnings about runs that go on but teach little: cut answers, stalls, stale episodes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _CUT_REMEDY = {
     "max_total_tokens, whichever is lower, or shorten the prompts",
 }
 STALL_SECONDS, BACKGROUND_STALL_SECONDS = 3.0, 60.0
-"""How long waiting for new weights is nothing to speak of: while iterating, and in the background."""
+"""Seconds of waiting for new weights before a warning: while iterating, and in the background."""
 
 
 def warn_of_settings(
     engine: Any, episodes_per_batch: int, max_concurrency: int | None, max_staleness: int | None
 ) -> None:
-    """Tell of settings of a collector that cannot do what they seem to."""
+    """Warn about a collector's settings that cannot have the intended effect."""
     if max_staleness is not None and getattr(engine, "shares_weights", False):
         _logger.warning(
             "max_staleness=%d lets episodes go on while the policy is trained, but the engine "
@@ -53,21 +53,16 @@ def warn_of_settings(
 
 
 class CutWarning:
-    """Says once that nearly all episodes of a batch were cut in their first turn, and by which limit.
+    """Warns once if a limit cuts nearly all episodes of a batch in their first turn.
 
-    What the model learns then is what a cut is worth: the environment has no say.
+    The environment never judges such episodes, so there is little to learn from them.
     """
 
     def __init__(self) -> None:
         self._said = False
 
     def __call__(self, episodes: Sequence[Episode], limits: Limits) -> None:
-        """Look at a batch.
-
-        Args:
-            episodes: at least one, finished.
-            limits: those that they were played within.
-        """
+        """Check a batch of finished episodes, at least one, against the limits they were played with."""
         cut = Counter(
             episode.stop_reason
             for episode in episodes
@@ -90,16 +85,16 @@ class CutWarning:
 
 
 class Stall:
-    """Tells when a stall is worth a word: once, after some time.
+    """Decides when to warn of a stall: once per stall, after some time.
 
-    The next one has to last twice as long, since it may only be that training takes its time.
+    Each warning doubles the time, since training may just be slow.
 
     Args:
-        patience: seconds that the first one has to last.
+        patience: seconds that a stall must last before the first warning.
 
     Examples:
         >>> stall = Stall(patience=0.0)
-        >>> stall.is_news(True), stall.is_news(True), stall.is_news(False)
+        >>> stall.should_warn(True), stall.should_warn(True), stall.should_warn(False)
         (True, False, False)
     """
 
@@ -108,12 +103,8 @@ class Stall:
         self._since: float | None = None
         self._told = False
 
-    def is_news(self, stalled: bool) -> bool:
-        """Whether it is to be told now.
-
-        Args:
-            stalled: whether nothing goes on at this moment.
-        """
+    def should_warn(self, stalled: bool) -> bool:
+        """Whether to warn now, given whether the run is stalled at this moment."""
         if not stalled:
             self._since, self._told = None, False
             return False
@@ -127,20 +118,20 @@ class Stall:
 
 
 class RunWarnings:
-    """Tells of a collector that waits for weights, and of one whose episodes come too late."""
+    """Warns about a collector that waits for weights, and about one that rejects most as stale."""
 
     def __init__(self) -> None:
         self._stall = Stall(STALL_SECONDS)
         self._told_stale = False
 
     def be_patient(self) -> None:
-        """Say less of stalls: in the background one waits whenever training takes its time."""
+        """Warn of stalls later: a background collector waits whenever training is slow."""
         self._stall = Stall(BACKGROUND_STALL_SECONDS)
 
-    def look(self, scheduler: Scheduler, lead: Lead, version: int) -> None:
-        """Look how the run goes, at a weight version."""
+    def check(self, scheduler: Scheduler, lead: Lead, version: int) -> None:
+        """Check the run at a weight version."""
         allowed = lead.allowed(version)
-        if self._stall.is_news(scheduler.starves and scheduler.begun >= allowed):
+        if self._stall.should_warn(scheduler.starves and scheduler.begun >= allowed):
             _logger.warning(
                 "the collector waits for new weights: with max_staleness=%d and %d updates since it "
                 "began, %d episodes of %d a batch may be begun before the next update, and all were "

@@ -1,7 +1,7 @@
-"""Which groups of episodes run, and which are given out: as many at once as there is room for.
+"""Decide which groups of episodes run, and collect finished groups into batches.
 
-Every episode that is started is accepted or rejected, once; a group is given out when all its members
-have come to their end, or dropped.
+Every started episode is accepted or rejected exactly once. A group is given out when all its members
+have finished; otherwise it is dropped or played again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INCOMPLETE_GROUP = "incomplete_group"
 STALE = "stale"
 
 _POLL = 0.05
-"""Seconds after which a change is noticed that nobody told of: of the weights, or of a pause."""
+"""Seconds between checks for new weights and for the end of a pause."""
 
 
 class Counter(Iterator[int]):
-    """Numbers, counted up."""
+    """A counter whose position can be read and set."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -40,15 +40,16 @@ class Counter(Iterator[int]):
 
 
 class Scheduler:
-    """Decides which groups run; to be used in one event loop.
+    """Starts groups and hands out finished ones. Use it in one event loop only.
 
     Args:
         player: plays the groups.
-        items: what they are played for.
-        numbers: counts groups.
-        group_ids: ids for groups.
-        staleness: how old episodes may be when they are given out, if anything bounds it.
-        total_attempts: how many groups may be played for a batch, refused ones included.
+        items: the groups' items.
+        numbers: numbers of the groups, counted up.
+        group_ids: ids of the groups.
+        staleness: bounds the age of episodes that are given out; no bound if ``None``.
+        total_attempts: groups, refused ones included, that may be played for a batch; no bound if
+            ``None``.
     """
 
     def __init__(
@@ -71,40 +72,39 @@ class Scheduler:
         self._requeues = Requeues()
         self._total_attempts = total_attempts
         self._refused = 0
-        """Groups that were refused since a batch was last given out."""
+        """Groups refused since the last batch."""
         self._playing: dict[asyncio.Task[None], Group] = {}
         self._ready: deque[Group] = deque()
         self.ready = 0
-        """Episodes that wait to be given out."""
+        """Episodes of the ready groups."""
         self.given_out = self._last_given_out = 0
-        """Episodes, in all and in the last batch; none beyond the size that was asked for."""
+        """Episodes given out in all, and in the last batch; not more than the size asked for."""
         self._undelivered: list[Group] = []
-        """The last batch, until it is known to be delivered."""
+        """The last batch, until it is settled."""
         self._wanted = 0
         """Episodes that :meth:`wait_for` waits for."""
         self._version = -1
-        """The weight version that all ready and running groups were held against."""
+        """The weight version at which stale groups were last dropped."""
         self._error: BaseException | None = None
-        """What has ended the run, until it is raised."""
+        """The error that ends the run, until it is raised."""
         self._changed, self._room_made, self._failed = (asyncio.Event() for _ in range(3))
 
     @property
     def begun(self) -> int:
-        """Episodes that were given out, are to be, or may yet come to their end."""
+        """Episodes that were given out, are ready, or are running."""
         return self.given_out + self.ready + self._under_way
 
     @property
     def starves(self) -> bool:
-        """Whether somebody waits for episodes, and none runs."""
+        """Whether :meth:`wait_for` waits for episodes and none runs."""
         return self.ready < self._wanted and not self._playing
 
     # Batches
 
     async def gather(self, size: int, may_begin: Callable[[], bool] = lambda: True) -> list[Group]:
-        """Groups of ``size`` episodes or a few more; fewer when the items end.
+        """Play and return groups of at least ``size`` episodes; fewer when the items end.
 
-        Only as many episodes are begun as are needed for them, and none while ``may_begin()`` is
-        false.
+        No more episodes are begun than the groups need, and none while ``may_begin()`` is false.
         """
         admitting = asyncio.ensure_future(
             self.keep_admitting(lambda: size - self.ready - self._under_way if may_begin() else 0)
@@ -119,29 +119,29 @@ class Scheduler:
             await cancel_all([admitting])
 
     async def wait_for(self, size: int) -> list[Group]:
-        """Groups of ``size`` episodes or a few more, that :meth:`keep_admitting` has begun."""
+        """Wait for groups of at least ``size`` episodes; :meth:`keep_admitting` must be running."""
         self._wanted = size
         try:
             while True:
-                self._give_up_stale()
+                self._drop_stale()
                 if self.ready >= size:
                     break
                 self._raise_failure()
                 if self._at_end:
                     break
-                await self._change()
+                await self._wait_for_change()
         finally:
             self._wanted = 0
         return self._take(size)
 
     async def keep_admitting(self, room: Callable[[], int]) -> None:
-        """Begin groups as long as there is ``room`` for their episodes, until cancelled.
+        """Begin groups while ``room()`` is positive, until cancelled.
 
-        What goes wrong here is raised by :meth:`wait_for`.
+        :meth:`wait_for` raises the errors.
         """
         try:
             while True:
-                self._give_up_stale()
+                self._drop_stale()
                 await self._admit(room)
                 await _set_within(self._room_made, _POLL)
                 self._room_made.clear()
@@ -151,37 +151,37 @@ class Scheduler:
             self._fail(error)
 
     def settle(self) -> None:
-        """The last batch was delivered."""
+        """Record that the last batch was delivered."""
         self._undelivered, self._last_given_out = [], 0
 
     def take_back(self) -> None:
-        """The last batch was not delivered: its items are played again."""
+        """Take the last batch back; its items are played again."""
         self.given_out -= self._last_given_out
         for group in self._undelivered:
             self._put_back(group)
         self.settle()
 
     def hand_back(self) -> None:
-        """Some groups of the last batch are too old by now: the others are ready again."""
+        """Take the last batch back; its stale groups are dropped, the others are ready again."""
         self.given_out -= self._last_given_out
         for group in reversed(self._undelivered):
             self._ready.appendleft(group)
             self.ready += len(group.episodes)
         self.settle()
         self._version = -1
-        self._give_up_stale()
+        self._drop_stale()
 
     def done(self, group: Group) -> None:
-        """Be done with a group's item; its data is told how the episodes went, if it asks."""
+        """Mark a group's item as done, and report its episodes to a curriculum."""
         items = self._reader.items
         episodes = group.episodes if items.wants_reports else []
-        # Time that ran out is no failure to solve the item.
+        # An episode that ran out of time says nothing about the item.
         counted = [episodes_to_tensordict([each]) for each in episodes if each.valid is not False]
         self._requeues.forget(group.ticket)
         items.done(group.ticket, counted)
 
     async def cancel(self) -> None:
-        """End what runs, reject what was not given out, and forget what went wrong."""
+        """Cancel running groups, reject ready ones, and forget errors."""
         await cancel_all(self._playing)
         self._error = None
         self._player.streak.reset()
@@ -195,18 +195,18 @@ class Scheduler:
 
     @property
     def _under_way(self) -> int:
-        """Episodes of groups that have not come to their end."""
+        """Episodes of running groups."""
         return len(self._playing) * self._player.size
 
     @property
     def _at_end(self) -> bool:
-        """Whether no further group will be ready."""
+        """Whether no group runs and no item is left."""
         return not (self._playing or self._reader.items_left)
 
     async def _admit(self, room: Callable[[], int]) -> None:
-        """Begin as many groups as there is room for; none any more once the run has failed.
+        """Begin as many groups as there is room for.
 
-        Room may be made as fast as items come, so whatever ends the run has to end this.
+        Room may be made as fast as items come, so the loop also ends when the run fails.
         """
         self.counts.watch()
         player, reader = self._player, self._reader
@@ -220,19 +220,19 @@ class Scheduler:
             if item is None:
                 self._changed.set()
                 return
-            if not reader.items.at_once and room() <= 0:  # it went while the data took its time
+            if not reader.items.at_once and room() <= 0:  # It went while the item was read.
                 reader.put_back(item.ticket)
                 return
             group = Group(item.ticket, item.value, next(self._numbers), next(self._group_ids))
-            group.tried_before = group.ticket in self._requeues
-            task = player.start(group, self._tell)
+            group.requeued = group.ticket in self._requeues
+            task = player.start(group, self._notify)
             self._playing[task] = group
             task.add_done_callback(self._group_ended)
 
     def _group_ended(self, task: asyncio.Task[None]) -> None:
-        """Put a group with the others that are ready, unless it was dropped.
+        """Make a finished group ready, or drop it or put it back.
 
-        Not in the task itself, which may be cancelled anywhere, and twice.
+        A done callback, since the task itself may be cancelled at any point, and twice.
         """
         group = self._playing.pop(task)
         whole = len(group.episodes) == self._player.size or self._incomplete == "keep"
@@ -250,17 +250,17 @@ class Scheduler:
                 self._requeues.forget(group.ticket)
                 self._ready.append(group)
                 self.ready += len(group.episodes)
-        elif self._incomplete == "requeue" and self._requeues.may_have(
-            group.ticket, barren=not group.episodes
+        elif self._incomplete == "requeue" and self._requeues.try_again(
+            group.ticket, all_failed=not group.episodes
         ):
             self._put_back(group, INCOMPLETE_GROUP)
         else:
             self.counts.reject(group.started, INCOMPLETE_GROUP)
             self.done(group)
-        self._tell()
+        self._notify()
 
     def _refuse(self, group: Group, refusal: BaseException) -> None:
-        """Reject a group that is not to be learned from; the run ends if that happens too often."""
+        """Reject a group that ``accept_group`` refused; end the run after ``total_attempts``."""
         for episode in group.started:
             self.counts.fail(episode, refusal)
         self.counts.add("groups/refused")
@@ -278,18 +278,18 @@ class Scheduler:
             self._refused = 0
 
     def _put_back(self, group: Group, cause: str = CANCELLED) -> None:
-        """Nobody will see the group: its item is played again."""
+        """Reject a group's episodes and have its item played again."""
         self.counts.reject(group.started, cause)
         self._reader.put_back(group.ticket)
 
     def _take(self, size: int) -> list[Group]:
-        """Take ready groups, the first to come to their end first."""
+        """Take ready groups in the order in which they finished."""
         taken: list[Group] = []
         number = self._refused = 0
         while self._ready and number < size:
             taken.append(self._ready.popleft())
             number += len(taken[-1].episodes)
-        # A batch of a few more must not leave less than a batch for the next, or that would never come.
+        # Count no more than the size: the surplus must not use up the next batch's room.
         self._undelivered, self._last_given_out = taken, min(number, size)
         self.given_out += self._last_given_out
         self.ready -= number
@@ -298,11 +298,10 @@ class Scheduler:
     # Staleness
 
     def _is_stale(self, group: Group) -> bool:
-        """Whether the group is too old to be given out."""
         return self._staleness is not None and self._staleness.is_exceeded(group.episodes)
 
-    def _give_up_stale(self) -> None:
-        """Give up the groups that could only be delivered too old, once for each version."""
+    def _drop_stale(self) -> None:
+        """Drop ready groups and cancel running ones that are too old, once per weight version."""
         if self._staleness is None or self._version == (version := self._staleness.version()):
             return
         self._version = version
@@ -318,34 +317,33 @@ class Scheduler:
 
     # Waiting and failing
 
-    def _tell(self) -> None:
-        """Something has changed, and there may be room."""
+    def _notify(self) -> None:
+        """Wake :meth:`wait_for` and :meth:`keep_admitting`."""
         self._changed.set()
         self._room_made.set()
 
-    async def _change(self) -> None:
-        """Wait until something has changed; raise what has ended the run."""
+    async def _wait_for_change(self) -> None:
+        """Wait for a change; raise the error that ends the run, if there is one."""
         self._changed.clear()
         if self._error is None:
             await self._changed.wait()
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raise what has ended the run, if anything has."""
         if self._error is not None:
             error, self._error = self._error, None
             self._failed.clear()
             raise error
 
     def _fail(self, error: BaseException) -> None:
-        """Have those who wait raise an error, the first if there are several; begin no more."""
+        """End the run with an error; the first one counts."""
         self._error = self._error or error
         self._failed.set()
         self._changed.set()
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait until the event is set, at most so long.
+    """Wait for an event, at most ``seconds``.
 
     Python 3.11's ``wait_for`` loses a cancellation that comes at the moment the event is set.
     """

@@ -1,8 +1,8 @@
-"""How far ahead of the training episodes may be played, and how old they may be when they come.
+"""How far episodes may run ahead of training, and how old they may be at delivery.
 
-However many updates there are, at most ``max_staleness + 1`` batches are begun beyond those that the
-trainer has done with; and no more than one for each update beyond as many in the beginning. What is
-delivered has no token that is more than ``max_staleness`` versions old.
+At most ``max_staleness + 1`` batches are begun beyond those that the trainer has finished with, and at
+most ``max_staleness + updates + 1`` in all. No delivered token is more than ``max_staleness`` versions
+old.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ StalenessRule = Literal["delivery", "admission"]
 
 
 class StalenessLimit:
-    """Which episodes are too old to be delivered. Versions only grow, so they stay so.
+    """Tells which episodes are too old for delivery. An episode that is too old stays too old.
 
     Args:
-        max_staleness: most versions that a token may be old.
-        version: tells the weight version now.
+        max_staleness: maximum age of a token, in weight versions.
+        version: returns the current weight version.
 
     Examples:
         >>> from torchrl_mt.collectors.episode import Turn
@@ -38,21 +38,21 @@ class StalenessLimit:
         self.version = version
 
     def is_exceeded(self, episodes: Iterable[Episode]) -> bool:
-        """Whether one of the episodes, which may be under way, is too old."""
+        """Whether one of the episodes, running or finished, is too old."""
         version = self.version()
         return any((episode.age(version) or 0) > self.max_staleness for episode in episodes)
 
 
 class Lead:
-    """How many episodes may be begun, by what was delivered and how often weights were updated.
+    """How many episodes may be begun, by the number of deliveries and of weight updates.
 
-    The trainer has done with the batches before an update, or before it asked for another batch. An
-    update that no batch stands against (the weights of a run that goes on, the second of two updates
-    for one batch) lets nothing begin but what is asked for.
+    The trainer has finished with the batches that were delivered before its last update or before it
+    asked for the next batch. An update without a batch of its own (such as the second update for one
+    batch) allows no further episodes.
 
     Args:
-        max_staleness: how many batches episodes may be ahead of the one that is being trained on.
-        batch_size: episodes a batch.
+        max_staleness: number of batches that episodes may be ahead of training.
+        batch_size: episodes per batch.
         version: the weight version at the beginning.
 
     Examples:
@@ -71,20 +71,20 @@ class Lead:
         self._delivered = self._done_with = 0
 
     def ask(self) -> None:
-        """Enter that the next batch is asked for."""
+        """Record that the trainer asks for the next batch."""
         self._done_with = self._delivered
 
     def deliver(self, delivered: int, version: int) -> None:
-        """Enter a delivery: episodes so far, this batch included, and the weight version then."""
+        """Record a delivery: episodes delivered so far, and the weight version."""
         self._done_with, self._last_version = self._delivered, version
         self._delivered = delivered
 
     def allowed(self, version: int) -> int:
-        """How many episodes may be begun in all, at a weight version."""
+        """Number of episodes that may be begun in all, at a weight version."""
         done_with = self._delivered if version > self._last_version else self._done_with
         by_updates = self.updates(version) * self.batch_size
         return (self.max_staleness + 1) * self.batch_size + min(by_updates, done_with)
 
     def updates(self, version: int) -> int:
-        """How many updates there were since the beginning, at a weight version."""
+        """Number of updates since the beginning, at a weight version."""
         return version - self._first_version

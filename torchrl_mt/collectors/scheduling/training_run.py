@@ -1,4 +1,4 @@
-"""The episodes to learn from, batch by batch, played as far ahead of the training as they may be."""
+"""The batches of a training run, played as far ahead of training as staleness allows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["TrainingRun"]
 
 
 class TrainingRun:
-    """Batches of groups; all but the constructor and ``scheduler`` are for the event loop.
+    """Batches of groups. Coroutines are for the event loop of the episodes.
 
     Args:
         scheduler: plays the groups.
-        lead: how far ahead they may be played; ``None`` plays nothing between two batches.
-        version: tells the engine's weight version.
-        episodes_left: how many episodes the run has; no end if ``None``.
-        may_begin: cleared while no episode is to begin.
+        lead: how far ahead of training groups are played; ``None`` plays none between two batches.
+        version: returns the engine's weight version.
+        episodes_left: episodes until the end of the run; no end if ``None``.
+        may_begin: cleared to pause: no episode is begun until it is set.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class TrainingRun:
         self._admitting: asyncio.Future[Any] | None = None
 
     async def next_batch(self, size: int) -> list[Group]:
-        """The groups of the next batch; :meth:`deliver` or :meth:`take_back` is to follow."""
-        # An interrupt may come when a batch was given out and before anybody had it.
+        """Groups of the next batch; :meth:`deliver`, :meth:`take_back` or :meth:`hand_back` follows."""
+        # An interrupt may have lost the last batch on its way to the caller.
         self.scheduler.take_back()
         if self._lead is None:
             return await self.scheduler.gather(size, self._may_begin.is_set)
@@ -60,12 +60,10 @@ class TrainingRun:
             raise
 
     def deliver(self, groups: list[Group], version: int, policy_version: int) -> None:
-        """Enter that the batch was delivered: its episodes are accepted; from any thread.
+        """Record that the batch was delivered and accept its episodes. May be called from any thread.
 
-        Args:
-            groups: those of the batch.
-            version: the engine's weight version when they were delivered.
-            policy_version: the same, with the updates of the run that this one goes on from.
+        ``version`` is the engine's weight version at the delivery, ``policy_version`` the same, counted
+        across restarts.
         """
         self.scheduler.settle()
         episodes = [episode for group in groups for episode in group.episodes]
@@ -76,28 +74,28 @@ class TrainingRun:
             self._lead.deliver(self.scheduler.given_out, version)
 
     async def take_back(self) -> None:
-        """The batch could not be delivered: its items are played again."""
+        """Take the batch back; its items are played again."""
         self.scheduler.take_back()
 
     async def hand_back(self) -> None:
-        """Some groups grew too old before they were delivered: the others wait again."""
+        """Take the batch back; its stale groups are dropped, the others are ready again."""
         self.scheduler.hand_back()
 
     async def stop(self) -> None:
-        """End the episodes that run; their items are played again."""
+        """Cancel running episodes; their items are played again."""
         if self._admitting is not None:
             await cancel_all([self._admitting])  # type: ignore[list-item]
         self.scheduler.take_back()
         await self.scheduler.cancel()
 
     def _room(self) -> int:
-        """How many more episodes may be begun, as far as staleness and the end of the run go."""
+        """Number of further episodes that staleness and the end of the run allow."""
         assert self._lead is not None
         if not self._may_begin.is_set():
             return 0
         version, begun = self._version(), self.scheduler.begun
         allowed = self._lead.allowed(version)
-        self.warnings.look(self.scheduler, self._lead, version)
+        self.warnings.check(self.scheduler, self._lead, version)
         if self._episodes_left is not None:
             allowed = min(allowed, self._episodes_left)
         return allowed - begun

@@ -1,8 +1,8 @@
-"""Ids of groups and episodes that no other collector gives out, in this process or another.
+"""Ids of groups and episodes that are unique across collectors and processes.
 
-An id is a random number times a million plus a count: those of one collector stand in the order in which
-they were given out, and their last six digits can be read. All are below ``2 ** 53``, so that JSON and
-float64 hold them exactly, and none is below a million, where people count by hand.
+An id is a random number times a million plus a count, so a collector's first million ids are in order.
+All are below ``2 ** 53``, so that JSON and float64 hold them exactly, and at least a million, out of the
+range of ids counted by hand.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LAST_BLOCK = 2**53 // _BLOCK - 1
 
 
 def unique_ids() -> Iterator[int]:
-    """Count from a random multiple of a million, and from another one after a million ids.
+    """Count from a random multiple of a million; after a million ids, from another one.
 
-    No seed has a say in it: a run that is repeated, or that goes on from a saved state, has ids of its
-    own. Two iterators share some with a probability of about 1e-10; of a thousand, some two with 6e-5.
+    No seed changes them, so a run that is repeated or resumed has new ids. Two iterators collide with
+    a probability of about 1e-10, any two of a thousand with 6e-5.
 
     Examples:
         >>> ids = unique_ids()
@@ -36,7 +36,7 @@ def unique_ids() -> Iterator[int]:
 
 @dataclass(frozen=True)
 class RunIds:
-    """Ids for the groups and for the episodes of a run."""
+    """Id generators for the groups and the episodes of a run."""
 
     groups: Iterator[int] = field(default_factory=unique_ids)
     episodes: Iterator[int] = field(default_factory=unique_ids)

@@ -1,1 +1,1 @@
-"""What is counted and told of a run."""
+"""Counters, times and the progress bar of a run."""

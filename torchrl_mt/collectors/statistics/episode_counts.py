@@ -1,6 +1,6 @@
-"""What became of every episode.
+"""Counters of started, accepted and rejected episodes.
 
-``accepted + rejected + running == started`` at any moment, whichever thread looks.
+``accepted + rejected + running == started`` at any moment and in any thread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["EpisodeCounts"]
 _logger = logging.getLogger("torchrl_mt")
 
 _LONG = 60.0
-"""Seconds after which the log says what an episode waits for."""
+"""Seconds after which a running call is logged."""
 _WATCH = 1.0
-"""Seconds between two looks at what episodes wait for."""
+"""Seconds between checks for long calls."""
 
 
 class EpisodeCounts:
-    """Counters of episodes; each episode that starts is accepted or rejected once.
+    """Counters of episodes. Each started episode is settled once: accepted or rejected.
 
     Examples:
         >>> counts = EpisodeCounts()
@@ -42,18 +42,18 @@ class EpisodeCounts:
         self._running: dict[int, Episode] = {}
         self._logged: set[str] = set()
         self._ages: list[int] = []
-        """Of the episodes last accepted, the versions since their oldest token."""
+        """Ages of the last accepted episodes, see :meth:`Episode.age`."""
         self._last: Counter[str] = Counter()
-        """The episodes last accepted, their turns and their tokens."""
+        """Counts of the last accepted episodes, their turns and their tokens."""
         self._new_tokens = 0
         self._began: float | None = None
         self._seconds: Counter[str] = Counter()
-        """Of episodes that are settled: in all, and by whose they were."""
+        """Seconds of settled episodes: in all, of the engine, of the environment."""
         self._watched = 0.0
 
     @property
     def accepted(self) -> int:
-        """How many episodes were accepted."""
+        """Number of accepted episodes."""
         return self._counts["accepted"]
 
     def count(self, name: str) -> int:
@@ -61,12 +61,12 @@ class EpisodeCounts:
         return self._counts[name]
 
     def add(self, name: str) -> None:
-        """Count something that is no episode; its name has a ``/``."""
+        """Increment a counter that is not of episodes; its name has a ``/``."""
         with self._lock:
             self._counts[name] += 1
 
     def start(self, episode: Episode) -> None:
-        """Enter an episode that begins."""
+        """Count an episode that begins."""
         with self._lock:
             if self._began is None:
                 self._began = time.monotonic()
@@ -74,8 +74,8 @@ class EpisodeCounts:
             self._running[episode.traj_id] = episode
 
     def accept(self, episodes: Iterable[Episode], *, version: int = 0) -> None:
-        """Enter episodes that were delivered, when the weights had that version."""
-        # Counted before the lock is taken, which others need to begin an episode.
+        """Count delivered episodes, at the weight version of the delivery."""
+        # Outside the lock, which is needed to begin episodes.
         facts = [
             (
                 episode,
@@ -103,20 +103,20 @@ class EpisodeCounts:
             self._new_tokens += self._last["tokens"]
 
     def reject(self, episodes: Iterable[Episode], cause: str) -> None:
-        """Enter episodes that nobody will see; those that were never begun or are settled stay so."""
+        """Count rejected episodes; those that are not running are left out."""
         with self._lock:
             for _ in self._settle(episodes):
                 self._counts["rejected"] += 1
                 self._counts[f"rejected/{cause}"] += 1
 
     def reject_running(self, cause: str) -> None:
-        """Enter every episode that is not settled."""
+        """Count every running episode as rejected."""
         with self._lock:
             running = tuple(self._running.values())
         self.reject(running, cause)
 
     def fail(self, episode: Episode, error: BaseException) -> None:
-        """Enter an episode that raised; the first of its cause is logged."""
+        """Count an episode that failed, and log the first of each cause."""
         rejected = isinstance(error, Rejected)
         cause = error.cause if isinstance(error, Rejected) else type(error).__name__
         self.reject([episode], cause)
@@ -131,7 +131,7 @@ class EpisodeCounts:
             )
 
     def stats(self) -> dict[str, int]:
-        """Copy all counters; ``turns``, ``tokens`` and ``forks`` are of accepted episodes."""
+        """All counters; ``turns``, ``tokens`` and ``forks`` are of accepted episodes."""
         with self._lock:
             names = ("started", "accepted", "rejected", "turns", "tokens", "forks")
             stats = {name: self._counts[name] for name in names}
@@ -140,9 +140,7 @@ class EpisodeCounts:
             return stats
 
     def rates(self) -> dict[str, float]:
-        """Tokens accepted per second since the first episode began here; of the episodes last accepted,
-        how old and how long they were.
-        """
+        """Accepted tokens per second, and mean length and staleness of the last accepted episodes."""
         with self._lock:
             seconds = 0.0 if self._began is None else time.monotonic() - self._began
             ages, last = self._ages, self._last
@@ -155,9 +153,7 @@ class EpisodeCounts:
             }
 
     def waiting(self) -> dict[str, float]:
-        """How long the call that is waited for longest has taken, in seconds; whose the time of episodes
-        that are settled was, as parts of 1.
-        """
+        """Seconds of the longest running call, and fractions of the time of settled episodes."""
         with self._lock:
             running = list(self._running.values())
             seconds = dict(self._seconds)
@@ -173,7 +169,7 @@ class EpisodeCounts:
         }
 
     def watch(self) -> None:
-        """Say once of each episode that it waits long, and for what; to be called now and then."""
+        """Warn once per episode about a call that takes long. Call this regularly."""
         now = time.monotonic()
         if now - self._watched < min(_WATCH, _LONG):
             return
@@ -194,13 +190,13 @@ class EpisodeCounts:
                 )
 
     def load(self, stats: Mapping[str, int]) -> None:
-        """Go on from other counts' :meth:`stats`; what ran there does not run here."""
+        """Continue from saved :meth:`stats`, without the episodes that were running."""
         with self._lock:
             self._counts = Counter(stats)
             self._counts["started"] -= self._counts.pop("running", 0)
 
     def _settle(self, episodes: Iterable[Episode]) -> list[Episode]:
-        """Take from the running episodes those of ``episodes`` that are among them."""
+        """Remove those of ``episodes`` that are running, and return them."""
         found = [self._running.pop(episode.traj_id, None) for episode in episodes]
         settled = [episode for episode in found if episode is not None]
         for episode in settled:

@@ -10,10 +10,10 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar:
-    """A ``tqdm`` bar of episodes, from the first that is shown until it is closed.
+    """A ``tqdm`` bar of episodes, made at the first update.
 
     Args:
-        total: how many episodes the run has, if that is known.
+        total: number of episodes of the run; ``None`` if unknown.
     """
 
     def __init__(self, total: int | None) -> None:
@@ -21,14 +21,14 @@ class ProgressBar:
         self._bar: Any = None
 
     def show(self, new: int, accepted: int, **facts: Any) -> None:
-        """Count ``new`` episodes, ``accepted`` in all, and show facts beside them."""
+        """Add ``new`` episodes, ``accepted`` in all, and show facts beside the bar."""
         if self._bar is None:
             self._bar = tqdm(total=self._total, initial=accepted - new, unit="ep")
         self._bar.set_postfix(facts)
         self._bar.update(new)
 
     def close(self) -> None:
-        """End the bar; what comes next begins another."""
+        """Close the bar; the next update makes a new one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
