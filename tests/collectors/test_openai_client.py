@@ -235,9 +235,9 @@ def test_other_routes(engine):
     assert run(main) == ["policy"]
 
 
-def test_the_workflow_of_the_page_on_collecting(engine):
+def test_the_workflow_of_the_page_on_environments(engine):
     names = {"openai_client": openai_client, "answer": lambda call: None}
-    exec(code_of("collecting.rst", "Code that speaks to OpenAI"), names)
+    exec(code_of("environments.rst", "Workflows that use the OpenAI client"), names)
     data = [{"question": "one", "answer": answer, "tools": []} for answer in ("two", "x")]
     with MultiTurnCollector(names["Asks"](), engine, data, episodes_per_batch=2) as collector:
         batch = next(iter(collector))

@@ -210,16 +210,15 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     steps = len(reward)
     # Wide enough that sums of finite rewards do not overflow.
     wide = torch.float32 if reward.device.type == "mps" else torch.float64
-    total = reward.detach().reshape(steps, -1).to(wide)
+    total = reward.detach().reshape(steps, -1).to(wide, copy=True)
     end = end.reshape(steps, -1)
     # After a pass, total[t] is the sum of k rewards from t on, or of all to its episode's end;
-    # goes_on[t] is true if the episode of t still runs at t + k. Each pass doubles k.
-    k, discount, goes_on, longest = 1, float(gamma), ~end[:-1], _longest(end)
+    # has_ended[t] is true if the episode of t ends before t + k. Each pass doubles k.
+    k, discount, has_ended, longest = 1, float(gamma), end[:-1], _longest(end)
     while k < longest and discount > 0:
-        # where(), not a product with 0: another episode's reward may be infinite.
-        later = torch.where(goes_on, discount * total[k:], 0.0)
-        total = torch.cat([total[:-k] + later, total[-k:]])
-        goes_on = goes_on[:-k] & goes_on[k:]
+        # masked_fill_(), not a product with 0: another episode's rewards may be infinite.
+        total[:-k] += (discount * total[k:]).masked_fill_(has_ended, 0.0)
+        has_ended = has_ended[:-k] | has_ended[k:]
         k, discount = 2 * k, discount * discount
     return total.reshape(reward.shape).to(reward.dtype)
 
