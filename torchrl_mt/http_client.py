@@ -275,7 +275,6 @@ class HttpClient:
         parse: Callable[[Any], _A],
         on_attempt: Callable[[], object],
     ) -> _A:
-        """Make one attempt."""
         transport_error = self._httpx.TransportError
         try:
             async with session.free:
@@ -353,7 +352,6 @@ def _check_address(url: Any, httpx: Any) -> None:
 
 
 def _payload(response: Any) -> Any:
-    """Parse an answer's JSON."""
     try:
         return json.loads(response.content)
     except (ValueError, RecursionError) as error:
@@ -361,7 +359,6 @@ def _payload(response: Any) -> Any:
 
 
 def _message(response: Any) -> str:
-    """The server's error message."""
     try:
         said = json.loads(response.content)
         said = said.get("error", said)

@@ -231,7 +231,6 @@ def _log_probs(logprobs: Mapping[str, Any], size: int) -> list[float]:
 def _versions(
     payload: Mapping[str, Any], choice: Mapping[str, Any], key: str, size: int
 ) -> list[int]:
-    """Read the weight version of each token."""
     found = _at(choice, key)
     found = _at(payload, key) if found is None else found
     try:
@@ -251,7 +250,6 @@ def _at(value: Any, path: str) -> Any:
 
 
 def _is_token_id(value: Any) -> bool:
-    """Whether a JSON value is a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

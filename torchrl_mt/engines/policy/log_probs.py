@@ -239,5 +239,4 @@ def _shown(log_probs: Sequence[float]) -> str:
 
 
 def _flat(log_probs: Sequence[Sequence[float]]) -> Tensor:
-    """Concatenate all numbers in a tensor."""
     return torch.tensor(list(chain.from_iterable(log_probs)), dtype=torch.float64)

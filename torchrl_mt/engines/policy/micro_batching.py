@@ -82,7 +82,6 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         super().close()
 
     def _work(self) -> None:
-        """Answer batches until closed."""
         while self._answer_next():
             pass
 

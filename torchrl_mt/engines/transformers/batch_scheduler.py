@@ -319,7 +319,6 @@ class BatchScheduler:
     # Leaving
 
     def _drop_cancelled(self) -> None:
-        """Remove cancelled requests."""
         for request in [request for request in self._waiting if request.cancelled]:
             del self._waiting[request]
         self._leave([request for request in self._running if request.cancelled])
@@ -393,7 +392,6 @@ class BatchScheduler:
         self._evict()
 
     def _running_tokens(self) -> int:
-        """Number of tokens of the running requests."""
         return sum(len(request.tokens) for request in list(self._running))
 
     def _evict(self) -> None:

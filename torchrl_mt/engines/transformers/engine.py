@@ -280,7 +280,6 @@ class TransformersEngine:
         return (params if params.top_k < self._vocab_size else params.changed(top_k=0)).record()
 
     def _check_open(self) -> None:
-        """Raise an error if the engine is closed."""
         if not self._closer.alive:
             raise closed_error()
 
@@ -303,7 +302,6 @@ class TransformersEngine:
 
 
 def _seed(seed: int) -> int:
-    """Convert a seed to a plain integer."""
     try:
         return index(seed)
     except TypeError:

@@ -58,7 +58,6 @@ class Generation(EngineThread):
         self._fail(closed_error)
 
     def _work(self) -> None:
-        """Take steps until closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -88,7 +87,6 @@ class Generation(EngineThread):
                     self._changed.notify_all()
 
     def _num_open(self) -> int:
-        """Number of requests without an answer."""
         return len(self._inbox) + self._scheduler.num_waiting + self._scheduler.num_running
 
     def _gather(self) -> None:

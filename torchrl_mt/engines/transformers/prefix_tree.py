@@ -146,7 +146,6 @@ class PrefixTree:
         return upper
 
     def _nodes(self) -> Iterator[_Node]:
-        """All nodes except the root."""
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()

@@ -127,7 +127,6 @@ class Arithmetic(GameEnv):
         self._turn = self._calls = 0
 
     def _require_task(self) -> None:
-        """Check the arguments."""
         for name in ("operands", "depth", "digits", "turns", "call_operators"):
             number = getattr(self, name)
             if number is not None and number < 1:

@@ -137,7 +137,6 @@ class _Parser:
         return tree
 
     def _atom(self) -> Expression:
-        """Parse a number or an expression in parentheses."""
         if self._take("("):
             tree = self._sum()
             if not self._take(")"):

@@ -125,7 +125,6 @@ class GuessNumber(GameEnv):
         return number
 
     def _answer(self, response: str) -> str:
-        """The reply to one guess."""
         text = response.strip()
         if not _DECIMAL.fullmatch(text) or int(text) > self.numbers:
             return "invalid"
@@ -201,7 +200,6 @@ def optimal_return(numbers: int, turns: int, gamma: float) -> float:
 
 
 def _require_game(numbers: int, turns: int) -> None:
-    """Check the size of a game."""
     if numbers < 1:
         raise ValueError(f"numbers must be at least 1, got {numbers}.")
     if turns < 1:
@@ -209,5 +207,4 @@ def _require_game(numbers: int, turns: int) -> None:
 
 
 def _user(content: str) -> Message:
-    """A user message."""
     return {"role": "user", "content": content}
