@@ -1,9 +1,9 @@
-"""What learning from rows costs: estimators, forward passes, and memory.
+"""Cost of training on rows: estimators, forward passes and memory.
 
-Estimators run on 512 rows of 4,096 tokens, sampled in stretches of 64 to 128 with as long ones of the
-environment's between. *Floor* is to read what is read and to write what is written once, at the speed of
-a copy; *compiled* is by ``torch.compile``. Forward and backward passes are of a small Qwen2. Contenders
-take turns, medians count. On a busy machine, several threads wait for each other: measure on one.
+Estimators run on 512 rows of 4,096 tokens, in which stretches of 64 to 128 sampled tokens alternate with
+stretches of the environment's. *Floor* is the time to copy as many bytes as an estimator must read and
+write; *compiled* uses ``torch.compile``. Forward and backward passes are of a small Qwen2. Contenders
+alternate, and medians are reported. On a busy machine, measure with one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/experience.py --compiled
     python benchmarks/experience.py --device cuda --dtype bfloat16 --width 896 --layers 24
@@ -39,7 +39,7 @@ GROUP = 8
 
 
 def turns_of_tokens(device: str) -> tuple[Tensor, Tensor]:
-    """Which tokens are sampled, and the turn of each; padding behind."""
+    """Mask of sampled tokens, and the turn of each token; rows are padded on the right."""
     ends = torch.randint(TURN, 2 * TURN, (ROWS, TOKENS // TURN)).cumsum(-1)
     stretch = torch.searchsorted(ends, torch.arange(TOKENS).repeat(ROWS, 1), right=True)
     here = torch.arange(TOKENS) < torch.randint(TOKENS // 2, TOKENS + 1, (ROWS, 1))
@@ -48,7 +48,7 @@ def turns_of_tokens(device: str) -> tuple[Tensor, Tensor]:
 
 
 def gae_by_position(reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The recursion as it is written down, a position of all rows at a time."""
+    """Masked GAE as a loop over positions, for all rows at once."""
     advantage = torch.zeros_like(reward)
     following = torch.zeros(len(reward), device=reward.device)
     next_value = torch.zeros_like(following)
@@ -62,7 +62,7 @@ def gae_by_position(reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae_by_token(reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The same over plain numbers, a token at a time."""
+    """Masked GAE as a loop over tokens in plain Python."""
     rows = []
     for rewards, values, sampled in zip(*(x.tolist() for x in (reward, value, mask)), strict=True):
         out, following, next_value = [0.0] * len(rewards), 0.0, 0.0
@@ -76,7 +76,7 @@ def gae_by_token(reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 
 def recursions(args: argparse.Namespace) -> Iterator[Row]:
-    """``masked_gae`` beside the same recursion as loops, and TorchRL's estimate, which has no mask."""
+    """Compare ``masked_gae`` with loops, and with TorchRL's estimator, which has no mask."""
     device = args.device
     mask, _ = turns_of_tokens(device)
     reward, value = torch.randn(2, ROWS, TOKENS, device=device) * mask
@@ -109,20 +109,20 @@ def recursions(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def copying(*tensors: Tensor) -> Callable[[], object]:
-    """Copy half of each tensor: as many bytes are read and written as the tensors have."""
+    """Copy half of each tensor, which reads and writes as many bytes as the tensors have."""
     halves = [tensor[: len(tensor) // 2] for tensor in tensors]
     targets = [torch.empty_like(half) for half in halves]
     return lambda: [a.copy_(b) for a, b in zip(targets, halves, strict=True)]
 
 
 class Estimator(NamedTuple):
-    """A function, what it is given, and what has to be read and written at least."""
+    """A function, its inputs, and the tensors that it must read or write."""
 
     function: Callable[..., object]
     inputs: tuple[Any, ...]
     moved: tuple[Tensor, ...]
     pointwise: bool = True
-    """Whether a compiler can make one pass of it."""
+    """Whether a compiler can fuse it into one pass."""
 
 
 def all_estimators(device: str) -> Iterator[tuple[str, Estimator]]:
@@ -189,7 +189,7 @@ def all_estimators(device: str) -> Iterator[tuple[str, Estimator]]:
 
 @torch.no_grad()
 def estimators(args: argparse.Namespace) -> Iterator[Row]:
-    """Every estimator, its floor, and with ``--compiled`` what ``torch.compile`` makes of it."""
+    """Time every estimator, its floor, and with ``--compiled`` its compiled version."""
     for name, one in all_estimators(args.device):
         runs: list[Callable[[], object]] = [
             copying(*one.moved),
@@ -207,7 +207,7 @@ def estimators(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def small_model(args: argparse.Namespace, vocabulary: int = 1000) -> nn.Module:
-    """A Qwen2 of random weights."""
+    """A Qwen2 with random weights."""
     torch.manual_seed(0)
     heads = max(1, args.width // 64)
     config = Qwen2Config(
@@ -223,7 +223,7 @@ def small_model(args: argparse.Namespace, vocabulary: int = 1000) -> nn.Module:
 
 
 def rows_of(lengths: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Random rows of these lengths; of each, every second stretch of tokens is sampled."""
+    """Random rows of these lengths; every second stretch of tokens is sampled."""
     position = torch.arange(int(lengths.max()))
     attended = position < lengths[:, None]
     mask = attended & (position // 16 % 2 == 1)
@@ -232,7 +232,7 @@ def rows_of(lengths: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Counted(NamedTuple):
-    """A training step and what it cost."""
+    """A training step and its number of tokens."""
 
     run: Callable[[], None]
     positions: int
@@ -297,7 +297,7 @@ def passes(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def compared(args: argparse.Namespace, contenders: dict[str, Counted]) -> Iterator[Row]:
-    """Rows of a table: the first is what the others are compared with."""
+    """Rows of a table, each compared with the first."""
     seconds = medians(args.device, max(1, args.repeats // 5), *(c.run for c in contenders.values()))
     first = next(iter(contenders.values()))
     for (name, one), time_taken in zip(contenders.items(), seconds, strict=True):
@@ -314,7 +314,7 @@ def compared(args: argparse.Namespace, contenders: dict[str, Counted]) -> Iterat
 
 
 def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, out: Any) -> None:
-    """Send the bytes that scoring forward and backward takes at its peak, and the seconds."""
+    """Send the peak memory in bytes and the seconds of scoring forward and backward."""
     args.width, args.layers = 64, 2
     model = small_model(args, vocabulary)
     tokens, attended, mask = rows_of(torch.full((4,), 1024), args.device)
@@ -339,20 +339,20 @@ def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, ou
 
 
 def _forget_peak() -> int:
-    """Have the system forget the most memory that this process had; what it has now, in bytes."""
+    """Reset this process's peak memory; returns its current memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
 
 def _memory(name: str) -> int:
-    """What Linux knows of this process's memory, in bytes."""
+    """A memory field of this process's status in Linux, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows ``[4, 1024]``, a third of the tokens sampled, each way in a process of its own.
+    """Measure memory for rows ``[4, 1024]`` with a third of the tokens sampled, a process for each.
 
     *Autograd* is a ``log_softmax`` of all logits in float32.
     """

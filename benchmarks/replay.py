@@ -1,10 +1,10 @@
-"""What replay costs: this project's storage and clips beside TorchRL's, in one process.
+"""Cost of replay: this project's storage and clips beside TorchRL's, in one process.
 
 Steps have a 17-float observation, a 6-float action, a reward and three done flags; episodes have 50 to
-400 steps; a batch is 256 clips of 16 steps. Contenders take turns, medians count. The floor is one
-``index_select`` of whole windows per entry of the sample, with the windows known and nothing else
-done: no sampler can do without. For conversations it is the bytes of their own tokens, log-probabilities
-and versions. On a busy machine, several threads wait for each other: measure on one.
+400 steps; a batch is 256 clips of 16 steps. Contenders alternate, and medians are reported. The floor is
+one ``index_select`` of known windows per entry of the sample, which every sampler needs. For
+conversations, it is the bytes of their tokens, log-probabilities and versions. On a busy machine,
+measure with one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/replay.py
     python benchmarks/replay.py --large --device cuda
@@ -44,7 +44,7 @@ Buffers = tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]
 
 
 def episodes(lengths: Tensor, observation: tuple[int, ...] = (17,)) -> TensorDict:
-    """Whole episodes in TED, one after the other; pixels where an observation is an image."""
+    """Whole episodes in TED, one after the other; image observations are bytes."""
     ends = lengths.cumsum(0) - 1
     steps = int(ends[-1]) + 1
     # Each episode sees one observation more than it has steps.
@@ -73,12 +73,12 @@ def episodes(lengths: Tensor, observation: tuple[int, ...] = (17,)) -> TensorDic
 
 
 def flags(lengths: Tensor) -> TensorDict:
-    """Episodes of which only the ends are known: all that choosing clips needs."""
+    """Episodes with end flags only, which is all that choosing clips needs."""
     return episodes(lengths, (1,)).select(DONE)
 
 
 def chunks(steps: int, shortest: int, longest: int, chunk: int) -> Iterator[Tensor]:
-    """Lengths of episodes, at least ``steps`` steps in all, about ``chunk`` at a time."""
+    """Lengths of episodes with at least ``steps`` steps in all, in chunks of about ``chunk`` steps."""
     while steps > 0:
         number = max(1, min(chunk, steps) * 2 // (shortest + longest))
         lengths = torch.randint(shortest, longest + 1, (number,))
@@ -113,7 +113,7 @@ def fill(
     longest: int = 400,
     chunk: int = 100_000,
 ) -> None:
-    """Write the same episodes in both buffers."""
+    """Write the same episodes to both buffers."""
     for lengths in chunks(steps, shortest, longest, chunk):
         data = make(lengths)
         for buffer in pair:
@@ -182,7 +182,7 @@ def choosing(steps: int, name: str, device: str, repeats: int) -> None:
 
 
 def writing(stored: int, device: str, repeats: int) -> None:
-    """One episode written in a full buffer of short ones."""
+    """Write one episode to a full buffer of short ones."""
     length = 10
     pair = buffers(stored * length, device)
     fill(pair, stored * length, episodes, length, length)
@@ -192,7 +192,7 @@ def writing(stored: int, device: str, repeats: int) -> None:
 
 
 def environments(number: int, steps: int) -> TensorDict:
-    """``[number, steps]`` steps of environments, each somewhere in an episode at first."""
+    """Steps ``[number, steps]`` of environments, which start at random places of an episode."""
     rows = []
     for _ in range(number):
         lengths = torch.randint(50, 401, (2 + steps // 50,))
@@ -206,7 +206,7 @@ def environments(number: int, steps: int) -> TensorDict:
 
 
 def writing_batches(environments_at_once: int, steps: int, ids: bool, repeats: int) -> None:
-    """Batches of environments, mean over all of them, those in which episodes end included."""
+    """Write batches of environments; the mean includes batches in which episodes end."""
     number = max(repeats * 10, 500 // steps)
     data = environments(environments_at_once, number * steps)
     if not ids:
@@ -241,7 +241,7 @@ def pixels(steps: int, device: str, repeats: int) -> None:
 
 
 def conversation(turns: int, new: int = 200) -> LazyStackedTensorDict:
-    """An episode of which each turn reads ``new // 2`` tokens more and answers with as many."""
+    """A conversation; each turn adds ``new // 2`` prompt tokens and as many sampled ones."""
     answer = new // 2
     history = torch.randint(50_000, (turns * new,))
     return lazy_stack(
@@ -266,7 +266,7 @@ def conversation(turns: int, new: int = 200) -> LazyStackedTensorDict:
 
 
 def own_bytes(episode: LazyStackedTensorDict) -> int:
-    """Bytes of a conversation's tokens, each counted once, and of what is known of them."""
+    """Bytes of a conversation's tokens, log-probabilities and versions, each counted once."""
     last = episode[-1]["tokens"]
     tokens = last["prompt"].numel() + last["response"].numel()
     sampled = sum(len(step["tokens", "response"]) for step in episode.unbind(0))
@@ -302,7 +302,7 @@ def conversations(turns: int, device: str, number: int = 32) -> None:
 
 
 def returns(episodes_stored: int, device: str, repeats: int) -> None:
-    """Discounted returns of whole episodes: beside a loop over them, and one over the steps."""
+    """Compare discounted returns with a loop over episodes and a loop over steps."""
     lengths = torch.randint(50, 351, (episodes_stored,))
     data = flags(lengths)
     steps = len(data)

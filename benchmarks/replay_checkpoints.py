@@ -1,8 +1,8 @@
-"""What saving a large buffer costs: memory, disk and time, beside TorchRL's memory-mapped storage.
+"""Cost of saving a large buffer: memory, disk and time, beside TorchRL's memory-mapped storage.
 
-Both hold the same steps in files of a scratch folder. Each contender is a process of its own; what
-counts is the anonymous memory that it takes beyond what it had (files that are mapped are not
-anonymous). Ours flushes to the disk before the checkpoint counts, TorchRL's does not.
+Both hold the same steps in files of a scratch folder. Each contender has its own process. Memory is the
+additional anonymous memory, which excludes mapped files. Our time includes flushing to disk; TorchRL
+does not flush.
 
     OMP_NUM_THREADS=1 python benchmarks/replay_checkpoints.py
 """
@@ -26,7 +26,7 @@ from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
 CHUNK = 500
-"""Episodes that are written at a time."""
+"""Number of episodes written at a time."""
 
 
 def anonymous() -> int:
@@ -36,7 +36,7 @@ def anonymous() -> int:
 
 
 def measured(work: Callable[[], object]) -> tuple[float, int]:
-    """Seconds that it takes, and bytes of anonymous memory beyond what there was."""
+    """Seconds of a call, and the additional anonymous memory in bytes."""
     before, most, done = anonymous(), 0, threading.Event()
 
     def watch() -> None:
@@ -70,7 +70,7 @@ def buffer(name: str, steps: int, scratch: Path) -> TensorDictReplayBuffer:
 
 
 def contend(name: str, steps: int, folder: Path) -> None:
-    """Save and load, and print what that took."""
+    """Save and load, and print the cost."""
     from replay import chunks, episodes
 
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def contend(name: str, steps: int, folder: Path) -> None:
 
 
 def checkpoints(steps: int) -> None:
-    """The table: each contender in a process of its own."""
+    """Run each contender in its own process and print the table."""
     header = ("stored", "on disk", "save", "memory", "load", "memory", "map", "memory")
     print(f"saving {steps:,} steps; megabytes and seconds")
     print(f"{'':<12}" + "".join(f"{name:>10}" for name in header))

@@ -1,8 +1,8 @@
-"""What collecting costs: keeping conversations busy, a turn, an episode in flight, a long ledger.
+"""Cost of collecting: keeping conversations busy, a turn, an episode in flight, a long ledger.
 
-Each part is a table; ``--only`` selects some. What is measured, and against what, is said in the
-docstring of the part; scheduling and a model, both beside TorchRL's collector, have files of their own.
-On a busy machine, several threads wait for each other: measure on one.
+Each part is a table; ``--only`` selects some. Docstrings of the parts say what is measured. Comparisons
+with TorchRL's collector are in other files: scheduling, and a real model. On a busy machine, measure
+with one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --only flight ledger --rst docs/rollout_costs.inc
@@ -181,7 +181,7 @@ def flight(args: argparse.Namespace) -> Iterator[Row]:
 
 
 class Workflow:
-    """Plays as many turns as it is asked to, without an environment or messages."""
+    """Plays a given number of turns, without an environment or messages."""
 
     def __init__(self, turns: int, length: int) -> None:
         self.turns = turns
@@ -197,7 +197,7 @@ class Workflow:
 
 
 def held_bytes(data: TensorDictBase) -> int:
-    """Bytes of the memory behind a TensorDict's tensors, each block once."""
+    """Bytes of a TensorDict's storages, each counted once."""
     blocks: dict[int, int] = {}
 
     def note(value: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ def held_bytes(data: TensorDictBase) -> int:
 
 
 def python_peak(run: Callable[[], object]) -> int:
-    """The most bytes of Python objects that a call had at once beyond those before it."""
+    """Peak of additional bytes of Python objects during a call."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -266,7 +266,7 @@ def growth(name: str, figures: Iterable[float], shown: str = "{:,.0f}") -> Row:
 
 
 def cpu_ms(repeats: int, *contenders: Callable[[], object]) -> list[float]:
-    """Median milliseconds of CPU of each; they take turns, so that what disturbs one disturbs all."""
+    """Median CPU milliseconds of each; they alternate, so disturbances affect all."""
     times: list[list[float]] = [[] for _ in contenders]
     for k in range(repeats + 1):
         for contender, spent in zip(contenders, times, strict=True):

@@ -1,8 +1,8 @@
-"""What the engine costs with a real model: its cache across turns, and tokens a second beside TorchRL.
+"""Cost of the engine with a real model: its cache across turns, and tokens per second beside TorchRL.
 
-Every episode is a dialogue of fixed lengths, so that all sample as many tokens from prompts of as many.
-Runs alternate and medians count, of seconds on the clock and of the processor. A token of a prompt is
-new if it did not go through the model before; of a turn's answer the last did not.
+Every episode is a dialogue of fixed lengths, so all contenders sample equally many tokens from equally
+long prompts. Runs alternate, and medians of wall and CPU time are reported. A prompt token is new if it
+did not go through the model before; the last token of an answer did not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a batch cost."""
+    """Cost of a batch."""
 
     seconds: float
     """On the clock."""
@@ -68,7 +68,7 @@ class Figures:
     """Tokens of prompts that the model had not been given: after an answer, its last token and what the
     environment says."""
     prefill: int | None = None
-    """Tokens of prompts that went through the model, if it is known."""
+    """Prompt tokens that went through the model; ``None`` if unknown."""
 
 
 class Dialogue(TextEnv):
@@ -227,7 +227,7 @@ def forgiving(tokenizer: Any) -> Any:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What ``work`` returns, and how long it took."""
+    """The result of ``work`` and its cost."""
     clock, processor = time.perf_counter(), time.process_time()
     result = work()
     return result, time.perf_counter() - clock, time.process_time() - processor

@@ -1,23 +1,23 @@
 """How busy 64 conversations are kept: this project's collector beside TorchRL's ``LLMCollector``.
 
-Nothing is computed: model and environments sleep, and all contenders by the same law. A turn takes 80 ms
-of the model (16 tokens of 5 ms) and of its environment a time drawn from a log-normal distribution
-with a median of 10 ms and sigma 1.5 (31 ms in the mean, one in a hundred above 330 ms). An episode has
-8 turns.
+Nothing is computed: model and environments sleep, for times from the same distribution in all
+contenders. In a turn, the model takes 80 ms (16 tokens of 5 ms), and the environment a time from a
+log-normal distribution with a median of 10 ms and sigma 1.5 (mean 31 ms, one in a hundred above 330 ms).
+An episode has 8 turns.
 
-The ideal is work / concurrency: the seconds that were asked of model and environments, summed over
-turns, divided by 64. Timers that ring late, bookkeeping and waiting all count against a contender.
+The ideal is work / concurrency: the seconds of model and environments, summed over turns, divided by 64.
+Late timers, bookkeeping and waiting all count against a contender.
 
-- A *long run* goes on: after a warm-up, the seconds of work that fall in a window, divided by 64 times
-  the length of the window. Work that crosses an edge of the window is cut there.
-- A *raw* figure is of a run from its first call to its last delivery, with its end, when fewer than
-  64 episodes are left. ``bound`` is what the same episodes would come to if each began, in the same
-  order, as soon as one of 64 places is free, at no cost: what is lost there is lost to the tail.
+- A *long run* is measured in a window after a warm-up: the seconds of work inside the window, divided by
+  64 times its length.
+- A *raw* figure is of a run from its first call to its last delivery, including its end, when fewer than
+  64 episodes are left. ``bound`` is the figure if each episode began, in the same order, as soon as one
+  of 64 places is free, at no cost. The rest is lost to the tail.
 
-``LLMCollector`` is given a policy that answers any number of conversations in the time of one call, and
-as a batched environment one whose 64 conversations sleep at once. *Tensors* is a small ``EnvBase`` of
-an integer a turn, *chat* TorchRL's ``ChatEnv`` with ``History``. Ours has chat messages, their template
-and the ledger. CPU is the whole process's.
+``LLMCollector`` has a policy that answers any number of conversations in the time of one call, and a
+batched environment whose 64 conversations sleep at once. *Tensors* is a small ``EnvBase`` of one integer
+per turn, *chat* is TorchRL's ``ChatEnv`` with ``History``. Ours has chat messages, their template and
+the ledger. CPU is that of the whole process.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ class Work:
         self.env: list[tuple[float, float]] = []
 
     def ask_model(self, turns: int = 1) -> float:
-        """Enter so many turns that the model is to answer; returns how long that takes."""
+        """Record turns for the model; returns their duration."""
         self.model += [(time.perf_counter(), MODEL_SECONDS)] * turns
         return MODEL_SECONDS
 
     def ask_env(self, *seconds: float) -> float:
-        """Enter environments' turns that begin at once; returns how long the slowest takes."""
+        """Record environment turns that begin together; returns the longest duration."""
         now = time.perf_counter()
         self.env += [(now, each) for each in seconds]
         return max(seconds)
 
     def within(self, begin: float, end: float) -> tuple[float, int]:
-        """Seconds of work in a window, and how many turns reached the environment there."""
+        """Seconds of work in a window, and the number of turns that reached the environment in it."""
         parts = (
             min(at + seconds, end) - max(at, begin)
             for at, seconds in itertools.chain(self.model, self.env)
@@ -93,7 +93,7 @@ class Work:
 
 
 class Figures(NamedTuple):
-    """What a contender did."""
+    """Result of a contender."""
 
     turns_per_second: float
     of_ideal: float
@@ -140,7 +140,7 @@ def bound(episodes: int, batch: int) -> float:
 
 
 def timers(work: Work) -> Iterator[None]:
-    """64 loops that sleep as long as conversations would, and do nothing else."""
+    """64 loops that only sleep as long as conversations would."""
 
     async def converse() -> None:
         while True:
@@ -187,7 +187,7 @@ class ScriptedEngine:
 
 
 class SlowEnv(TextEnv):
-    """Takes its time over every answer."""
+    """Sleeps for every answer."""
 
     def __init__(self, work: Work) -> None:
         self.work = work

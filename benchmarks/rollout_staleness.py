@@ -1,16 +1,16 @@
-"""What it costs that nothing older than ``max_staleness`` is delivered, where few episodes take long.
+"""Cost of a staleness limit (``max_staleness``) when a few episodes take long.
 
-Nothing is computed: model and environments sleep. An episode has 4 turns of 10 ms of the model, and its
-environment takes a time that is drawn for the whole episode from a log-normal distribution with a median
-of 40 ms and sigma 1.5 (123 ms in the mean, one in a hundred above 1.3 s). A batch has 32 episodes, as
-many are played at once as ``max_staleness`` lets begin, and every batch is trained on for 50 ms, after
-which the weights have a new version.
+Nothing is computed: model and environments sleep. An episode has 4 turns, of 10 ms of the model each.
+The time of its environment is drawn for the whole episode from a log-normal distribution with a median
+of 40 ms and sigma 1.5 (mean 123 ms, one in a hundred above 1.3 s). A batch has 32 episodes; as many run
+at once as ``max_staleness`` admits. Each batch is trained on for 50 ms, then the weights have a new
+version.
 
-*Delivered* counts episodes per second. *Of admission's* is that beside the same run with
-``staleness="admission"``, which rejects nothing. *Rejected* is the part of the episodes begun that were
-rejected as stale, as soon as they could only come too late. *Oldest* is the age of the oldest token that
-was delivered, in versions. *Slow ones* is the part of delivered episodes whose environment takes more
-than 0.5 s, 4.6 % of those that are asked for: who rejects what is late must not lose what is slow.
+*Delivered* is episodes per second. *Of admission's* is its ratio to the same run with
+``staleness="admission"``, which rejects nothing. *Rejected* is the share of started episodes that were
+rejected as stale, as soon as they were certain to be late. *Oldest* is the age of the oldest delivered
+token, in versions. *Slow ones* is the share of delivered episodes whose environment takes more than 0.5
+s; of all episodes it is 4.6 %. Rejecting late episodes must not lose the slow ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH = 32
 
 
 def env_seconds(episode: int, sigma: float) -> float:
-    """How long the environment takes in an episode, in all."""
+    """Total seconds of the environment in an episode."""
     return random.Random(episode).lognormvariate(math.log(ENV_MEDIAN), sigma)
 
 
@@ -68,7 +68,7 @@ class SleepingEngine:
 
 
 class HeavyTailed(TextEnv):
-    """Takes its time, which differs much from episode to episode."""
+    """Sleeps for a time that varies widely between episodes."""
 
     async def reset(self, data: Any = None) -> list[Message]:
         self.seconds, self.left = data / TURNS, TURNS
@@ -81,7 +81,7 @@ class HeavyTailed(TextEnv):
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """One row for each bound and rule."""
+    """One row per staleness limit and rule."""
     for max_staleness in args.max_staleness:
         reference = math.nan
         for rule in ("admission", "delivery"):

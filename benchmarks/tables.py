@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, and tables for the screen and the docs."""
+"""Shared by the benchmarks: medians of alternating contenders, and tables for screen and docs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Part(NamedTuple):
 
     header: Row
     widths: tuple[int, ...]
-    """Of the columns, in per cent of the page."""
+    """Widths of the columns, in per cent of the page."""
     rows: Callable[[argparse.Namespace], Iterable[Row]]
 
 
 def medians(device: str, repeats: int, *contenders: Callable[[], object]) -> list[float]:
-    """Median seconds of each; they take turns, so that what disturbs one disturbs all."""
+    """Median seconds of each; they alternate, so disturbances affect all."""
     times: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats + 1):
         for contender, seconds in zip(contenders, times, strict=True):

@@ -1,11 +1,11 @@
 """Train a language model to play a multi-turn game by reinforcement learning.
 
-A number is hidden. Each turn the model guesses it and is told "higher", "lower" or "correct". A number
-found at turn k is worth 0.9 ** (k - 1). The best possible expected return is known, so the run ends
-with the share of it that the model reached.
+The model guesses a hidden number, and each reply is "higher", "lower" or "correct". Finding the number
+at turn k returns 0.9 ** (k - 1). The best expected return is known, so the run ends with the share of it
+that the model reached.
 
-Without ``--model``, the program builds a small tokenizer and model and teaches them the rules on random
-games. From then on the model learns from the game's answers alone.
+Without ``--model``, the program builds a small model and tokenizer, and teaches the model the rules on
+random games. From then on, the model learns from the game's replies alone.
 
     python examples/guess_number.py
 """
@@ -64,7 +64,7 @@ PROMPT_FOR_LARGER_MODELS = (
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
-    """Collect episodes, train on them, update the engine's weights, repeat; return the scores."""
+    """Alternate between collecting episodes and training on them; return the scores."""
     torch.manual_seed(args.seed)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -130,12 +130,12 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 def warm_start(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> None:
-    """Teach the rules by imitation of random players, who make any guess that the hints allow."""
+    """Teach the rules by imitating random players, who guess any number that the hints allow."""
     rng = random.Random(args.seed)
     chat = ChatTokens(tokenizer)
 
     def random_game() -> tuple[torch.Tensor, torch.Tensor]:
-        """A game's tokens and its labels: -100 on all tokens that are not the player's."""
+        """A game's tokens and labels; the labels are -100 except on the player's tokens."""
         number = rng.randint(1, args.numbers)
         game = play_guess_number(rng.randint, number, numbers=args.numbers, turns=args.turns)
         opening, *rest = game.messages
@@ -165,17 +165,17 @@ def warm_start(
 
 
 def warmup_then_decay(steps: int) -> Callable[[int], float]:
-    """Factor of the learning rate: it rises over the first tenth, then falls to zero."""
+    """Factor of the learning rate: warmup over the first tenth, then decay to zero."""
     return lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
 
 
-# What is measured
+# Evaluation and report
 
 
 def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> dict[str, Any]:
     """Mean return, share of games won, and a few games to read.
 
-    The hidden numbers are the same each time, and not those of the training.
+    The hidden numbers are the same each time, and differ from those of the training.
     """
     games = list(GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32))
     starts = trange(0, len(games), EPISODES_PER_UPDATE, desc="evaluation", unit="batch")
@@ -185,7 +185,7 @@ def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> dict[st
 
 
 def outcome(steps: TensorDictBase) -> dict[str, float]:
-    """Mean discounted return and share of games won, from whole episodes with returns."""
+    """Mean discounted return and share of games won, of whole episodes with returns."""
     done = steps["next", "done"][:, 0]
     first = torch.cat([done.new_ones(1), done[:-1]])
     returns, rewards = steps["next", "return"][:, 0], steps["next", "reward"][:, 0]
@@ -193,7 +193,7 @@ def outcome(steps: TensorDictBase) -> dict[str, float]:
 
 
 def transcript(steps: TensorDictBase, games: int) -> str:
-    """The first games, as people read them."""
+    """The first games as readable text."""
     lines: list[str] = []
     for messages, done in zip(steps["text"], steps["next", "done"][:, 0].tolist(), strict=True):
         lines += [f"{message['role']:>9}: {message['content']}" for message in messages]
@@ -206,7 +206,7 @@ def transcript(steps: TensorDictBase, games: int) -> str:
 
 
 class Report:
-    """Keep what was measured, and write it to the output folder."""
+    """Records metrics and writes them to the output folder."""
 
     def __init__(self, args: argparse.Namespace, before: dict[str, Any]) -> None:
         self.out: Path = args.out
@@ -222,19 +222,19 @@ class Report:
         self.clock = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Add the time since the last lap."""
+        """Add the time since the last lap to ``seconds[name]``."""
         now = time.perf_counter()
         self.seconds[name] += now - self.clock
         self.clock = now
 
     def collected(self) -> None:
-        """Note that a batch of episodes is in the buffer."""
+        """Record that a batch of episodes was collected."""
         self.lap("rollout")
 
     def updated(
         self, storage: EpisodeStorage, losses: TensorDictBase, stats: dict[str, Any]
     ) -> dict[str, str]:
-        """Note an update; return what the progress bar shows."""
+        """Record an update; return the text of the progress bar."""
         self.lap("training")
         self.metrics.append(
             {
@@ -312,7 +312,7 @@ def smoothed(values: list[float], width: int = 9) -> list[float]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a file to write to, which replaces ``path`` once it is complete."""
+    """Write to a temporary file, which replaces ``path`` once it is complete."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished

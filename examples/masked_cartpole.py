@@ -136,7 +136,7 @@ def greedy(network: TensorDictSequential, env: TransformedEnv) -> TensorDictSequ
 
 
 def make_buffer(clips: int) -> TensorDictReplayBuffer:
-    """A buffer of whole episodes that samples clips, a row each, padded where an episode is short."""
+    """A buffer of whole episodes that samples clips ``[B, T]``, padded if an episode is short."""
     return TensorDictReplayBuffer(
         storage=EpisodeStorage(max_steps=100_000),
         writer=EpisodeWriter(),
@@ -154,14 +154,14 @@ def make_buffer(clips: int) -> TensorDictReplayBuffer:
 
 
 def n_step_returns(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, n: int) -> Tensor:
-    """The discounted rewards of ``n`` steps and the value after them; fewer at the end of a clip.
+    """Discounted ``n``-step returns: ``n`` rewards, fewer at a clip's end, and the value after them.
 
     Args:
         reward: ``[B, T]``.
-        value: ``[B, T + 1]``, of each state and of the one after the last; 0 after an episode's end.
+        value: ``[B, T + 1]``, value of each state and of the one after the last; 0 after termination.
         mask: bool ``[B, T]``, false for padding.
         gamma: discount factor.
-        n: how many steps.
+        n: number of steps.
     """
     returns = value
     for _ in range(n):
@@ -171,8 +171,8 @@ def n_step_returns(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, n:
 
 
 def td_errors(network: nn.Module, target: nn.Module, clips: TensorDictBase) -> Tensor:
-    """TD errors of the actions that were taken: ``[B, T]``."""
-    # Each state once: that after a step is the one before the next.
+    """TD errors ``[B, T]`` of the actions taken."""
+    # Each state once: the state after a step is the state before the next.
     seen = torch.cat([clips["observation"][:, :1], clips["next", "observation"]], dim=1)
     start = torch.zeros(*seen.shape[:2], 1, dtype=torch.bool)
     start[:, 0] = True

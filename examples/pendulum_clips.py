@@ -1,9 +1,9 @@
 """Learn a model of the pendulum from clips of whole episodes.
 
-TorchRL's collector swings four pendulums at random. Its batches cut episodes anywhere. The writer joins
-the parts again, the storage keeps whole episodes, and the sampler draws clips that never cross an
+TorchRL's collector swings four pendulums at random. Its batches split episodes anywhere. The writer
+joins the parts, the storage keeps whole episodes, and the sampler draws clips that never cross an
 episode's end. A small network learns to predict a clip from its first observation and its actions alone
-(open loop). It is evaluated on episodes that it was not trained on.
+(open loop). It is evaluated on held-out episodes.
 
     python examples/pendulum_clips.py
 """
@@ -39,7 +39,7 @@ MAX_SPEED = 8.0
 
 
 def collect(episodes: int, slice_len: int, clips: int, seed: int) -> ReplayBuffer:
-    """A buffer of whole random episodes that samples clips, one after the other."""
+    """Collect whole random episodes in a buffer that samples clips, concatenated."""
     buffer = ReplayBuffer(
         storage=EpisodeStorage(episodes * EPISODE_LENGTH),
         writer=EpisodeWriter(),
@@ -50,7 +50,7 @@ def collect(episodes: int, slice_len: int, clips: int, seed: int) -> ReplayBuffe
     def make_env() -> TransformedEnv:
         return TransformedEnv(PendulumEnv(), StepCounter(max_steps=EPISODE_LENGTH))
 
-    envs = min(NUM_ENVS, episodes)  # they end together: no more than there is room for
+    envs = min(NUM_ENVS, episodes)  # their episodes end together and must fit in the buffer
     collector = Collector(
         SerialEnv(envs, make_env),
         policy=None,  # random actions
@@ -69,7 +69,7 @@ def collect(episodes: int, slice_len: int, clips: int, seed: int) -> ReplayBuffe
 
 
 def observe(state: TensorDictBase) -> Tensor:
-    """What the model sees of a state: ``[..., 3]``, free of the angle's jump at ±π."""
+    """Observation ``[..., 3]`` of a state, with sine and cosine, because the angle jumps at ±π."""
     th, thdot = state["th"], state["thdot"]
     return torch.stack([th.cos(), th.sin(), thdot / MAX_SPEED], dim=-1)
 
@@ -103,7 +103,7 @@ def squared_error(model: nn.Module, clips: TensorDictBase) -> Tensor:
 
 
 class Standstill(nn.Module):
-    """The baseline: predicts that nothing moves."""
+    """Baseline: predicts that nothing moves."""
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         return obs.unsqueeze(1).expand(-1, actions.shape[1], -1)
@@ -158,7 +158,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Collect, learn, measure, draw."""
+    """Collect episodes, train the model, evaluate it and draw the curve."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     print(f"collecting {args.episodes} episodes of {EPISODE_LENGTH} steps ...", flush=True)

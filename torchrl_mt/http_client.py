@@ -1,8 +1,8 @@
-"""Posting JSON to an HTTP server: every attempt has a limit of time, and no socket is left open.
+"""Post JSON to an HTTP server: every attempt has a time limit, and no socket is left open.
 
-httpx sends and tenacity repeats; here is what may be repeated, and how long connections live. A client
-may be used from any number of event loops: each has connections of its own, from its first request under
-way to its last, so that a loop may end at any time between requests.
+httpx sends and tenacity retries. This module decides what is retried and how long connections live. A
+client works on any number of event loops. Each loop has its own connections while it has open requests,
+so a loop may end at any time between requests.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ __all__ = ["HttpClient", "HttpError", "TryAgainError"]
 _A = TypeVar("_A")
 
 _RETRIED = frozenset({408, 425, 429})
-"""Refusals that may pass; so may every 5xx."""
+"""Statuses that are retried; so is every 5xx."""
 _AWAY = frozenset({502, 503, 504})
+"""Statuses of a server that starts or restarts."""
 _AWAY_PAUSE = 1.0
-"""Seconds, about, after which a server that is not there is asked again."""
+"""Seconds between two attempts at such a server, about."""
 _LONGEST_BACKOFF = 60.0
 
 
 class HttpError(RuntimeError):
-    """A request failed for good.
+    """A request failed, and retries did not help.
 
     Args:
-        url: what was asked.
-        attempts: how often.
-        reason: what happened the last time.
+        url: address of the request.
+        attempts: number of attempts.
+        reason: why the last attempt failed.
     """
 
     asked = "POST"
-    """What the message begins with, before the address."""
+    """Start of the message, before the address."""
 
     def __init__(self, url: str, attempts: int, reason: str) -> None:
         times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
@@ -55,60 +56,60 @@ class HttpError(RuntimeError):
 
 
 class TryAgainError(ValueError):
-    """An answer says that the server did not get to an answer, which it may the next time."""
+    """Raised by ``parse`` if the server gave no real answer and a retry may get one."""
 
 
 class _AttemptError(Exception):
-    """One attempt failed; its cause is what was raised, if anything was."""
+    """One attempt failed; the cause is the original error, if any."""
 
     def __init__(
         self, reason: str, *, final: bool = False, away: bool = False, wait: float = 0.0
     ) -> None:
         super().__init__(reason)
         self.final = final
-        """Whether another attempt would fail as well."""
+        """Whether a retry would fail too."""
         self.away = away
         """Whether the server seems to start or restart."""
         self.wait = wait
-        """Seconds that the server asks to wait."""
+        """Seconds to wait, as the server asks."""
 
 
 class _Session:
-    """One loop's connections, and the requests that use them."""
+    """Connections of one event loop, and the tasks that use them."""
 
     def __init__(self, client: Any, max_connections: int) -> None:
         self.client = client
-        # httpx's own queue is looked through for every request that begins or ends.
+        # httpx scans its own queue whenever a request begins or ends, which is slow.
         self.free = asyncio.Semaphore(max_connections)
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def cancel(self) -> None:
-        """Cancel every request under way; call it on the session's loop."""
+        """Cancel all open requests; call it on the session's loop."""
         for task in self.tasks:
             task.cancel()
 
 
 class HttpClient:
-    """Post JSON to one address, from any number of event loops.
+    """Posts JSON to one address, from any number of event loops.
 
     Args:
         url: the address.
         headers: sent with every request.
-        timeout: seconds that one attempt may take in all, from connecting to the answer's last byte.
-            The wait for a free connection does not count.
-        max_retries: how often a failed request is tried again.
-        backoff: seconds before the first retry, about; twice as long before each further one.
-        max_connections: most connections at once, per event loop; requests wait for one.
-        wait_ready: seconds for which a request waits for a server that is not there, since it starts or
-            restarts: that refuses or breaks connections, or has status 502, 503 or 504. Meanwhile it is
-            asked about once a second, which counts as one attempt; after that the request fails.
-        name: what is closed, in the error of a request that comes too late.
-        error: makes the error of a request that failed for good, from what :class:`HttpError` takes.
+        timeout: seconds for one attempt, from connecting to the answer's last byte. Waiting for a free
+            connection does not count.
+        max_retries: maximum number of retries of a request.
+        backoff: seconds before the first retry, about; doubles for each further one.
+        max_connections: maximum number of connections per event loop; further requests wait.
+        wait_ready: seconds that a request waits for a server that starts or restarts: connections are
+            refused or break, or the status is 502, 503 or 504. The client tries about once a second,
+            which counts as one attempt in all. Afterwards the request fails.
+        name: name of the client in the error of a request after :meth:`close`.
+        error: makes the final error of a request, from the arguments of :class:`HttpError`.
 
     Raises:
         ImportError: if httpx or tenacity is not installed.
         ValueError: if ``url`` is no HTTP address, or a number is out of range.
-        TypeError: if a number is none.
+        TypeError: if a numeric argument is no number.
 
     Examples:
         >>> client = HttpClient("http://localhost:8000/score")  # doctest: +SKIP
@@ -158,12 +159,12 @@ class HttpClient:
         self._error = error
         self._options: dict[str, Any] = {
             "headers": {"Content-Type": "application/json", **(headers or {})},
-            # The limit is set on whole attempts: httpx's are on single reads and writes.
+            # httpx's timeouts are for single reads and writes; ours is for a whole attempt.
             "timeout": None,
             "limits": httpx.Limits(
                 max_connections=max_connections, max_keepalive_connections=max_connections
             ),
-            # Reading the certificates takes longer than a request on a local network.
+            # Loading certificates takes longer than a request on a local network.
             "verify": httpx.create_ssl_context() if url.startswith("https:") else False,
         }
         self._lock = threading.Lock()
@@ -184,31 +185,30 @@ class HttpClient:
         *,
         on_attempt: Callable[[], object] = lambda: None,
     ) -> _A:
-        """Post ``body`` and return the answer.
+        """Post ``body`` and return the parsed answer.
 
-        Connection errors, attempts that take too long and the statuses 408, 425, 429 and 5xx are
-        retried; a ``Retry-After`` is kept to, unless it asks for more than ``timeout`` seconds, which
-        fails.
+        Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are retried. A ``Retry-After``
+        is obeyed; if it exceeds ``timeout`` seconds, the request fails.
 
         Args:
-            body: what is sent as JSON.
-            parse: called with the answer's JSON. A :class:`TryAgainError` is retried as well; any other
-                ``ValueError``, a ``LookupError`` or a ``TypeError`` is a failure.
-            on_attempt: called as an attempt begins.
+            body: sent as JSON.
+            parse: called with the answer's JSON. If it raises :class:`TryAgainError`, the request is
+                retried; any other ``ValueError``, a ``LookupError`` or a ``TypeError`` fails it.
+            on_attempt: called when an attempt begins.
 
         Returns:
-            What ``parse`` made of the answer.
+            The result of ``parse``.
 
         Raises:
-            HttpError: if the server refuses, or the last retry failed; or what ``error`` makes.
-            TypeError: if ``body`` cannot be said in JSON.
+            HttpError: if the server refuses, or the last retry failed. With ``error``, its error.
+            TypeError: if ``body`` cannot be encoded as JSON.
             RuntimeError: if the client is closed.
         """
         try:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise TypeError(f"the request must be fit for JSON: {error}.") from error
-        # A task of its own, so that closing can end it and its caller learns why.
+        # In a task, so that close() can cancel it without cancelling the caller.
         task = asyncio.ensure_future(self._post(content, parse, on_attempt))
         try:
             await asyncio.wait([task])
@@ -216,24 +216,24 @@ class HttpClient:
             task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():
-                task.exception()  # one that nobody looks at is logged
+                task.exception()  # asyncio logs exceptions that are never retrieved
         if task.cancelled():
-            raise self._too_late()
+            raise self._closed_error()
         return task.result()
 
     def close(self) -> None:
-        """Fail every request under way, and have its loop hang up; closing again does nothing."""
+        """Fail all open requests and close their connections; closing again does nothing."""
         with self._lock:
             self._closed = True
             sessions = dict(self._sessions)
         for loop, session in sessions.items():
-            with suppress(RuntimeError):  # a closed loop has nothing under way
+            with suppress(RuntimeError):  # a closed loop has no open requests
                 loop.call_soon_threadsafe(session.cancel)
 
     async def _post(
         self, content: bytes, parse: Callable[[Any], _A], on_attempt: Callable[[], object]
     ) -> _A:
-        """Try until an attempt succeeds, or no other may be made."""
+        """Retry until an attempt succeeds or retries are used up."""
         library, pause = self._tenacity, _AWAY_PAUSE
         while_away = library.AsyncRetrying(
             retry=library.retry_if_exception(lambda error: getattr(error, "away", False)),
@@ -243,9 +243,9 @@ class HttpClient:
             reraise=True,
         )
         retrying = library.AsyncRetrying(
-            retry=library.retry_if_exception(self._may_pass),
+            retry=library.retry_if_exception(self._is_retried),
             stop=library.stop_after_attempt(self._max_retries + 1),
-            # Spread out, so that requests that failed together do not come back together.
+            # Jitter, so that requests that failed together do not retry together.
             wait=library.wait_exponential_jitter(
                 self._backoff, max=_LONGEST_BACKOFF, jitter=self._backoff
             )
@@ -262,8 +262,8 @@ class HttpClient:
                 attempts = retrying.statistics["attempt_number"]
                 raise self._error(self.url, attempts, str(error)) from error.__cause__
 
-    def _may_pass(self, error: BaseException) -> bool:
-        """Whether another attempt may succeed; a server that is away was waited for already."""
+    def _is_retried(self, error: BaseException) -> bool:
+        """Whether to retry after an error; with ``wait_ready``, a server that is away had its wait."""
         if not isinstance(error, _AttemptError) or error.final:
             return False
         return not (error.away and self._wait_ready)
@@ -275,7 +275,6 @@ class HttpClient:
         parse: Callable[[Any], _A],
         on_attempt: Callable[[], object],
     ) -> _A:
-        """Ask once."""
         transport_error = self._httpx.TransportError
         try:
             async with session.free:
@@ -288,7 +287,7 @@ class HttpClient:
             reason = f"{type(error).__name__}: {str(error) or 'no message'}"
             raise _AttemptError(reason, away=isinstance(error, transport_error)) from error
         if not response.is_success:
-            raise self._refusal(response)
+            raise self._status_error(response)
         try:
             return parse(_payload(response))
         except (ValueError, RecursionError) as error:
@@ -298,8 +297,8 @@ class HttpClient:
             unfit = f"the answer lacks what is read: {error!r}"
             raise _AttemptError(unfit, final=True) from error
 
-    def _refusal(self, response: Any) -> _AttemptError:
-        """What a status says that is no success."""
+    def _status_error(self, response: Any) -> _AttemptError:
+        """The error for a status other than success."""
         code, reason = response.status_code, f"status {response.status_code}: {_message(response)}"
         away = code in _AWAY
         if code not in _RETRIED and code < 500:
@@ -312,12 +311,12 @@ class HttpClient:
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_Session]:
-        """The running loop's session, for the task that asks."""
+        """The running loop's session, with the current task registered."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         with self._lock:
             if self._closed:
-                raise self._too_late()
+                raise self._closed_error()
             session = self._sessions.get(loop)
             if session is None:
                 client = self._httpx.AsyncClient(**self._options)
@@ -331,18 +330,18 @@ class HttpClient:
                 if not session.tasks:
                     self._sessions.pop(loop, None)
             if not session.tasks:
-                # A request that is cancelled while it hangs up must not leave sockets.
+                # A task that is cancelled here must still close its sockets.
                 await asyncio.shield(session.client.aclose())
 
-    def _too_late(self) -> RuntimeError:
-        """What requests to a closed client fail with."""
+    def _closed_error(self) -> RuntimeError:
+        """The error of a request to a closed client."""
         return RuntimeError(f"the {self._name} is closed: make a new one.")
 
 
 def _check_address(url: Any, httpx: Any) -> None:
-    """Refuse what nothing can be posted to."""
+    """Raise an error unless ``url`` is an HTTP address."""
     with suppress(httpx.InvalidURL, ValueError, TypeError, AttributeError):
-        # Reading the port is what finds it out of range.
+        # Reading the port raises if it is out of range.
         host, _ = httpx.URL(url).host, urlsplit(url).port
         if host and url.startswith(("http://", "https://")):
             return
@@ -353,7 +352,6 @@ def _check_address(url: Any, httpx: Any) -> None:
 
 
 def _payload(response: Any) -> Any:
-    """The JSON of an answer."""
     try:
         return json.loads(response.content)
     except (ValueError, RecursionError) as error:
@@ -361,7 +359,6 @@ def _payload(response: Any) -> Any:
 
 
 def _message(response: Any) -> str:
-    """What a server says about its refusal."""
     try:
         said = json.loads(response.content)
         said = said.get("error", said)
@@ -372,7 +369,7 @@ def _message(response: Any) -> str:
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds that a server asks to wait: its header has seconds or a date."""
+    """Seconds to wait by a ``Retry-After`` header, which has seconds or a date."""
     if not header:
         return 0.0
     try:

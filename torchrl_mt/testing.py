@@ -1,6 +1,6 @@
-"""A chat model small enough to build on the spot, for examples, tutorials and tests.
+"""A tiny chat model and tokenizer for examples, tutorials and tests.
 
-Nothing is downloaded, and everything that takes a Hugging Face model and tokenizer takes these.
+Nothing is downloaded. They are ordinary Hugging Face models and tokenizers.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ def tiny_chat_tokenizer(
     """Build a tokenizer whose tokens are whole words, with a chat template.
 
     Args:
-        words: every word it knows, separated by white space if given as one string. Any other is an
-            error where text is encoded.
-        extra_roles: the roles that messages may have beside ``"user"`` and ``"assistant"``, such as
-            ``"system"`` and ``"tool"``. Their tokens come after the words; a message of any other role
-            is refused by the chat template.
+        words: the vocabulary; a string is split at white space.
+        extra_roles: roles of messages besides ``"user"`` and ``"assistant"``, such as ``"system"`` and
+            ``"tool"``. Their tokens come after the words. The chat template refuses other roles.
 
     Returns:
-        A tokenizer with ``<pad>`` and ``<end>`` (end of sequence and of every message). Encoding a word
-        that it does not know is a ``ValueError``.
+        A tokenizer with ``<pad>`` and ``<end>`` (end of sequence and of every message). It raises
+        ``ValueError`` if it encodes an unknown word.
 
     Examples:
         >>> tokenizer = tiny_chat_tokenizer("hello world")
@@ -75,7 +73,7 @@ def tiny_chat_tokenizer(
 
 
 class _WordTokenizer(PreTrainedTokenizerFast):
-    """Names the word that it does not know; its backend has no token to put in its place."""
+    """A tokenizer whose errors name the unknown word."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._naming_unknown_words(args, *kwargs.values()):
@@ -102,7 +100,7 @@ class _WordTokenizer(PreTrainedTokenizerFast):
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """A text, or those in lists of lists."""
+    """All texts in nested lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -111,11 +109,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 _WordTokenizer.__name__ = PreTrainedTokenizerFast.__name__
-"""Under which it is saved: any program can load it."""
+"""The class name is saved with the tokenizer; under this one, any program can load it."""
 
 
 def _listed(words: str | Iterable[str]) -> list[str]:
-    """Words that may be given as one string."""
+    """A list of words; a string is split at white space."""
     return words.split() if isinstance(words, str) else list(words)
 
 
@@ -125,9 +123,9 @@ def tiny_chat_model(
     """Build a two-layer Qwen2 with random weights, and its tokenizer.
 
     Args:
-        words: every word it knows; see :func:`tiny_chat_tokenizer`.
-        extra_roles: the roles it knows beside ``"user"`` and ``"assistant"``; likewise.
-        **config: entries of the ``Qwen2Config`` that are to differ.
+        words: the vocabulary; see :func:`tiny_chat_tokenizer`.
+        extra_roles: further roles of messages; see :func:`tiny_chat_tokenizer`.
+        **config: entries of the ``Qwen2Config`` to set.
 
     Returns:
         The model and the tokenizer.
@@ -146,7 +144,7 @@ def tiny_chat_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 1024,
-        # The usual 0.02 is meant for wide models: small ones learn faster from larger weights.
+        # The usual 0.02 suits wide models; small ones learn faster from larger weights.
         "initializer_range": 0.1,
         "tie_word_embeddings": True,
         "pad_token_id": tokenizer.pad_token_id,

@@ -146,7 +146,7 @@ def test_nothing_is_computed_in_a_pause_that_begins_while_prompts_are_awaited(
     tokenizer, model, monkeypatch
 ):
     engine = endless(model, tokenizer)
-    monkeypatch.setattr(generation, "_LULL", 1000.0)
+    monkeypatch.setattr(generation, "_MAX_GAP", 1000.0)
     plain, in_pauses = engine._model.forward, []
     gather, gathering = engine._generation._gather, threading.Event()
 
@@ -155,7 +155,7 @@ def test_nothing_is_computed_in_a_pause_that_begins_while_prompts_are_awaited(
         gather()
 
     def forward(**kwargs):
-        in_pauses.append(engine._generation._held)
+        in_pauses.append(engine._generation._paused)
         return plain(**kwargs)
 
     monkeypatch.setattr(engine._model, "forward", forward)

@@ -699,7 +699,7 @@ def test_a_server_may_say_the_version_of_every_token():
     ("prompt", "kwargs", "error", "message"),
     [
         ([5] * 30, {"max_new_tokens": 3}, ValueError, "exceed max_total_tokens=32"),
-        ([5], {"stream": True}, ValueError, r"sets itself, got \['stream'\]"),
+        ([5], {"stream": True}, ValueError, r"that the engine sets, got \['stream'\]"),
         ([5], {"stop_token_ids": {3}}, TypeError, "must be fit for JSON: .*set"),
     ],
 )

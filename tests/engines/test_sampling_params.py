@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from torchrl_mt.engines.policy.sampler import generate_kwargs_of, require_own_distribution
-from torchrl_mt.engines.sampling_params import IDLE, NEUTRAL, bending, sampling_record
+from torchrl_mt.engines.sampling_params import IDLE, NEUTRAL, altering_arguments, sampling_record
 
 VLLM_REQUEST = {
     "model": "m",
@@ -65,13 +65,13 @@ def test_what_is_neutral_or_not_given_is_not():
 
 def test_the_two_lists_have_nothing_in_common():
     assert not IDLE & NEUTRAL.keys()
-    assert not bending(NEUTRAL)
-    assert not bending(dict.fromkeys(NEUTRAL))
+    assert not altering_arguments(NEUTRAL)
+    assert not altering_arguments(dict.fromkeys(NEUTRAL))
 
 
 def test_a_generation_config_as_it_is_made_bends_nothing():
     said = GenerationConfig().to_dict()
-    assert bending({name: said[name] for name in said if not name.startswith("_")}) == {}
+    assert altering_arguments({name: said[name] for name in said if not name.startswith("_")}) == {}
 
 
 def test_fields_of_vllms_parameters_that_nobody_knows_count_when_they_are_set():

@@ -177,7 +177,7 @@ def test_a_model_that_gives_no_numbers_fails_the_request(model, tokenizer):
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     engine.update_weights()
-    with pytest.raises(RuntimeError, match="the model's logits are not finite"):
+    with pytest.raises(RuntimeError, match="the model's logits must be finite"):
         asyncio.run(engine.generate([5]))
     with pytest.raises(ValueError, match="its logits are not numbers"):
         TransformersEngine(model, tokenizer)

@@ -136,7 +136,7 @@ def test_parents_of_views_copies_and_any_layout(episodes, stride, mixed):
     given = prompts, responses.int() if mixed else responses, sizes, episode
     parents = find_parents(*given)
     assert parents == expected
-    assert find_parents(*given, told=parents) == expected
+    assert find_parents(*given, claimed=parents) == expected
     assigned = assign_rows(parents, [len(prompt) for prompt in prompts], sizes)
     rows = reference_rows(episodes)
     assert assigned.length == [len(row.tokens) for row in rows]
@@ -148,7 +148,7 @@ def test_a_place_alone_does_not_make_two_vectors_the_same():
     memory = torch.arange(40)
 
     def parents(prompts, responses):
-        return find_parents(prompts, torch.tensor(responses), [1, 1], [0, 0], told=[-1, 0])
+        return find_parents(prompts, torch.tensor(responses), [1, 1], [0, 0], claimed=[-1, 0])
 
     assert parents([memory[:5], memory[:20:2]], [5, 0]) == [-1, -1]
     assert parents([memory[:5], memory[:9]], [5, 0]) == [-1, 0]

@@ -1,4 +1,4 @@
-"""Engines: what turns prompt tokens into sampled tokens."""
+"""Engines sample tokens that continue a prompt."""
 
 from torchrl_mt.engines.completions.engine import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.engine import Completion, Engine

@@ -1,7 +1,7 @@
-"""What an engine is: prompt tokens in; sampled tokens, their log-probabilities and weight versions out.
+"""The engine interface: prompt tokens in; sampled tokens, log-probabilities and weight versions out.
 
-Text never appears here. Whatever stands behind an engine, the three lists of a completion have one
-entry per sampled token, exactly as sampled.
+Engines never handle text. The three lists of a completion have one entry per sampled token, exactly as
+sampled.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["Completion", "Engine"]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model answered to one prompt.
+    """The tokens that a model sampled for one prompt.
 
     Args:
-        token_ids: the sampled tokens, the stop token included if one was sampled.
-        log_probs: the log-probability of each, under the distribution that it was sampled from.
-        versions: the weight version that sampled each.
-        finish_reason: ``"stop"`` if the model ended its answer by itself, ``"length"`` if it was cut.
-        sampling: the arguments that shaped the distribution where they differ from plain sampling at
-            temperature 1, such as ``temperature``, ``top_k`` and ``top_p``. An engine that can give no
-            log-probabilities of that distribution says so here.
+        token_ids: the sampled tokens, including the stop token if one was sampled.
+        log_probs: log-probability of each token under the distribution that it was sampled from.
+        versions: weight version that sampled each token.
+        finish_reason: ``"stop"`` if the model ended its answer, ``"length"`` if the answer was cut.
+        sampling: sampling parameters that differ from plain sampling at temperature 1, such as
+            ``temperature``, ``top_k`` and ``top_p``. An engine also records here if its
+            log-probabilities are of another distribution.
 
     Raises:
         ValueError: if the lists differ in length.
@@ -52,9 +52,9 @@ class Completion:
 class Engine(Protocol):
     """A sampler that many conversations share.
 
-    Any object with these members is an engine; nothing has to be inherited. One whose weights others may
-    change without its ``update_weights`` (a server's, say) should also have ``count_update() -> int``,
-    which counts such an update and does nothing else.
+    Any object with these members is an engine; no base class is needed. If others can change the weights
+    without calling ``update_weights`` (those of a server, say), add ``count_update() -> int``: it only
+    counts such an update and returns the new version.
     """
 
     @property
@@ -65,23 +65,24 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
     ) -> Completion:
-        """Sample a continuation of ``prompt_ids``; any number of calls may be under way at once.
+        """Sample a continuation of ``prompt_ids``. Calls may run concurrently.
 
         Args:
-            prompt_ids: the tokens that the model sees, at least one.
-            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
-            **sampling: what the engine lets a request choose, such as ``temperature``.
+            prompt_ids: at least one token.
+            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+                that the prompt leaves, whichever is less.
+            **sampling: sampling parameters of this request, such as ``temperature``.
 
         Raises:
             ValueError: if the prompt is empty or not in the vocabulary, prompt and answer together are
-                too long, ``max_new_tokens`` is below 1, or a sampling argument is out of range.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
+                too long, ``max_new_tokens`` is below 1, or a sampling parameter is out of range.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling parameter is not supported.
             RuntimeError: if the engine is closed, or sampling failed.
         """
         ...
 
     def update_weights(self, source: Any) -> int:
-        """Take new weights; returns the new version."""
+        """Load new weights and return the new version."""
         ...
 
     def close(self) -> None:

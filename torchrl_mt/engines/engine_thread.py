@@ -1,7 +1,7 @@
-"""The one thread that an engine samples in, and how it answers the event loops that wait for it.
+"""The background thread of an engine, and how it answers event loops.
 
-Between two steps the thread can be held, so that weights may change. Every request is answered, fails,
-or is taken back.
+The thread can be paused between two steps, so that weights may change. Every request is answered, fails
+or is cancelled.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from typing import Any, Protocol
 __all__ = ["EngineThread", "closed_error", "settle"]
 
 
-class _Asked(Protocol):
-    """A request that somebody waits for."""
+class _Pending(Protocol):
+    """A request and the future that a loop awaits."""
 
     answer: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
 
 
 class EngineThread:
-    """A thread that is started by the first request and ended by :meth:`close`.
+    """A thread that the first request starts and :meth:`close` ends.
 
-    A subclass waits and takes steps in :meth:`_work`. It holds ``_changed`` to look at what follows,
-    takes no step while ``_held``, sets ``_busy`` during a step, and returns once ``_closed``.
+    A subclass takes steps in :meth:`_work`. It holds ``_changed`` while it reads the flags, takes no
+    step while ``_paused``, sets ``_busy`` during a step, and returns once ``_closed``.
 
     Args:
-        name: the thread's.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
         self._pausing = threading.Lock()
-        self._held = self._busy = self._closed = False
+        self._paused = self._busy = self._closed = False
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the step that is being taken, and let no other begin meanwhile.
+        """Wait for the current step to end, and let no other begin inside the context.
 
         Raises:
-            RuntimeError: if the step itself asks for it, which would wait for itself.
+            RuntimeError: if it is called from within a step, which would deadlock.
         """
         if self._thread is threading.current_thread():
             raise RuntimeError("weights cannot be updated by the model while it samples.")
         with self._pausing:
             with self._changed:
-                self._held = True
+                self._paused = True
             try:
                 with self._changed:
                     self._changed.wait_for(lambda: not self._busy)
                 yield
             finally:
                 with self._changed:
-                    self._held = False
+                    self._paused = False
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, after the step that is being taken; closing again does nothing."""
+        """End the thread after the current step; closing again does nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,7 +71,7 @@ class EngineThread:
 
     @contextmanager
     def _queueing(self) -> Iterator[None]:
-        """Put a request where the thread looks for it.
+        """Hold the lock while a request is queued, then wake the thread.
 
         Raises:
             RuntimeError: if the engine is closed.
@@ -91,27 +91,27 @@ class EngineThread:
         raise NotImplementedError
 
 
-def settle(outcomes: Iterable[tuple[_Asked, object]]) -> None:
-    """Hand answers and failures to the loops that wait for them, one wake-up per loop.
+def settle(outcomes: Iterable[tuple[_Pending, object]]) -> None:
+    """Resolve requests on the loops that await them, with one wake-up per loop.
 
     Args:
-        outcomes: requests, each with its answer or the error that it fails with.
+        outcomes: requests, each with its answer or its exception.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, object]]] = {}
-    for asked, outcome in outcomes:
-        by_loop.setdefault(asked.loop, []).append((asked.answer, outcome))
+    for request, outcome in outcomes:
+        by_loop.setdefault(request.loop, []).append((request.answer, outcome))
     for loop, settled in by_loop.items():
         with suppress(RuntimeError):  # a closed loop waits for nothing
             loop.call_soon_threadsafe(_resolve, settled)
 
 
 def closed_error() -> RuntimeError:
-    """What requests to a closed engine fail with."""
+    """The error of a request to a closed engine."""
     return RuntimeError("the engine is closed: make a new one.")
 
 
 def _resolve(settled: Iterable[tuple[asyncio.Future, object]]) -> None:
-    """Settle futures on the loop that they belong to."""
+    """Resolve futures; runs on their loop."""
     for future, outcome in settled:
         if future.done():
             continue

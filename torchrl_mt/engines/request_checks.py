@@ -1,4 +1,4 @@
-"""What every engine asks of its sizes, and of a request before it is queued or sent."""
+"""Checks that all engines make of their sizes and of requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["checked_request", "integers", "require_positive"]
 
 
 def require_positive(**numbers: float | None) -> None:
-    """Refuse numbers that are not above 0; ``None`` says nothing.
+    """Require numbers above 0; ``None`` passes.
 
     Raises:
-        ValueError: if one is not; it is named.
+        ValueError: names the first number that is not above 0.
     """
     for name, value in numbers.items():
         if value is not None and not value > 0:
@@ -22,15 +22,15 @@ def require_positive(**numbers: float | None) -> None:
 
 
 def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
-    """Token ids as plain integers, whatever sequence they come in.
+    """Convert a sequence of token ids to a list of integers.
 
     Raises:
-        TypeError: if they are none.
+        TypeError: if ``tokens`` is no flat sequence of integers.
     """
-    # An array would take bytes for its memory, and rows of one token each for numbers.
+    # An array would read bytes as raw memory, and rows of one token each as numbers.
     if not isinstance(tokens, (bytes, bytearray)) and getattr(tokens, "ndim", 1) == 1:
         try:
-            # An array refuses what is no integer, and is faster than a loop.
+            # An array accepts only integers, and is faster than a loop.
             return array("q", tokens).tolist()
         except (TypeError, ValueError, OverflowError):
             pass
@@ -38,7 +38,7 @@ def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
 
 
 def _advice(tokens: Any) -> str:
-    """What came instead of token ids, and what to do about it."""
+    """The type that came instead of token ids, and how to fix it."""
     came = type(tokens).__name__
     if isinstance(tokens, Mapping):
         return f"{came}: of a tokenizer's output take ['input_ids']"
@@ -64,15 +64,19 @@ def checked_request(
     bound: str,
     vocab_size: int | None = None,
 ) -> tuple[list[int], int]:
-    """A prompt, and how long its answer may be.
+    """Check a request, and set the length of its answer where none is given.
 
     Args:
-        prompt_ids: the tokens that the model is to see.
-        max_new_tokens: longest answer; if ``None``, ``longest`` or what room there is.
-        longest: the engine's own limit of an answer.
-        total: most tokens of prompt and answer together, if there is such a limit.
-        bound: that limit in words, which end the error.
-        vocab_size: how many tokens there are, if that is known.
+        prompt_ids: tokens of the prompt.
+        max_new_tokens: maximum length of the answer; if ``None``, ``longest`` or the room that the
+            prompt leaves, whichever is less.
+        longest: the engine's limit of an answer.
+        total: limit of prompt and answer together; ``None`` is no limit.
+        bound: the limit ``total`` in words, for the error message.
+        vocab_size: size of the vocabulary; ``None`` if unknown.
+
+    Returns:
+        The prompt as a list, and the maximum length of its answer.
 
     Raises:
         TypeError: if ``prompt_ids`` are no integers.

@@ -1,8 +1,8 @@
-"""How a token is drawn: each request has its own distribution and its own random numbers.
+"""Drawing tokens: each request has its own sampling parameters and random numbers.
 
-Two promises: a log-probability is that of the distribution that the token was drawn from, and the draw
-depends on that distribution, the request's seed and the token's position alone; no global generator
-is read or moved.
+Two promises: a log-probability is that of the distribution that the token was drawn from; and a draw
+depends only on that distribution, the request's seed and the token's position. No global generator is
+used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MASK = 2**64 - 1
 
 
 def random_word(seed: int, index: int) -> int:
-    """The ``index``-th number of 64 random bits from a seed.
+    """The ``index``-th 64-bit random number of a seed, by SplitMix64 (Steele, Lea and Flood, 2014).
 
     Args:
         seed: an integer; its lowest 64 bits count.
-        index: which number, from 0.
+        index: place in the sequence, from 0.
 
     Returns:
-        An integer in ``[0, 2**64)``: SplitMix64 (Steele, Lea and Flood, 2014).
+        An integer in ``[0, 2**64)``.
 
     Examples:
         >>> hex(random_word(0, 0))
@@ -41,12 +41,13 @@ def random_word(seed: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What shapes the distribution that tokens are drawn from.
+    """Sampling parameters of a request.
 
     Args:
-        temperature: divides the logits; at 0 the likeliest token is taken.
-        top_k: only the ``top_k`` likeliest tokens are drawn; 0 is all of them.
-        top_p: only the likeliest tokens that together have this probability are drawn.
+        temperature: divides the logits; at 0 the likeliest token is chosen.
+        top_k: draw from the ``top_k`` likeliest tokens only; 0 keeps all.
+        top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this; 1 keeps
+            all.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -85,13 +86,13 @@ class Sampling:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> Sampling:
-        """The same, but for what is not ``None``."""
+        """Copy with the arguments that are not ``None``."""
         asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         given = {name: value for name, value in asked.items() if value is not None}
         return replace(self, **given) if given else self
 
     def record(self) -> dict[str, Any]:
-        """The arguments that make a difference to plain sampling at temperature 1."""
+        """The parameters that differ from plain sampling at temperature 1."""
         if self.temperature == 0:
             return {"temperature": 0.0}
         found = {
@@ -106,14 +107,14 @@ _PLAIN = Sampling()
 
 
 def draw(
-    logits: torch.Tensor, laws: Sequence[Sampling], words: Sequence[int]
+    logits: torch.Tensor, params: Sequence[Sampling], words: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row by inverting its distribution's cumulative sum.
+    """Draw a token per row, by inverse transform sampling.
 
     Args:
         logits: ``[B, V]``.
-        laws: what each row is sampled with.
-        words: 64 random bits for each row.
+        params: sampling parameters of each row.
+        words: a 64-bit random number for each row.
 
     Returns:
         Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32.
@@ -123,35 +124,35 @@ def draw(
         >>> tokens.tolist(), log_probs.tolist()
         ([1], [0.0])
     """
-    log_probs = _bent(logits.float(), laws).log_softmax(-1)
+    log_probs = _adjusted(logits.float(), params).log_softmax(-1)
     precision = torch.float32 if logits.device.type == "mps" else torch.float64
     cumulative = log_probs.exp().cumsum(-1, dtype=precision)
     bits = torch.tensor([word >> 32 for word in words], dtype=precision, device=logits.device)
     uniform = ((bits + 0.5) / 2**32)[:, None]
-    # The first token whose sum exceeds the number: never one of probability 0.
+    # The first token whose cumulative probability exceeds the number never has probability 0.
     tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
 
 
-def _bent(scores: torch.Tensor, laws: Sequence[Sampling]) -> torch.Tensor:
-    """The logits ``[B, V]`` after temperature and truncation, each row's own."""
+def _adjusted(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Tensor:
+    """Apply each row's temperature and truncation to logits ``[B, V]``."""
     size, device = scores.shape[-1], scores.device
-    if any(law.temperature != 1 for law in laws):
-        heat = torch.tensor([law.temperature for law in laws], device=device)[:, None]
-        # The highest logit is 0 before the division: however low the temperature, none overflows.
+    if any(row.temperature != 1 for row in params):
+        temperature = torch.tensor([row.temperature for row in params], device=device)[:, None]
+        # The highest logit is 0 before the division, so a low temperature does not overflow.
         highest, likeliest = scores.max(-1, keepdim=True)
         greedy = torch.full_like(scores, -math.inf).scatter_(1, likeliest, 0.0)
-        scores = torch.where(heat > 0, (scores - highest) / heat, greedy)
-    rows = [row for row, law in enumerate(laws) if law.top_k or law.top_p < 1]
+        scores = torch.where(temperature > 0, (scores - highest) / temperature, greedy)
+    rows = [i for i, row in enumerate(params) if row.top_k or row.top_p < 1]
     if rows:
-        kept = torch.tensor([laws[row].top_k or size for row in rows], device=device)[:, None]
-        share = torch.tensor([laws[row].top_p for row in rows], device=device)[:, None]
+        top_k = torch.tensor([params[i].top_k or size for i in rows], device=device)[:, None]
+        top_p = torch.tensor([params[i].top_p for i in rows], device=device)[:, None]
         ranked, order = scores[rows].sort(-1, descending=True)
-        ranked = ranked.masked_fill(torch.arange(size, device=device) >= kept, -math.inf)
+        ranked = ranked.masked_fill(torch.arange(size, device=device) >= top_k, -math.inf)
         probs = ranked.softmax(-1)
         before = probs.cumsum(-1) - probs
-        ranked = ranked.masked_fill((before >= share) & (share < 1), -math.inf)
+        ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -math.inf)
         cut = torch.full_like(ranked, -math.inf).scatter_(1, order, ranked)
         scores = scores.index_copy(0, torch.tensor(rows, device=device), cut)
     return scores

@@ -1,7 +1,7 @@
-"""What a sampler's arguments say of the distribution that its tokens are drawn from.
+"""Sampling arguments of transformers, vLLM and SGLang, and which of them change the distribution.
 
-Whatever makes it another than the model's own is in the record that goes with the tokens, under the
-name that the sampler has for it; so is whatever is not known to leave it alone.
+A completion's record holds every argument that changes the distribution of its tokens, and every
+argument that is not known here, under the sampler's own name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Any
 
 from torchrl_mt.engines.sampling import Sampling
 
-__all__ = ["IDLE", "NEUTRAL", "TruncationWarning", "bending", "sampling_of", "sampling_record"]
+__all__ = [
+    "IDLE",
+    "NEUTRAL",
+    "TruncationWarning",
+    "altering_arguments",
+    "sampling_of",
+    "sampling_record",
+]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -33,13 +40,13 @@ _NEUTRAL_AT: tuple[tuple[Any, str], ...] = (
     (-1, "truncate_prompt_tokens"),
 )
 NEUTRAL: dict[str, Any] = {name: value for value, names in _NEUTRAL_AT for name in names.split()}
-"""Of what bends a distribution in another way than :class:`Sampling` does, the value that does not.
+"""Arguments that change the distribution in ways that :class:`Sampling` does not cover.
 
-``None`` does not, either. The names are those of transformers, vLLM and SGLang.
+The value is the one that changes nothing; ``None`` changes nothing either.
 """
 
-_LAW = frozenset({"temperature", "top_k", "top_p", "do_sample"})
-"""What :func:`sampling_of` reads."""
+_PARAMS = frozenset({"temperature", "top_k", "top_p", "do_sample"})
+"""Arguments that :func:`sampling_of` reads."""
 
 _ENDS = """
 early_stopping eos_token_id max_completion_tokens max_length max_new_tokens max_time max_tokens stop
@@ -65,23 +72,23 @@ max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule promp
 target_lookbehind
 """
 IDLE = frozenset((_ENDS + _SHOWS + _RUNS + _DRAFTS).split())
-"""What leaves the distribution of the next token alone, whatever its value.
+"""Arguments that never change the distribution of the next token.
 
-It says when an answer ends, what of it is shown, how and for whom it is computed, or how tokens are
-drafted that are then accepted with the model's own probability (https://arxiv.org/abs/2211.17192).
+They control when an answer ends, what is returned, how it is computed, or speculative decoding, which
+preserves the distribution (https://arxiv.org/abs/2211.17192).
 """
 
 
 def sampling_of(arguments: Mapping[str, Any], vocab_size: int | None = None) -> Sampling:
-    """Temperature and truncation that arguments ask for.
+    """Read temperature and truncation from sampling arguments.
 
     Args:
-        arguments: by the names of transformers, vLLM or SGLang; what is missing or ``None`` is off.
-        vocab_size: how many tokens there are; a ``top_k`` that keeps them all is off.
+        arguments: by the names of transformers, vLLM or SGLang; missing or ``None`` is off.
+        vocab_size: size of the vocabulary; a ``top_k`` that keeps all tokens is off.
 
     Raises:
-        TypeError: if one is no number.
-        ValueError: if one is out of range.
+        TypeError: if an argument is no number.
+        ValueError: if an argument is out of range.
 
     Examples:
         >>> sampling_of({"temperature": 0.7, "top_k": -1, "top_p": None})
@@ -98,19 +105,19 @@ def sampling_of(arguments: Mapping[str, Any], vocab_size: int | None = None) -> 
 
 
 def sampling_record(arguments: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
-    """What a completion says about the distribution that it was sampled from.
+    """Make the ``sampling`` record of a completion.
 
     Args:
         arguments: as in :func:`sampling_of`.
         vocab_size: as in :func:`sampling_of`.
 
     Returns:
-        The arguments that make a difference to plain sampling at temperature 1, or that may: those
-        that are not known here, and are not ``None``, are among them.
+        The arguments that make sampling differ from plain sampling at temperature 1, and all unknown
+        ones that are not ``None``.
 
     Raises:
-        TypeError: if one is no number.
-        ValueError: if one is out of range.
+        TypeError: if an argument is no number.
+        ValueError: if an argument is out of range.
 
     Examples:
         >>> sampling_record({"temperature": 1, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3})
@@ -118,23 +125,23 @@ def sampling_record(arguments: Mapping[str, Any], vocab_size: int | None = None)
         >>> sampling_record({"top_n_sigma": 1.0, "max_tokens": 8, "stop": ["."]})
         {'top_n_sigma': 1.0}
     """
-    return sampling_of(arguments, vocab_size).record() | bending(arguments)
+    return sampling_of(arguments, vocab_size).record() | altering_arguments(arguments)
 
 
-def bending(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Find what is not known to leave a distribution what temperature and truncation make it.
+def altering_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Select arguments, other than temperature and truncation, that may change the distribution.
 
     Args:
         arguments: as in :func:`sampling_of`.
 
     Returns:
-        All but temperature, ``top_k`` and ``top_p``, what is ``None``, what is :data:`IDLE`, and what
-        has its :data:`NEUTRAL` value.
+        All arguments except ``temperature``, ``top_k``, ``top_p`` and ``do_sample``, those that are
+        ``None`` or :data:`IDLE`, and those with their :data:`NEUTRAL` value.
     """
     return {
         name: value
         for name, value in arguments.items()
-        if name not in _LAW
+        if name not in _PARAMS
         and name not in IDLE
         and value is not None
         and not (name in NEUTRAL and value == NEUTRAL[name])
@@ -142,17 +149,13 @@ def bending(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TruncationWarning:
-    """Say once, of the first distribution that is not the model's own at some temperature."""
+    """Warns once, of the first completion whose distribution differs by more than temperature."""
 
     def __init__(self) -> None:
         self._said = False
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Look at what a completion is to say about its distribution.
-
-        Args:
-            record: as :func:`sampling_record` makes it.
-        """
+        """Check a completion's record, from :func:`sampling_record`."""
         if self._said or not record.keys() - {"temperature"}:
             return
         self._said = True

@@ -1,4 +1,4 @@
-"""New weights for what samples: checked whole before any is copied, or handed on to where they lie."""
+"""Weight updates of engines: check all tensors before copying any, or call the user's function."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 
 
 def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of ``source`` by their names in ``model``'s state dict.
+    """Get the tensors of ``source`` by their names in ``model``'s state dict.
 
     Args:
         source: a model or a TorchRL wrapper around one, a state dict, or parameters in a TensorDict, of
             any dtype and on any device.
-        model: the model that is to take them.
+        model: the model that will load them.
 
     Returns:
-        The tensors, with a name for every weight; a tied weight may be listed once.
+        All weights by name; a tied weight may have one name only.
 
     Raises:
         TypeError: if ``source`` is none of these.
-        ValueError: if names or shapes do not fit.
+        ValueError: if names or shapes do not match those of ``model``.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -53,7 +53,7 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
             "source must be a model, a state dict or a TensorDict of parameters, got "
             f"{type(source).__name__}."
         )
-    # A tied weight has two names; parameters are often listed under one of them.
+    # A tied weight has two names, but ``parameters()`` lists one of them.
     given = {own[name].data_ptr() for name in weights if name in own}
     missing = sorted(
         name for name in own if name not in weights and own[name].data_ptr() not in given
@@ -75,7 +75,7 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
 
 
 def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:
-    """What to do if names differ by what they begin with."""
+    """Advice for an error, if all names differ by the same prefix."""
     # The longest name is the least likely to end like another by chance.
     name = max(given, key=len, default="")
     for other in own:
@@ -88,7 +88,7 @@ def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Copy weights that fit into the model's own tensors, converting dtype and device."""
+    """Copy weights into the model's tensors in place, converting dtype and device."""
     own = model.state_dict()
     for name, value in weights.items():
         if value.device != own[name].device or value.data_ptr() != own[name].data_ptr():
@@ -99,19 +99,14 @@ def copy_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
 
 
 def hand_on(on_update: Callable[[Any], Any], source: Any) -> None:
-    """Call a user's function, which may be a coroutine function, and wait for it.
-
-    Args:
-        on_update: called with ``source``; what it returns is waited for if it can be.
-        source: of the weights.
-    """
+    """Call ``on_update(source)`` and wait for it; it may be a coroutine function."""
     result = on_update(source)
     if inspect.isawaitable(result):
-        # In a loop of its own: this may be called where one is running.
+        # In its own thread and loop: the caller may be inside a running loop.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, _awaited(result)).result()
 
 
 async def _awaited(result: Any) -> None:
-    """Wait for anything that can be awaited."""
+    """Await ``result``; ``asyncio.run`` takes coroutines only."""
     await result

@@ -1,4 +1,4 @@
-"""Text environments: what answers a language-model agent, turn by turn."""
+"""Text environments for language-model agents."""
 
 from torchrl_mt.envs.games.arithmetic import Arithmetic, play_arithmetic
 from torchrl_mt.envs.games.calculator import CalculatorError, calculate

@@ -1,7 +1,7 @@
-"""The interface of a text environment: chat messages out, the model's answer in.
+"""The interface of text environments: the model's answer in, chat messages out.
 
-One instance plays one episode at a time. It never sees a token: what the model was given and what
-it sampled is kept by the engine, so no environment can spoil the record.
+An instance plays one episode at a time. It never handles tokens, so it cannot corrupt the record of what
+the model received and sampled.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ Message: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TextStep:
-    """What an environment answers to one response of the model.
+    """An environment's reply to one response of the model.
 
     Args:
-        messages: what the model is shown next, appended to the dialogue after its own response.
-        reward: the reward of the turn that was just answered: a finite number, or a collector rejects
-            the episode.
-        done: the episode is over, for whatever reason.
-        truncated: the episode was cut short rather than finished, so what would have followed may
-            still be worth something. Only with ``done=True``.
-        info: anything else worth keeping about the turn; a collector writes it to the non-tensor
-            column ``"info"``.
+        messages: messages to append to the dialogue after the model's response.
+        reward: reward of this turn; if it is not finite, collectors reject the episode.
+        done: whether the episode is over, for any reason.
+        truncated: whether the episode was cut short, so that its final state may still have value. Only
+            with ``done=True``.
+        info: further data about the turn; collectors write it to the non-tensor column ``"info"``.
 
     Raises:
         TypeError: if ``messages`` is a single message or a string.
@@ -61,18 +59,19 @@ class TextStep:
 
     @property
     def terminated(self) -> bool:
-        """Whether the episode came to an end of its own: done and not truncated."""
+        """Whether the episode ended by itself: done and not truncated."""
         return self.done and not self.truncated
 
 
 class TextEnv(ABC):
-    """An environment that talks: base class for tasks whose steps are chat turns.
+    """Base class of text environments, whose steps are chat turns.
 
-    Subclasses define :meth:`reset` and :meth:`step`, each as a plain or as an ``async def`` method.
-    A ``step(self, response, message)`` of two arguments is also given the whole answer, as a message:
-    its ``content``, and where there are such its ``reasoning_content`` and ``tool_calls``.
-    An instance plays one episode at a time and may be reset for another once that one is over or
-    given up; a collector makes one instance for every episode that runs concurrently.
+    Subclasses define :meth:`reset` and :meth:`step`, as plain or ``async def`` methods. If ``step``
+    takes a second argument, ``step(self, response, message)``, it also receives the whole answer as a
+    message with its ``content``, ``reasoning_content`` and ``tool_calls``.
+
+    An instance plays one episode at a time. It may be reset once that episode is over or abandoned.
+    Collectors make one instance per concurrent episode.
 
     Examples:
         >>> class Echo(TextEnv):
@@ -86,53 +85,52 @@ class TextEnv(ABC):
     """
 
     inline: ClassVar[bool] = False
-    """Whether plain methods return at once, so that a collector may call them on its event loop. By
-    default they run in worker threads, where a slow one holds up no other episode."""
+    """Whether plain methods return at once, so that collectors may call them on the event loop. By
+    default they run in worker threads, where a slow one delays no other episode."""
 
     whole_text: ClassVar[bool] = False
-    """Whether ``response`` is all that the model said but the stop token, thoughts and tool calls in its
-    family's notation included, instead of the message's content: for a reward of the format, say."""
+    """Whether ``response`` is the whole text without the stop token, including thoughts and tool calls
+    in the model's notation, instead of the message's content. Useful to reward the format, say."""
 
     @abstractmethod
     def reset(self, data: Any = None) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Begin an episode.
 
         Args:
-            data: the prompt data set's item for this episode. All members of a group get the same
-                object: do not change it.
+            data: the data set's item for this episode. All episodes of a group share the object: do not
+                change it.
 
         Returns:
-            The messages that the model is shown first.
+            The first messages of the dialogue.
         """
 
     @abstractmethod
     def step(self, response: str) -> TextStep | Awaitable[TextStep]:
-        """Answer one response of the model.
+        """Reply to one response of the model.
 
         Args:
-            response: what the model said in this turn: the message's ``content``, without thoughts and
-                tool calls. It is the whole text, special tokens included, if a part of the answer
-                cannot be read, or the model's family has no such parts. A second argument, if a
-                subclass has one, is the message ``{"role": "assistant", "content": response,
-                "reasoning_content": ..., "tool_calls": [{"type": "function", "id": ..., "function":
-                {"name": ..., "arguments": {...}}}]}``, whose last two are there only if the model
-                thought or called.
+            response: the ``content`` of the model's message, without thoughts and tool calls. It is the
+                whole text, including special tokens, if a part of the answer cannot be parsed, or the
+                model's family has no such parts. The second argument, if a subclass has one, is the
+                message ``{"role": "assistant", "content": response, "reasoning_content": ...,
+                "tool_calls": [{"type": "function", "id": ..., "function": {"name": ..., "arguments":
+                {...}}}]}``; its last two keys are missing if the model did not think or call tools.
 
         Returns:
-            What the model is shown next, the turn's reward and whether the episode is over.
+            The next messages, the turn's reward and whether the episode is over.
         """
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - optional on purpose
-        """Release what the environment holds; it is not used afterwards.
+        """Release the environment's resources; it is not used afterwards.
 
-        A collector closes an environment when its episode is over, however that ended, and goes on
-        meanwhile; an error here is logged. A plain method may run while a call that was given up, since
-        it took too long, is still under way in another thread.
+        Collectors close an environment in the background when its episode is over, however it ended, and
+        log errors. A plain method may run while a call that timed out is still running in another
+        thread.
         """
 
 
 def takes_message(step: Callable[..., Any]) -> bool:
-    """Whether an environment's ``step`` is to be given the whole message: it needs a second argument.
+    """Whether a ``step`` takes the message: its second argument is required or named ``message``.
 
     Examples:
         >>> takes_message(lambda response, message: None)

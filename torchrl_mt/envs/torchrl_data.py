@@ -1,4 +1,4 @@
-"""What an episode of a TorchRL environment starts from: the caller's data, or the environment's own."""
+"""Initial data of an episode in a TorchRL environment, from the caller or the environment's loader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEEDS_KEPT = 10_000
 
 
 class LoaderItems:
-    """Items of an environment's data loader, one for each seed."""
+    """Items of an environment's data loader, by seed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class LoaderItems:
         self._drawn: dict[int, dict[str, Any]] = {}
 
     def item(self, loader: DataLoadingPrimer, seed: int | None) -> dict[str, Any]:
-        """The item of this seed, by index if the loader's data set has one; the next without a seed."""
+        """The item of a seed, by index if the data set can be indexed; without a seed, the next item."""
         dataset: Any = getattr(loader.dataloader, "dataset", None)
         if seed is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             return self._draw(loader, seed)
@@ -43,7 +43,7 @@ class LoaderItems:
         return _entries_of(batch[0])
 
     def _draw(self, loader: DataLoadingPrimer, seed: int | None) -> dict[str, Any]:
-        """An item of the first loader that came here, which is drawn from only once for a seed."""
+        """Draw an item from the first loader that was passed, once per seed."""
         with self._lock:
             if seed is not None and seed in self._drawn:
                 return self._drawn[seed]
@@ -57,11 +57,11 @@ class LoaderItems:
 
 
 def initial_entries(data: Any, env: EnvBase, loader_items: LoaderItems) -> dict[str, Any]:
-    """The entries that an episode starts from, the prompt under the environment's name for it.
+    """Initial entries of an episode, with the prompt under the environment's ``data_key``.
 
     Raises:
         TypeError: if ``data`` is neither a mapping nor a prompt.
-        ValueError: if it does not tell the prompt, nor what else the environment's data loader would.
+        ValueError: if ``data`` lacks the prompt or another entry of the environment's data loader.
     """
     name = getattr(env, "data_key", "query")
     if isinstance(data, Mapping):
@@ -97,7 +97,7 @@ def initial_entries(data: Any, env: EnvBase, loader_items: LoaderItems) -> dict[
 
 
 def with_entries(env: EnvBase, entries: Mapping[str, Any]) -> TransformedEnv:
-    """The environment with these entries in its tensordict at every step."""
+    """Add entries to an environment's tensordict at every step."""
     data = TensorDict({key: _batched(value) for key, value in entries.items()}, batch_size=[1])
     primer = TensorDictPrimer(
         primers=make_composite_from_td(data, unsqueeze_null_shapes=False),
@@ -112,15 +112,15 @@ def with_entries(env: EnvBase, entries: Mapping[str, Any]) -> TransformedEnv:
     inner = env
     while isinstance(inner.base_env, TransformedEnv):
         inner = inner.base_env
-    # First, so that all other transforms find the data at a step; and since what precedes a reset
-    # runs from last to first, it also has the last word there, over a data loader of the environment.
+    # First, so that all other transforms find the data at a step. Before a reset, transforms run from
+    # last to first, so this one also overrides the environment's data loader.
     inner.insert_transform(0, primer)
     env.empty_cache()
     return env
 
 
 def transforms_of(env: EnvBase) -> Iterator[Transform]:
-    """Every transform on an environment, those within others too."""
+    """All transforms of an environment, including nested ones."""
     while isinstance(env, TransformedEnv):
         waiting = [env.transform]
         while waiting:
@@ -132,16 +132,16 @@ def transforms_of(env: EnvBase) -> Iterator[Transform]:
 
 
 def _entries_of(item: TensorDictBase) -> dict[str, Any]:
-    """The entries of one item, as they were before TensorDict took them."""
+    """The entries of one item, with non-tensor entries unwrapped."""
     return {key: item[key] for key in item.keys()}  # noqa: SIM118 - iterates over rows otherwise
 
 
 def _batched(value: Any) -> Any:
-    """A value as the tensordict of a single conversation holds it."""
+    """A value with a batch dimension of 1."""
     if isinstance(value, (bool, int, float)):
         value = torch.tensor(value)
     if isinstance(value, torch.Tensor):
-        # A copy, since others may hold the same data and a transform may write into it.
+        # A copy, because episodes may share the data and a transform may write into it.
         return value.unsqueeze(0).clone()
     return NonTensorStack(NonTensorData(value))
 

@@ -1,7 +1,7 @@
-"""TorchRL's chat environments as text environments, transforms and all.
+"""TorchRL's chat environments, with their transforms, as text environments.
 
-What the model is shown only ever grows: each step hands on the messages that came after the response.
-A transform that rewrites what was shown before is an error, never a silent change of the record.
+The dialogue only grows: each step returns the messages after the response. A transform that rewrites
+earlier messages raises an error.
 """
 
 from __future__ import annotations
@@ -40,31 +40,30 @@ _DONE_KEYS = ("done", "terminated", "truncated")
 
 
 class ChatEnvAdapter(TextEnv):
-    r"""Play in a TorchRL chat environment: ``ChatEnv``, ``DatasetChatEnv``, with their transforms.
+    r"""A TorchRL chat environment (``ChatEnv``, ``DatasetChatEnv``) with its transforms.
 
-    Each episode has an environment of its own, made by ``factory`` at :meth:`reset` and closed with
-    the adapter or at the next reset, and with it the subprocesses that its transforms started: such
-    environments are not safe to share between threads. What is costly (a data set, a tokenizer)
-    is best made outside of the factory.
+    **Lifetime.** Such environments are not thread-safe, so each episode has its own. ``factory`` makes
+    it at :meth:`reset`; it is closed with the adapter or at the next reset, together with subprocesses
+    that its transforms started. Make costly objects (a data set, a tokenizer) outside of the factory.
 
-    An episode's data may be a mapping, whose entries the environment and its transforms find in
-    the tensordict at every step as those of TorchRL's ``DataLoadingPrimer`` (numbers become tensors),
-    or the prompt alone: text, or a list of messages. The prompt of a mapping is its ``data_key`` entry
-    (``"query"`` unless the environment was given another name) or else its ``"messages"``.
+    **Data.** An episode's data is a mapping, or the prompt alone: text, or a list of messages. Entries
+    of a mapping are in the tensordict at every step, as those of TorchRL's ``DataLoadingPrimer`` are;
+    numbers become tensors. Its prompt is the ``data_key`` entry (``"query"`` by default) or else
+    ``"messages"``.
 
-    An environment with its own data loader needs no prompt in the data, and takes it if there is one.
-    Otherwise data ``{"seed": k}``, which is what a collector without data gives, stands for item ``k``
-    of the loader's ``dataset`` (modulo its size), so that a group shares its prompt and a run repeats,
-    whatever the loader's own order. A loader that can only be iterated is shared by the adapter and its
-    copies: it gives a new item for every new seed, and the same one for the same seed again.
+    **Data loaders.** An environment with its own data loader needs no prompt in the data, but uses one
+    if there is. Otherwise ``{"seed": k}``, the data of a collector without data, selects item ``k`` of
+    the loader's ``dataset`` (modulo its size). So a group shares its prompt and runs repeat, whatever
+    the loader's order. A loader that can only be iterated is shared by the adapter and its copies; it
+    gives a new item for every new seed, and the same item for the same seed.
 
     Args:
         factory: makes the environment, of batch size ``[1]`` and ``input_mode="history"``.
-        reward_key: where the environment writes the reward, which is summed over its elements. An
-            environment that writes none pays 0.
+        reward_key: key of the environment's reward, which is summed over its elements. Without one, the
+            reward is 0.
 
     Raises:
-        TypeError: if ``factory`` is an environment rather than what makes one, or not callable.
+        TypeError: if ``factory`` is an environment or not callable.
 
     Examples:
         >>> from torchrl.envs.llm import ChatEnv
@@ -100,7 +99,7 @@ class ChatEnvAdapter(TextEnv):
         self._shown: list[Message] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChatEnvAdapter:
-        """An adapter of the same factory, without an episode: environments are not to be copied."""
+        """Copy the adapter without its episode, because environments cannot be copied."""
         other = type(self)(self.factory, reward_key=self.reward_key)
         other._loader_items = self._loader_items
         return other
@@ -109,10 +108,10 @@ class ChatEnvAdapter(TextEnv):
         """Make an environment and begin an episode in it.
 
         Raises:
-            TypeError: if ``factory`` makes no TorchRL environment, or ``data`` is none of the above.
-            ValueError: if the environment is batched, is not in history mode, or has a transform
-                that needs what only a policy could give it (tokens, log-probabilities); or if ``data``
-                does not tell the prompt.
+            TypeError: if ``factory`` makes no TorchRL environment, or ``data`` is neither a mapping nor
+                a prompt.
+            ValueError: if the environment is batched, is not in history mode, or has a transform that
+                needs tokens or log-probabilities; or if ``data`` has no prompt.
         """
         with self._alone():
             env = self.factory()
@@ -138,11 +137,10 @@ class ChatEnvAdapter(TextEnv):
 
         Returns:
             The messages that the environment added, the reward, whether the episode is done, and in
-            ``info`` every other single number or word of the step.
+            ``info`` all other scalars and strings of the step.
 
         Raises:
-            RuntimeError: if no episode is under way, or the environment changed messages that the
-                model has already seen or written.
+            RuntimeError: if no episode is under way, or the environment changed earlier messages.
         """
         with self._alone():
             if self._env is None or self._root is None:
@@ -177,19 +175,19 @@ class ChatEnvAdapter(TextEnv):
             )
 
     def close(self) -> None:
-        """Close the environment: at once, or when a step or reset under way in another thread ends.
+        """Close the environment; never blocks.
 
-        Returns at once in the second case, since that may never end.
+        If another thread is in a step or reset, that thread closes the environment when it ends.
         """
         self._is_to_close = True
         self._close_if_asked()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Use the environment while no other thread does; it is closed if one has asked for it."""
+        """Lock the environment, and close it afterwards if another thread has asked for it."""
         try:
             with self._lock, torch.no_grad():
-                if self._is_to_close:  # Asked before this began: not what this is about to make.
+                if self._is_to_close:  # This is for the previous environment.
                     self._is_to_close = False
                     self._close()
                 yield
@@ -197,7 +195,7 @@ class ChatEnvAdapter(TextEnv):
             self._close_if_asked()
 
     def _close_if_asked(self) -> None:
-        """Close, unless who holds the lock will do so: they look here once they have released it."""
+        """Close if asked to; a thread that holds the lock does so after releasing it."""
         while self._is_to_close and self._lock.acquire(blocking=False):
             try:
                 self._is_to_close = False
@@ -211,7 +209,7 @@ class ChatEnvAdapter(TextEnv):
             env.close(raise_if_closed=False)
 
     def _info(self, after: TensorDictBase) -> dict[str, Any]:
-        """What else the step says in single numbers and words."""
+        """All other scalars and strings of a step."""
         known = {"history", *_DONE_KEYS, *self._given}
         info = {}
         for key, value in after.items(True, True):
@@ -229,7 +227,7 @@ class ChatEnvAdapter(TextEnv):
 
 
 def _require_chat_env(env: EnvBase) -> None:
-    """Refuse an environment that text alone cannot play in."""
+    """Refuse an environment that cannot be played with text alone."""
     mode = getattr(env, "input_mode", None)
     if mode != "history":
         raise ValueError(
@@ -252,7 +250,7 @@ def _require_chat_env(env: EnvBase) -> None:
 
 
 def _say(root: TensorDictBase, said: Message) -> None:
-    """Write a response as TorchRL's policies do in history mode."""
+    """Write a response to the history, as TorchRL's policies do."""
     chat = root["history"]
     response = History.from_chats([[dict(said)]])
     chat.response = response
@@ -261,7 +259,7 @@ def _say(root: TensorDictBase, said: Message) -> None:
 
 
 def _messages(root: TensorDictBase) -> list[Message]:
-    """The conversation so far as chat templates take it, without the padding of batches."""
+    """The dialogue so far in the format of chat templates, without padding."""
     return [
         {key: value for key, value in message.items() if key != "is_complete" and value is not None}
         for message in root["history"].prompt[0].tolist(tolist_first=True)

@@ -1,4 +1,4 @@
-"""Transforms of whole episodes: credit and training rows; and what is stored of them."""
+"""Transforms of whole episodes (returns, training rows), and statistics of stored returns."""
 
 from torchrl_mt.transforms.discounted_return import DiscountedReturn
 from torchrl_mt.transforms.merge_turns import MergeTurns

@@ -1,6 +1,6 @@
-"""What is known about an episode (its label, a reference answer), carried to each of its rows.
+"""Entries of an episode (its label, a reference answer), copied to each of its rows.
 
-Every row has the value of its episode's last turn, on which what became of the episode stands.
+Every row has the value of its episode's last turn, which knows the episode's outcome.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 DATA = "data"
-"""Where collectors write the item that each episode was reset with."""
+"""Key of the data item that each episode was reset with, as collectors write it."""
 
 
 def entry_of_rows(
     tensordict: TensorDictBase, key: NestedKey, row_last: Sequence[int]
 ) -> Tensor | NonTensorStack | None:
-    """Read one value for each row: the batch's entry, or else what the episodes' items have under it.
+    """Read one value per row, from an entry of the batch or else from the episodes' data items.
 
     Args:
         tensordict: ``[ΣT]`` turns.
-        key: The entry's key. A string is looked up in the items, too, where the batch has no such
-            entry and its ``"data"`` are mappings.
-        row_last: The last turn of the episode of each of the ``N`` rows.
+        key: key of the entry. If the batch has no such entry, a string is looked up in the mappings
+            under ``"data"``.
+        row_last: index of the last turn of each row's episode, for ``N`` rows.
 
     Returns:
-        ``[N, ...]`` for a tensor, or ``N`` objects, ``None`` for an item without it; ``None`` if
+        A tensor ``[N, ...]``, or ``N`` objects, with ``None`` for an item without the key; ``None`` if
         neither the batch nor any item has it.
 
     Examples:
@@ -54,7 +54,7 @@ def entry_of_rows(
 
 
 def item_keys(tensordict: TensorDictBase) -> list[Any] | None:
-    """The keys that items of a batch have; ``None`` if none of them is a mapping.
+    """Sorted keys of a batch's data items; ``None`` if no item is a mapping.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -67,12 +67,12 @@ def item_keys(tensordict: TensorDictBase) -> list[Any] | None:
 
 
 def column_of_none(count: int) -> NonTensorStack:
-    """A column of ``count`` times ``None``."""
+    """A column of ``count`` entries ``None``."""
     return _stack([None] * count)
 
 
 def _objects(value: Any, count: int) -> list[Any]:
-    """The Python objects of a non-tensor entry; nothing where it is a nested TensorDict."""
+    """The Python objects of a non-tensor entry; all ``None`` if it is a nested TensorDict."""
     if isinstance(value, NonTensorData):
         return [value.data] * count
     return value.tolist() if isinstance(value, NonTensorStack) else [None] * count

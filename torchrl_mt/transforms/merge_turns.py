@@ -1,7 +1,7 @@
-"""Whole episodes in, training rows out.
+"""Merge the turns of whole episodes into training rows.
 
-Concatenating a row gives exactly what the engine was given and what it returned, and every sampled
-token lies in exactly one row.
+A row is exactly the tokens that the engine received and returned, and every sampled token is in exactly
+one row.
 """
 
 from __future__ import annotations
@@ -27,51 +27,50 @@ _RESPONSE = ("tokens", "response")
 _PARENT = ("turn", "parent")
 _TEMPERATURE = ("sampling", "temperature")
 _USUAL = ("label", "reference")
-"""What is carried where it is there."""
+"""Entries that are carried by default; a batch may lack them."""
 
 
 class MergeTurns(Transform):
-    """Merge the turns of whole episodes into right-padded rows, one per episode and fork.
+    """Merges the turns of whole episodes into right-padded rows, one per episode and fork.
 
-    A turn's parent is the last turn before it in the episode whose tokens its prompt begins with. A turn
-    goes on with the row that ends with its parent. If it has none (the history was cut or rewritten, a
-    sub-agent began), or another turn went on from there, the episode forks: a new row starts with the
-    turn's whole prompt. Tokens are compared as token ids; nothing is decoded. ``("turn", "parent")``
-    saves the search for parents and is never believed: a parent that does not fit the tokens is found
-    by comparing, and -1 can at worst begin a row too many.
+    **Rows.** A turn's parent is the latest earlier turn of the episode whose prompt and response are a
+    prefix of its prompt. A turn extends the row that ends with its parent. If it has no parent (the
+    history was cut or rewritten, or a sub-agent began), or another turn has extended that row, the
+    episode forks: a new row begins with the turn's whole prompt. Token ids are compared; nothing is
+    decoded. ``("turn", "parent")`` saves the search for parents. A parent that contradicts the tokens is
+    ignored; a wrong -1 at worst begins an extra row.
 
-    It takes a flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
-    order: what a collector sends, or :class:`~torchrl_mt.data.EpisodeSampler` deals. An episode ends at
-    a ``done`` flag (``terminated`` or ``truncated`` where there is none), and one that does not end so
-    is refused; without flags it ends where the trajectory id changes. Whether the first turns are
-    there cannot be told. As a transform of a replay buffer it acts on what is sampled. Use a plain
-    :class:`~torchrl.data.ReplayBuffer`: there are not as many rows as sampled steps, so sampling
-    information of each step cannot be written into them.
+    **Input.** A flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
+    order, as collectors yield it and :class:`~torchrl_mt.data.EpisodeSampler` samples it. An episode
+    ends at a ``done`` flag (``terminated`` or ``truncated`` if there is none), and one that does not end
+    is refused; without flags, it ends where the trajectory id changes. Missing first turns are not
+    noticed. In a replay buffer, the transform acts on samples. Use a plain
+    :class:`~torchrl.data.ReplayBuffer`: rows are fewer than sampled steps, so they cannot hold sampling
+    information per step.
 
-    The rows are a new TensorDict with the keys that the documentation's *Data format* lists. What the
-    batch lacks (log-probabilities, versions, rewards, returns, temperatures, ``"valid"``), they lack. On
-    the details:
+    **Output.** A new TensorDict with the keys listed in the documentation's *Data format*. Entries that
+    the batch lacks (log-probabilities, versions, rewards, returns, temperatures, ``"valid"``) are left
+    out.
 
-    - ``("rewards", "full")`` has each turn's reward on its last sampled token. A turn that sampled
-      nothing leaves it on the last token that its episode sampled before it, in whichever row; if there
-      is none, on the first that the episode samples after it. Where an episode samples nothing at all,
-      rewards lie on their turns' last tokens, and nothing is trained.
+    - ``("rewards", "full")`` has each turn's reward on its last sampled token. The reward of a turn that
+      sampled nothing goes to the episode's last sampled token before it, in any row; if there is none,
+      to the first one after it. If an episode sampled nothing at all, rewards are on the last tokens of
+      their turns, and nothing is trained.
     - ``"episode"`` and ``"group"``: without ids, episodes are numbered by their place in the batch;
-      without groups, each is its own. ``"episode_index"`` tells copies of one episode apart.
-    - ``("sampling", "temperature")`` is NaN where a row's turns differ. Turns that sampled nothing count
+      without groups, each episode is its own group. ``"episode_index"`` distinguishes copies of an
+      episode.
+    - ``("sampling", "temperature")`` is NaN if a row's turns differ. Turns that sampled nothing count
       only in rows without a sampled token.
-    - ``"valid"`` is what the episode's last turn says.
+    - ``"valid"`` is that of the episode's last turn.
 
     Args:
-        pad_token_id: token id that fills the rows up. It may be an ordinary token: the masks alone tell
-            what is padding.
-        max_length: longest row allowed, in tokens; no limit if ``None``.
-        traj_key: where the trajectory id of each turn is.
-        carry: keys of entries of which each row gets the value of its episode's last turn: entries of
-            the batch, or, where it has none, of the collector's ``"data"`` (mappings; an item without
-            the key counts as ``None``). Of a key that none of a batch's items has, the logger
-            ``torchrl_mt`` warns, once; where there are no such items either, it is an error. ``"label"``
-            and ``"reference"`` may lack.
+        pad_token_id: token id of the padding. It may be an ordinary token, since the masks mark padding.
+        max_length: maximum length of a row, in tokens; no limit if ``None``.
+        traj_key: key of each turn's trajectory id.
+        carry: keys of entries that each row takes from its episode's last turn. They are looked up in
+            the batch, then in the mappings that collectors write to ``"data"``; an item without the key
+            counts as ``None``. If no item has the key, the logger ``torchrl_mt`` warns once; if there
+            are no mappings either, it is an error. ``"label"`` and ``"reference"`` may be missing.
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -93,8 +92,8 @@ class MergeTurns(Transform):
                 [0, 1, 0, 0, 0]], dtype=torch.int32)
     """
 
-    _told: frozenset[str] = frozenset()
-    """The keys that were warned of."""
+    _warned: frozenset[str] = frozenset()
+    """Keys whose absence was logged."""
 
     def __init__(
         self,
@@ -126,13 +125,13 @@ class MergeTurns(Transform):
                 ``("tokens", "response")``, ragged or dense, and with trajectory ids or end flags.
 
         Returns:
-            The rows, batch size ``[N]``. The input is left as it was.
+            The rows, of batch size ``[N]``. The input is not changed.
 
         Raises:
-            KeyError: if tokens are missing, or trajectory ids and end flags both are, or an entry that
-                ``carry`` names and no item of data can have.
-            ValueError: if the batch is not flat, is empty, has an episode that does not end, a leaf does
-                not fit its turn, a turn has an empty prompt, or a row is longer than ``max_length``.
+            KeyError: if tokens are missing; if both trajectory ids and end flags are; or if an entry of
+                ``carry`` is, and there are no mappings under ``"data"``.
+            ValueError: if the batch is not flat or is empty, an episode does not end, a leaf does not
+                match its turn, a prompt is empty, or a row is longer than ``max_length``.
         """
         if tensordict.batch_dims != 1 or not len(tensordict):
             raise ValueError(
@@ -154,9 +153,10 @@ class MergeTurns(Transform):
         device = response.device
         turn = torch.arange(len(of_turn), device=device)
         first = torch.searchsorted(episode, episode)  # the first turn of each turn's episode
-        told = _column(tensordict, _PARENT)
-        places = None if told is None else torch.where(told < 0, told, told + first).tolist()
-        parents = find_parents(prompts, response, sizes, of_turn, places)
+        parent = _column(tensordict, _PARENT)  # counted from the episode's first turn
+        claimed = None if parent is None else torch.where(parent < 0, parent, parent + first)
+        claims = None if claimed is None else claimed.tolist()
+        parents = find_parents(prompts, response, sizes, of_turn, claims)
         rows_of = assign_rows(parents, given, sizes)
         length = max(rows_of.length)
         if self.max_length is not None and length > self.max_length:
@@ -177,7 +177,7 @@ class MergeTurns(Transform):
         shape = (len(row_turn), length)
 
         def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
-            """The ``[N, S]`` table with values at the given places and one value elsewhere."""
+            """Make a table ``[N, S]`` with values at flat indices and ``fill`` elsewhere."""
             out = torch.full(shape, fill, dtype=dtype, device=device)
             out.view(-1).scatter_(0, at, values)
             return out
@@ -216,7 +216,7 @@ class MergeTurns(Transform):
             rows["versions", "oldest"], rows["versions", "newest"] = oldest, newest
         reward = _column(tensordict, ("next", "reward"))
         if reward is not None:
-            # Several turns may leave their rewards on one token: they add up.
+            # The rewards of several turns may be on one token: they add up.
             rewards = torch.zeros(shape, device=device)
             place = _reward_places(first, start + prompt_size, size)
             rewards.view(-1).index_add_(0, place, reward.float())
@@ -239,19 +239,19 @@ class MergeTurns(Transform):
             if value is not None:
                 out.set(key, value)
             elif key not in _USUAL:
-                out.set(key, self._lacking(tensordict, key, len(row_last)))
+                out.set(key, self._missing_column(tensordict, key, len(row_last)))
         return out
 
-    def _lacking(self, tensordict: TensorDictBase, key: NestedKey, count: int) -> NonTensorStack:
-        """A column for a key that no episode of this batch has, if items may have it at all."""
-        found = item_keys(tensordict)
+    def _missing_column(self, batch: TensorDictBase, key: NestedKey, count: int) -> NonTensorStack:
+        """A column of ``None`` for a key that no item has; an error if there are no mappings."""
+        found = item_keys(batch)
         if found is None or not isinstance(key, str):
             raise KeyError(
                 f"MergeTurns: carry names {key!r}, which neither the batch nor an item of its data "
-                f"has: the batch has {_keys(tensordict)}, the items have {found or []}."
+                f"has: the batch has {_keys(batch)}, the items have {found or []}."
             )
-        if key not in self._told:
-            self._told |= {key}
+        if key not in self._warned:
+            self._warned |= {key}
             _logger.warning(
                 "MergeTurns: carry names %r, which no episode of a batch has: its rows have None. The "
                 "items of its data have %s: is it misspelt? This is said once for each key.",
@@ -261,7 +261,7 @@ class MergeTurns(Transform):
         return column_of_none(count)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """Refuse to act on single steps."""
+        """Not supported: single steps are no whole episodes."""
         raise RuntimeError(
             "MergeTurns acts on whole episodes and not on the steps of an environment: append it to a "
             "replay buffer, or call it on a batch."
@@ -275,12 +275,12 @@ def _ranges(start: Tensor, size: Tensor) -> Tensor:
 
 
 def _reward_places(first: Tensor, place: Tensor, size: Tensor) -> Tensor:
-    """Where each turn's reward lies: on a sampled token of its episode, if there is any.
+    """Flat index of the token that gets each turn's reward: a sampled token, if the episode has one.
 
     Args:
-        first: the first turn of each turn's episode.
-        place: where each turn's response begins.
-        size: how many tokens that is.
+        first: first turn of each turn's episode.
+        place: flat index of each response's first token.
+        size: length of each response, in tokens.
     """
     turn, end = torch.arange(len(size), device=size.device), len(size) - 1
     before = torch.where(size > 0, turn, -1).cummax(0).values
@@ -292,9 +292,9 @@ def _reward_places(first: Tensor, place: Tensor, size: Tensor) -> Tensor:
 
 
 def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:
-    """The value ``[N]`` that the turns of each row have in common, NaN if they differ.
+    """The common value ``[N]`` of each row's turns; NaN if they differ.
 
-    Of the turns that sampled something, if the row has any.
+    Turns that sampled nothing count only in rows without a sampled token.
     """
     none = value.new_full((rows,), torch.inf)
     has_sampled = torch.zeros(rows, dtype=torch.bool, device=row.device)
@@ -309,7 +309,7 @@ def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:
 def _leaves(
     tensordict: TensorDictBase, key: NestedKey
 ) -> tuple[Sequence[Tensor], list[int]] | None:
-    """The vector of every turn and how long each is, or ``None`` if the batch has no such leaf."""
+    """Each turn's vector and its length; ``None`` if the batch has no such leaf."""
     leaves = tensordict.get(key, None, as_list=True)
     if leaves is None:
         return None
@@ -325,7 +325,7 @@ def _leaves(
 
 
 def _token_ids(tensordict: TensorDictBase, key: NestedKey) -> tuple[Sequence[Tensor], list[int]]:
-    """The token ids of every turn, and how many there are."""
+    """Each turn's token ids and their number."""
     found = _leaves(tensordict, key)
     if found is None:
         raise KeyError(f"MergeTurns needs {key} in the batch, got the keys {_keys(tensordict)}.")
@@ -336,7 +336,7 @@ def _token_ids(tensordict: TensorDictBase, key: NestedKey) -> tuple[Sequence[Ten
 
 
 def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, expected: list[int]) -> Tensor | None:
-    """A leaf with one value for every sampled token, end to end, or ``None`` if there is none."""
+    """A leaf with one value per sampled token, concatenated; ``None`` if the batch has no such leaf."""
     found = _leaves(tensordict, key)
     if found is None:
         return None
@@ -351,7 +351,7 @@ def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, expected: list[int
 
 
 def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """The leaf with one number for every turn, ``[ΣT]``, or ``None`` if there is none."""
+    """A leaf ``[ΣT]`` with one number per turn; ``None`` if the batch has no such leaf."""
     value = tensordict.get(key, None)
     if value is None:
         return None
@@ -365,7 +365,7 @@ def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: NestedKey) -> Tensor:
-    """The place in the batch of each turn's episode, ``[ΣT]``; every episode must end."""
+    """Index ``[ΣT]`` of each turn's episode in the batch; every episode must end."""
     names = ["done", "terminated", "truncated"]
     found = {name: _column(tensordict, ("next", name)) for name in names}
     flags = {name: flag.bool() for name, flag in found.items() if flag is not None}
@@ -379,9 +379,9 @@ def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: Nes
         last.append(torch.cat([ids[1:] != ids[:-1], ids.new_ones(1).bool()]))
     ends = torch.stack(last).any(0)
     ends[-1] = True
-    # One of two flags by itself does not tell where episodes ended by the other.
-    tells = "done" in flags or len(flags) == 2
-    done = torch.stack([*flags.values()]).any(0) if tells else ends
+    # With only one of "terminated" and "truncated", an episode may have ended by the other.
+    is_complete = "done" in flags or len(flags) == 2
+    done = torch.stack([*flags.values()]).any(0) if is_complete else ends
     cut = (ends & ~done).nonzero()
     if len(cut):
         raise ValueError(
@@ -393,5 +393,5 @@ def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: Nes
 
 
 def _keys(tensordict: TensorDictBase) -> list[NestedKey]:
-    """The batch's keys, those of Python objects included, for error messages."""
+    """The batch's keys, including those of Python objects, for errors."""
     return sorted(tensordict.keys(True, True, is_leaf=is_leaf_nontensor), key=str)

@@ -1,7 +1,7 @@
-"""How many stored steps have a low return, and how well episodes have ended lately.
+"""Number of stored steps with low returns, and the running mean of episodes' outcomes.
 
-The counts are those of the steps that are stored, however episodes came and left; following a
-write costs the steps that it brought, not the steps that are stored.
+The counts always match the stored steps. An update takes time in proportion to the steps written since
+the last one, not to the steps stored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["ReturnBalance"]
 class ReturnBalance:
     """Counts stored steps with a return below a threshold, and averages the episodes' outcomes.
 
-    Call :meth:`update` after writing. The counts then are exact, whatever was written, left, emptied
-    or loaded since the last call. The outcome takes in every episode once, in the order of storing;
-    one that came and left between two calls is not seen.
+    Call :meth:`update` after writing. The counts are then exact, whatever was written, evicted, emptied
+    or loaded since the last call. The outcome averages every episode once, in the order of storing; an
+    episode that was written and evicted between two calls is missed.
 
     Args:
         threshold: returns below it count as low.
-        in_key: the return of each step, one number, as
+        in_key: key of the return, one number per step, as
             :class:`~torchrl_mt.transforms.DiscountedReturn` writes it.
-        reward_key: the reward of each step; an episode's outcome is that of its last step.
-        decay: weight of the past in the running outcome, in ``[0, 1)``.
+        reward_key: key of the reward; an episode's outcome is the reward of its last step.
+        decay: weight of the past in the running mean of outcomes, in ``[0, 1)``.
 
     Raises:
         ValueError: if ``threshold`` is NaN or ``decay`` is out of range.
@@ -63,30 +63,30 @@ class ReturnBalance:
         decay: float = 0.99,
     ) -> None:
         if math.isnan(threshold):
-            raise ValueError(f"threshold must be a number, got {threshold}")
+            raise ValueError(f"threshold must be a number, got {threshold}.")
         if not 0 <= decay < 1:
-            raise ValueError(f"decay must be in [0, 1), got {decay}")
+            raise ValueError(f"decay must be in [0, 1), got {decay}.")
         self.threshold = threshold
         self.in_key = in_key
         self.reward_key = reward_key
         self.decay = decay
         self.below = 0
-        """Stored steps whose return is below the threshold."""
+        """Number of stored steps whose return is below the threshold."""
         self.at_or_above = 0
-        """Stored steps whose return is at the threshold or above it (NaN is neither)."""
+        """Number of stored steps whose return is at or above the threshold (NaN is neither)."""
         self.outcome: float | None = None
-        """Exponential mean of the episodes' last rewards, begun with the first; None before."""
+        """Exponential mean of the episodes' last rewards, starting with the first; None before."""
         self._averaged = 0
-        """Ordinal of the first episode that is not in the outcome."""
+        """Ordinal of the first episode that is not yet in the outcome."""
         self._table: EpisodeTable | None = None
-        """The table that was counted."""
+        """The storage's table at the last update."""
         self._oldest = 0
-        """Ordinal of the oldest episode that is counted."""
+        """Ordinal of the oldest counted episode."""
         self._counts: deque[tuple[int, int]] = deque()
         """Steps below, and at or above, of each counted episode, oldest first."""
 
     def update(self, storage: EpisodeStorage) -> None:
-        """Take note of what was written to the storage, and of what left it.
+        """Count what was written to the storage and evicted from it since the last call.
 
         Args:
             storage: the same :class:`~torchrl_mt.data.EpisodeStorage` each time.
@@ -98,34 +98,34 @@ class ReturnBalance:
         """
         if not isinstance(storage, EpisodeStorage):
             raise TypeError(
-                f"storage must be an EpisodeStorage, got {type(storage).__name__}: pass rb.storage"
+                f"storage must be an EpisodeStorage, got {type(storage).__name__}: pass rb.storage."
             )
         with storage.lock:
             table, counted = storage.table, len(self._counts)
             if table is self._table:
-                left = min(table.oldest - self._oldest, counted)
+                evicted = min(table.oldest - self._oldest, counted)
                 first = max(table.oldest, self._oldest + counted)
-            else:  # The storage loaded a state: its ordinals may have been used before.
-                left, first = counted, table.oldest
-            came, rewards = self._read(storage, first)
-        for _ in range(left):
+            else:  # The storage loaded a state, which may reuse ordinals.
+                evicted, first = counted, table.oldest
+            new, rewards = self._read(storage, first)
+        for _ in range(evicted):
             below, above = self._counts.popleft()
             self.below -= below
             self.at_or_above -= above
-        for below, above in came:
+        for below, above in new:
             self._counts.append((below, above))
             self.below += below
             self.at_or_above += above
         for reward in rewards[max(self._averaged - first, 0) :]:
             past = reward if self.outcome is None else self.outcome
             self.outcome = self.decay * past + (1 - self.decay) * reward
-        self._averaged = first + len(came)
+        self._averaged = first + len(new)
         self._oldest, self._table = self._averaged - len(self._counts), table
 
     def _read(
         self, storage: EpisodeStorage, first: int
     ) -> tuple[list[tuple[int, int]], list[float]]:
-        """Counts and last reward of each stored episode from the ordinal ``first`` on."""
+        """Counts and last reward of each stored episode from ordinal ``first`` on."""
         table = storage.table
         new = torch.arange(first - table.oldest, table.num_episodes, device="cpu")
         if not len(new):
@@ -149,19 +149,19 @@ class ReturnBalance:
         if column is None:
             raise KeyError(
                 f"{key!r} is not stored: give in_key and reward_key, and have returns computed with "
-                f"EpisodeWriter(transform=DiscountedReturn(gamma))"
+                f"EpisodeWriter(transform=DiscountedReturn(gamma))."
             )
         if not isinstance(column, Tensor) or column.numel() != len(index):
             got = tuple(column.shape[1:]) if isinstance(column, Tensor) else "no dense tensor"
-            raise ValueError(f"{key!r} must hold one number per step, got {got}")
+            raise ValueError(f"{key!r} must hold one number per step, got {got}.")
         return column.reshape(-1).cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """The running outcome; the steps are counted anew."""
+        """The running outcome; steps are counted again after loading."""
         return {"outcome": self.outcome, "averaged": self._averaged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` gave, with the storage's state of then."""
+        """Restore the outcome; load the storage's state of the same time, too."""
         self.outcome = state_dict["outcome"]
         self._averaged = state_dict["averaged"]
         self._table = None

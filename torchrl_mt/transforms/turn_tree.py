@@ -1,8 +1,8 @@
-"""The tree of an episode's turns, and the training rows that follow from it.
+"""The tree of an episode's turns, and its training rows.
 
-A turn's *parent* is the last earlier turn of its episode whose tokens (prompt and response) its prompt
-begins with. A turn goes on with the row that ends with its parent. Without a parent, or where another
-turn has gone on with that row, it begins a new row.
+A turn's *parent* is the latest earlier turn of its episode whose prompt and response are a prefix of
+this turn's prompt. A turn extends the row that ends with its parent. If it has no parent, or another
+turn has already extended that row, it begins a new row.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class RowAssignment(NamedTuple):
     """The row of every turn."""
 
     row: list[int]
-    """Each turn's row."""
+    """Row of each turn."""
     known: list[int]
-    """How many tokens of each turn's prompt its row held before; 0 where the turn begins the row."""
+    """Tokens of each turn's prompt that were in its row before; 0 if the turn begins the row."""
     first: list[int]
-    """The turn that begins each row."""
+    """First turn of each row."""
     last: list[int]
-    """The turn that ends each row: the row is its prompt and its response."""
+    """Last turn of each row: the row is this turn's prompt and response."""
     length: list[int]
-    """Each row's length, in tokens."""
+    """Length of each row, in tokens."""
 
 
 def assign_rows(
@@ -39,7 +39,7 @@ def assign_rows(
     """Assign turns to rows, so that every response is in exactly one row.
 
     Args:
-        parents: each turn's parent as its place among these turns, -1 for none.
+        parents: index of each turn's parent, -1 for none.
         prompt_sizes: length of each turn's prompt, in tokens.
         response_sizes: length of each turn's response, in tokens.
 
@@ -68,23 +68,23 @@ def find_parents(
     responses: Tensor,
     sizes: Sequence[int],
     episode: Sequence[int],
-    told: Sequence[int] | None = None,
+    claimed: Sequence[int] | None = None,
 ) -> list[int]:
     """Find every turn's parent by comparing tokens.
 
-    A parent that somebody tells is checked, not believed: one that the tokens contradict is found as if
-    it had not been told. -1 is believed, since that can begin a row too many but no wrong one. Of
-    prompts that begin in one place in memory, only the response in between is read.
+    Claimed parents save the search. A claim that contradicts the tokens is ignored, and the parent is
+    searched. A claim of -1 is trusted: at worst it begins an extra row. For prompts that share memory,
+    only the response in between is compared.
 
     Args:
-        prompts: the ``[ΣT]`` turns' prompts, vectors of integers on one device.
-        responses: what was sampled for each of them, end to end.
-        sizes: how many tokens that was.
-        episode: the episode of each turn; the turns of one lie together, in order.
-        told: each turn's parent, if anybody knows them.
+        prompts: prompts of ``[ΣT]`` turns, integer vectors on one device.
+        responses: sampled tokens of all turns, concatenated.
+        sizes: number of sampled tokens of each turn.
+        episode: episode of each turn; turns of an episode are contiguous and in order.
+        claimed: claimed parent of each turn, as in the result; ``None`` for no claims.
 
     Returns:
-        Each turn's parent as its place among all turns, as in ``told``; -1 for none.
+        Index of each turn's parent among all turns; -1 for none.
 
     Examples:
         >>> prompts = [torch.tensor(p) for p in ([1, 2], [1, 2, 3, 4], [1], [1, 2, 3, 9])]
@@ -97,12 +97,12 @@ def find_parents(
     answers = [sampled[at:end].tobytes() for at, end in pairwise(accumulate(sizes, initial=0))]
     known = [len(prompt) for prompt in prompts]
 
-    def goes_on(turn: int, before: int) -> bool:
+    def extends(turn: int, before: int) -> bool:
         start, end = known[before], known[before] + sizes[before]
         if end > known[turn]:
             return False
         line, other = lines[turn], lines[before]
-        # The response first: it is short, and differs wherever turns that began alike went apart.
+        # The response first: it is short, and turns that share a beginning differ there.
         return line[start:end].tobytes() == answers[before] and (
             line is other or line[:start].tobytes() == other[:start].tobytes()
         )
@@ -112,18 +112,19 @@ def find_parents(
     for k in range(len(prompts)):
         if k and episode[k] != episode[k - 1]:
             first = k
-        if told is not None and (told[k] == -1 or (first <= told[k] < k and goes_on(k, told[k]))):
-            parents.append(told[k])
+        claim = None if claimed is None else claimed[k]
+        if claim is not None and (claim == -1 or (first <= claim < k and extends(k, claim))):
+            parents.append(claim)
         else:
             earlier = range(k - 1, first - 1, -1)
-            parents.append(next((j for j in earlier if goes_on(k, j)), -1))
+            parents.append(next((j for j in earlier if extends(k, j)), -1))
     return parents
 
 
 def _lines(prompts: Sequence[Tensor]) -> list[Any]:
-    """For each prompt an array in host memory that begins with it.
+    """For each prompt, an array in host memory that begins with it.
 
-    Prompts that begin in one place have the same array. What is in host memory is not copied.
+    Prompts that start at the same address share an array. Host tensors are not copied.
     """
     if not all(prompt.is_contiguous() for prompt in prompts):
         prompts = [prompt.contiguous() for prompt in prompts]

@@ -1,1 +1,1 @@
-"""The engine on a server that speaks OpenAI's completions protocol with token ids."""
+"""Engine for servers of OpenAI's completions protocol with token ids."""

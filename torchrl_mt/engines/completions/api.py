@@ -1,7 +1,7 @@
-"""The OpenAI completions protocol with token ids in and out, as vLLM and SGLang speak it.
+"""OpenAI's completions protocol with token ids in and out, as vLLM and SGLang implement it.
 
-An answer is taken token for token or not at all: text is never encoded again, and what is missing or
-does not fit together is an error that names the field.
+Answers are read token for token; text is never encoded again. A missing or inconsistent field is an
+error that names it.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ __all__ = [
 ]
 
 OWN_FIELDS = frozenset({"prompt", "model", "max_tokens", "n", "best_of", "stream", "echo"})
-"""What a request says about itself, and what would change the shape of its answer."""
+"""Request fields that the engine sets, and fields that would change the shape of the answer."""
 
 _TOKEN_ID = "token_id:"
 _UNFINISHED = ("abort", "error")
-"""Finish reasons of answers that a server gave up, as it does while it takes new weights."""
+"""Finish reasons of answers that a server aborted, for example to load new weights."""
 _MINUS_INFINITY = -9999.0
-"""What vLLM sends in place of minus infinity, which JSON does not have."""
+"""What vLLM sends for minus infinity, which JSON lacks."""
 _LARGEST_ID = 2**31 - 1
 _CHOICE = "choices[0]"
 
 
 class MalformedAnswerError(ValueError):
-    """A server's answer lacks something, or contradicts itself."""
+    """A field of a server's answer is missing or contradicts another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server answered to one prompt."""
+    """A server's answer to one prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length"]
     versions: list[int] | None
-    """The weight version that sampled each token, if the server says."""
+    """Weight version that sampled each token; ``None`` if the server does not report it."""
 
 
 def completions_url(base_url: str) -> str:
-    """Where completions are asked for.
+    """Build the address of a server's completions endpoint.
 
     Args:
-        base_url: of the server, with or without ``/v1``.
+        base_url: the server's address, with or without ``/v1``.
 
     Raises:
-        ValueError: if it is no HTTP address.
+        ValueError: if ``base_url`` is no HTTP address.
 
     Examples:
         >>> completions_url("http://localhost:8000")
@@ -75,14 +75,14 @@ def completions_url(base_url: str) -> str:
 
 
 def max_model_len(payload: Any, model: str) -> int | None:
-    """How many tokens of prompt and answer together a server's list of models says that a model takes.
+    """Read a model's limit of prompt and answer together from a server's list of models.
 
     Args:
         payload: the JSON of ``GET /v1/models``.
         model: the model's name.
 
     Returns:
-        The number; ``None`` if the server does not say.
+        The limit in tokens; ``None`` if the server does not report it.
 
     Examples:
         >>> max_model_len({"data": [{"id": "tiny", "max_model_len": 4096}]}, "tiny")
@@ -104,19 +104,19 @@ def parse_answer(
     vocab_size: int | None = None,
     version_key: str | None = None,
 ) -> Answer:
-    """Take the sampled tokens out of a server's answer.
+    """Read the sampled tokens from a server's answer.
 
     Args:
         payload: the JSON that the server sent.
-        max_new_tokens: what the request allowed.
-        prompt: the tokens that were sent; a server that says which it saw must have seen these.
-        vocab_size: how many tokens the model has, if that is known.
-        version_key: where the server says which weights sampled, as a dotted path in the choice or at
-            the root: a number, or a list with one for each token.
+        max_new_tokens: maximum length of the answer that the request allowed.
+        prompt: the tokens that were sent; compared with ``prompt_token_ids`` if the answer has them.
+        vocab_size: size of the model's vocabulary; ``None`` if unknown.
+        version_key: dotted path of the weight version, in the choice or at the root of the answer: one
+            number, or a list with one per token.
 
     Raises:
-        TryAgainError: if the server gave the answer up.
-        MalformedAnswerError: if a field is missing or does not fit.
+        TryAgainError: if the server aborted the answer.
+        MalformedAnswerError: if a field is missing or inconsistent.
 
     Examples:
         >>> choice = {
@@ -172,38 +172,38 @@ def parse_answer(
 
 
 def _require(holds: bool, field: str, expected: str, got: Any, advice: str = "") -> None:
-    """Refuse an answer by the field that does not fit."""
+    """Raise an error that names the field, unless the condition holds."""
     if not holds:
         end = f": {advice}" if advice else "."
         raise MalformedAnswerError(f"{field} must be {expected}, got {_shown(got)}{end}")
 
 
 def _token_ids(choice: Mapping[str, Any], logprobs: Mapping[str, Any]) -> list[int]:
-    """The sampled tokens, from whichever field has them; both must agree where both are given."""
+    """Read the sampled tokens; where two fields have them, both must agree."""
     token_ids, tokens = choice.get("token_ids"), logprobs.get("tokens")
     field = f"{_CHOICE}.token_ids"
     fits = token_ids is None or (
         isinstance(token_ids, list) and all(_is_token_id(token) for token in token_ids)
     )
     _require(fits, field, "a list of token ids", token_ids)
-    named = _named_token_ids(tokens)
-    if token_ids is None and named is None:
+    parsed = _parse_token_strings(tokens)
+    if token_ids is None and parsed is None:
         raise MalformedAnswerError(
             f"{field} is missing and {_CHOICE}.logprobs.tokens, {_shown(tokens)}, are no token ids: the "
             "server answers with text alone, which cannot be turned back into the tokens that were "
             "sampled. It must support return_token_ids or return_tokens_as_token_ids (vLLM does)."
         )
-    if token_ids is not None and named is not None:
+    if token_ids is not None and parsed is not None:
         _require(
-            token_ids == named, field, f"those of {_CHOICE}.logprobs.tokens, {named}", token_ids
+            token_ids == parsed, field, f"those of {_CHOICE}.logprobs.tokens, {parsed}", token_ids
         )
-    found = list(token_ids or named or [])
+    found = list(token_ids or parsed or [])
     _require(bool(found), field, "at least one sampled token", found)
     return found
 
 
-def _named_token_ids(tokens: Any) -> list[int] | None:
-    """Token ids from strings such as ``"token_id:12"``; ``None`` if they are anything else."""
+def _parse_token_strings(tokens: Any) -> list[int] | None:
+    """Parse strings such as ``"token_id:12"``; ``None`` if one is anything else."""
     if not isinstance(tokens, list):
         return None
     digits = [
@@ -216,13 +216,13 @@ def _named_token_ids(tokens: Any) -> list[int] | None:
 
 
 def _log_probs(logprobs: Mapping[str, Any], size: int) -> list[float]:
-    """One finite log-probability for each token."""
+    """Read one finite log-probability per token."""
     values, field = logprobs.get("token_logprobs"), f"{_CHOICE}.logprobs.token_logprobs"
     fits = isinstance(values, list) and len(values) == size
     _require(fits, field, f"a list of {size} numbers, one for each token", values)
     for i, value in enumerate(values or ()):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Written so that a NaN, which compares false with everything, is none.
+        # A NaN compares false, so it fails this test.
         is_log_prob = is_number and _MINUS_INFINITY < value <= 1e-3
         _require(is_log_prob, f"{field}[{i}]", "a log-probability", value)
     return [float(value) for value in values or ()]
@@ -231,7 +231,6 @@ def _log_probs(logprobs: Mapping[str, Any], size: int) -> list[float]:
 def _versions(
     payload: Mapping[str, Any], choice: Mapping[str, Any], key: str, size: int
 ) -> list[int]:
-    """The weight version of each token, as the server says."""
     found = _at(choice, key)
     found = _at(payload, key) if found is None else found
     try:
@@ -244,18 +243,17 @@ def _versions(
 
 
 def _at(value: Any, path: str) -> Any:
-    """What lies at a dotted path; ``None`` if nothing does."""
+    """Value at a dotted path; ``None`` if there is none."""
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
 def _is_token_id(value: Any) -> bool:
-    """Whether a JSON value is a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _shown(value: Any) -> str:
-    """A value as errors name it."""
+    """A value in at most about 100 characters, for errors."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,7 +1,7 @@
-"""An engine on an OpenAI-compatible completions server, such as vLLM's: token ids in and out.
+"""Engine for an OpenAI-compatible completions server, such as vLLM's: token ids in and out.
 
-What the server samples is taken token for token with its log-probabilities. No answer claims newer
-weights than sampled it.
+Completions hold the server's sampled tokens and log-probabilities unchanged. No token is stamped with
+newer weights than sampled it.
 """
 
 from __future__ import annotations
@@ -33,99 +33,98 @@ __all__ = ["CompletionsEngine", "CompletionsError"]
 _logger = logging.getLogger("torchrl_mt")
 
 _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What vLLM would otherwise take from the model's generation config."""
+"""Neutral values, sent because vLLM would otherwise use the model's generation config."""
 
-_PROBE_TOKENS, _NEARLY_GREEDY, _SURE = 4, 0.02, -0.05
-"""How many tokens a probe asks for, at which temperature, and the log-probability of a sure one."""
-_DOUBTS = {
+_PROBE_TOKENS, _NEARLY_GREEDY, _CERTAIN = 4, 0.02, -0.05
+"""Of a probe: its tokens, its temperature, and the lowest log-probability of a certain token."""
+_MODE_WARNINGS = {
     "raw_logprobs": "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
     "not train on them. Completion.sampling records it.",
     "unknown": "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM reports "
     "such only when started with --logprobs-mode processed_logprobs. Say so with logprobs_mode=.",
 }
-"""What to say, once, of log-probabilities that are or may be of another distribution."""
-_ASK_SECONDS = 5.0
-"""For the server to say what it knows of the model."""
+"""Warnings, logged once, if log-probabilities are or may be of another distribution."""
+_MODELS_TIMEOUT = 5.0
+"""Seconds for a request to ``/v1/models``."""
 _AWAY_PAUSE = 0.5
-"""Seconds after which a server that is not there yet is looked for again."""
+"""Seconds between two attempts to reach a server that is not up yet."""
 
 
 class CompletionsError(HttpError):
-    """A request to a completions server failed for good.
+    """A request to a completions server failed, and retries did not help.
 
     Args:
-        url: what was asked.
-        attempts: how often.
-        reason: what happened the last time.
+        url: address of the request.
+        attempts: number of attempts.
+        reason: why the last attempt failed.
     """
 
 
 class CompletionsEngine:
     """Sample with a completions server (``POST /v1/completions``).
 
-    Prompts are sent as token ids. The server must answer with token ids too: ``token_ids`` (asked for
-    with ``return_token_ids``) or ``logprobs.tokens`` of the form ``"token_id:12"`` (asked for with
-    ``return_tokens_as_token_ids``); vLLM gives both. Text is never encoded again.
+    **Tokens.** Prompts are sent as token ids. The server must answer with token ids too: ``token_ids``
+    (requested by ``return_token_ids``) or ``logprobs.tokens`` of the form ``"token_id:12"`` (requested
+    by ``return_tokens_as_token_ids``). vLLM sends both. Text is never encoded again.
 
-    An answer that ends with a stop token holds it if the server's token ids do, as vLLM's do; nothing is
-    added where they do not. Then ``finish_reason`` is still ``"stop"``, and the stop token is the next
-    prompt's, not the answer's: it is not trained on.
+    **Stop tokens.** An answer includes its stop token if the server's token ids do, as vLLM's do. If
+    they do not, ``finish_reason`` is still ``"stop"``, and the stop token is part of the next prompt: it
+    is not trained on.
 
-    Sampling is from the model's own distribution unless ``temperature``, ``extra_body`` or a request
-    say otherwise: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are sent with the values
-    that change nothing, because vLLM would otherwise take them from the model's generation config. A
-    field that is ``None`` is left out, for servers that refuse it. ``Completion.sampling`` has what was
-    asked for.
+    **Distribution.** Sampling is from the model's own distribution unless ``temperature``,
+    ``extra_body`` or a request changes it. Neutral values of ``top_p``, ``top_k``, ``min_p`` and
+    ``repetition_penalty`` are sent, because vLLM would otherwise use the model's generation config. Set
+    a field to ``None`` to leave it out, for servers that refuse it. ``Completion.sampling`` records what
+    was requested.
 
-    Log-probabilities are the server's, after ``temperature``, ``top_p`` and the like. vLLM reports such
-    only if it is started with ``--logprobs-mode processed_logprobs``, otherwise those of the model's own
-    distribution; with plain sampling there is no difference. ``logprobs_mode`` says which it is. Without
-    it, the first request for which it matters is followed by a probe: four tokens without a choice,
-    whose log-probabilities are 0 if they are of what was sampled from.
+    **Log-probabilities** are the server's. They should be those after ``temperature``, ``top_p`` and so
+    on. vLLM reports these only if started with ``--logprobs-mode processed_logprobs``; otherwise it
+    reports those of the model's own distribution. With plain sampling the two are equal. If
+    ``logprobs_mode`` does not say which, the engine sends a probe after the first request for which it
+    matters: four nearly certain tokens, whose processed log-probabilities are nearly 0.
 
-    Weight versions are counted here. If the weights change during a request, all of its tokens have the
-    version at which its last attempt *began*: a token that passes for older than it is may be left out
-    as stale, but none is trained on as if it were newer. A server that says itself which weights sampled
-    is believed (``version_key``).
+    **Weight versions** are counted by the engine. If the weights change during a request, all of its
+    tokens have the version at which its last attempt *began*. A token may then be rejected as stale too
+    early, but none is trained on as newer than it is. With ``version_key``, the server's own version
+    counts instead.
 
-    httpx and tenacity are needed: ``pip install 'torchrl-mt[server]'``.
+    Requires httpx and tenacity: ``pip install 'torchrl-mt[server]'``.
 
     Args:
         base_url: the server's address, with or without ``/v1``.
         model: the name under which the server serves the model.
         tokenizer: the model's tokenizer; it renders the messages.
         api_key: sent as a bearer token.
-        max_new_tokens: longest answer, unless a request says otherwise.
-        max_total_tokens: most tokens of prompt and answer together. ``None``: the ``max_model_len`` that
-            the server's ``/v1/models`` gives, asked for when it is first needed; where it gives none, it
-            is left to the server to refuse longer ones.
-        timeout: seconds that one attempt may take in all, from connecting to the answer's last byte.
-        max_retries: how often a request is tried again after a connection error, a timeout, one of the
-            statuses 408, 425, 429 and 5xx, or an answer that the server gave up (``"abort"``).
-        wait_ready: seconds for which a request waits for a server that is not there (connections are
-            refused or break, or the status is 502, 503 or 504), because it starts or restarts. This
-            counts as one attempt; after that the request fails.
-        backoff: seconds before the first retry, about; twice as long before each further one. A
-            ``Retry-After`` is kept to, if it asks for no more than ``timeout``.
-        temperature: what the server divides the logits by.
-        logprobs_mode: what the server's log-probabilities are of: ``"processed_logprobs"``, the
-            distribution that it samples from, or ``"raw_logprobs"``, the model's own. ``None``: it is
-            found by a probe when it matters; if the server refuses that, the former is assumed, and the
-            log says so once. The latter are marked in ``Completion.sampling`` where they are not of what
-            was sampled from.
-        vocab_size: how many tokens the model has; prompts and answers with others fail. ``None``: not
-            known.
-        max_connections: most connections at once, per event loop.
+        max_new_tokens: maximum length of an answer, unless a request sets another.
+        max_total_tokens: maximum length of prompt and answer together. If ``None``, the
+            ``max_model_len`` of the server's ``/v1/models``, requested when first needed. If the server
+            reports none, the server refuses what is too long.
+        timeout: seconds for one attempt, from connecting to the answer's last byte.
+        max_retries: retries after a connection error, a timeout, a status 408, 425, 429 or 5xx, or an
+            answer that the server aborted (``"abort"``).
+        wait_ready: seconds that a request waits for a server that starts or restarts: connections are
+            refused or break, or the status is 502, 503 or 504. This counts as one attempt; afterwards
+            the request fails.
+        backoff: seconds before the first retry, about; doubles for each further one. A ``Retry-After``
+            of up to ``timeout`` is obeyed.
+        temperature: divides the logits.
+        logprobs_mode: the distribution of the server's log-probabilities: ``"processed_logprobs"`` is
+            the one sampled from, ``"raw_logprobs"`` the model's own. If ``None``, a probe finds out when
+            it matters; if the server refuses the probe, the engine assumes the former and logs that
+            once. ``Completion.sampling`` records ``"raw_logprobs"`` where the two differ.
+        vocab_size: size of the vocabulary; prompts and answers with other tokens fail. ``None`` if
+            unknown.
+        max_connections: maximum number of connections per event loop.
         extra_body: further fields of every request, such as ``{"top_p": 0.9, "stop_token_ids": [7]}``.
-        version_key: where the answer says which weights sampled it, as a dotted path in the choice or
-            at its root: ``"metadata.weight_version"``.
-        on_update: called with the source of an update; what it does is up to you: save a checkpoint
-            and have the server load it, say. May be a coroutine function.
+        version_key: dotted path of the weight version, in the choice or at the root of the answer, such
+            as ``"metadata.weight_version"``.
+        on_update: called with the source of an update, to load it into the server: it may save a
+            checkpoint and have the server load that, say. May be a coroutine function.
 
     Raises:
         ImportError: if httpx or tenacity is not installed.
         ValueError: if a number is out of range, ``base_url`` is no HTTP address, or ``extra_body`` has a
-            field that the engine sets itself.
+            field that the engine sets.
 
     Examples:
         >>> engine = CompletionsEngine(  # doctest: +SKIP
@@ -168,9 +167,9 @@ class CompletionsEngine:
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self._max_total_tokens = max_total_tokens
-        self._has_asked = max_total_tokens is not None
-        """Whether the server has said what it knows of the model, or nothing can be learned."""
-        self._asking = threading.Lock()
+        self._limit_is_settled = max_total_tokens is not None
+        """Whether the limit is known, or the server does not report it."""
+        self._limit_lock = threading.Lock()
         self._wait_ready = wait_ready
         self._model = model
         self._body = {
@@ -185,12 +184,12 @@ class CompletionsEngine:
         self._parse = partial(parse_answer, vocab_size=vocab_size, version_key=version_key)
         self._vocab_size = vocab_size
         self._logprobs_mode: str | None = logprobs_mode
-        """``None`` until it is probed; "unknown" if the server refuses that."""
-        self._probes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+        """``None`` before the probe; ``"unknown"`` if the server refuses it."""
+        self._probe_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
             weakref.WeakKeyDictionary()
         )
         self._warn = TruncationWarning()
-        self._doubted = False
+        self._has_warned = False
         self._on_update = on_update
         self._version = 0
         self._updating = threading.Lock()
@@ -214,8 +213,8 @@ class CompletionsEngine:
 
     @property
     def max_total_tokens(self) -> int | None:
-        """Most tokens of prompt and answer together; ``None``: not known."""
-        self._ask_server()
+        """Maximum length of prompt and answer together, in tokens; ``None`` if unknown."""
+        self._request_limit()
         return self._max_total_tokens
 
     async def generate(
@@ -224,8 +223,9 @@ class CompletionsEngine:
         """Sample an answer to a prompt.
 
         Args:
-            prompt_ids: the tokens that the model sees, at least one.
-            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
+            prompt_ids: at least one token.
+            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+                that the prompt leaves, whichever is less.
             **sampling: further fields of this request, such as ``temperature`` or ``seed``.
 
         Returns:
@@ -233,12 +233,12 @@ class CompletionsEngine:
 
         Raises:
             ValueError: if an argument is out of range (see :meth:`Engine.generate`), or ``sampling`` has
-                a field that the engine sets itself.
-            TypeError: if ``prompt_ids`` are no integers, or ``sampling`` has what JSON cannot say.
-            CompletionsError: if the server refuses, keeps failing, or gives no whole answer.
+                a field that the engine sets.
+            TypeError: if ``prompt_ids`` are no integers, or ``sampling`` has a value that JSON lacks.
+            CompletionsError: if the server refuses, keeps failing, or sends a malformed answer.
             RuntimeError: if the engine is closed.
         """
-        await self._find_out()
+        await self._wait_for_limit()
         total = self._max_total_tokens
         prompt, limit = checked_request(
             prompt_ids,
@@ -272,13 +272,13 @@ class CompletionsEngine:
         )
 
     def update_weights(self, source: Any = None) -> int:
-        """Have the server take new weights, then count them.
+        """Call ``on_update`` to load new weights into the server, then count the update.
 
         Args:
-            source: handed to ``on_update``.
+            source: passed to ``on_update``.
 
         Returns:
-            The new version: what begins from now on is stamped with it.
+            The new version, which stamps all attempts that begin from now on.
 
         Raises:
             NotImplementedError: if there is no ``on_update``.
@@ -297,56 +297,56 @@ class CompletionsEngine:
             return self._version
 
     def count_update(self) -> int:
-        """Count new weights that the server was given by somebody else; returns the new version."""
+        """Count an update that the server received from elsewhere; returns the new version."""
         with self._updating:
             self._version += 1
             return self._version
 
     def close(self) -> None:
-        """Fail what is under way and close every connection."""
+        """Fail all open requests and close every connection."""
         self._client.close()
 
-    async def _find_out(self) -> None:
-        """Have the server say what it knows of the model, once, when it is there."""
+    async def _wait_for_limit(self) -> None:
+        """Request the model's limit until the server is up, for at most ``wait_ready`` seconds."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._wait_ready
-        while not (self._has_asked or self._client.closed):
-            if await asyncio.to_thread(self._ask_server) or loop.time() >= end:
+        while not (self._limit_is_settled or self._client.closed):
+            if await asyncio.to_thread(self._request_limit) or loop.time() >= end:
                 return
             await asyncio.sleep(_AWAY_PAUSE)
 
-    def _ask_server(self) -> bool:
-        """Ask what the server knows of the model, unless that is known; tells whether it is."""
+    def _request_limit(self) -> bool:
+        """Request the model's limit unless it is settled; false if the server is not up."""
         import httpx
 
-        with self._asking:
-            if self._has_asked or self._client.closed:
+        with self._limit_lock:
+            if self._limit_is_settled or self._client.closed:
                 return True
             url = self._client.url.removesuffix("/completions") + "/models"
             try:
-                answer = httpx.get(url, headers=self._headers, timeout=_ASK_SECONDS)
+                answer = httpx.get(url, headers=self._headers, timeout=_MODELS_TIMEOUT)
             except httpx.TimeoutException:
-                self._has_asked = True  # It is there and says nothing, or may never be.
+                self._limit_is_settled = True  # Asking again would delay every request.
                 return True
             except httpx.TransportError:
                 return False
             if answer.status_code in (502, 503, 504):
                 return False
-            self._has_asked = True
-            with suppress(ValueError):  # It does not say.
+            self._limit_is_settled = True
+            with suppress(ValueError):  # The server sent no JSON.
                 self._max_total_tokens = max_model_len(answer.json(), self._model)
             return True
 
     async def _probe(self, body: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Find out once what log-probabilities are of, by an answer that leaves nothing to chance."""
-        lock = self._probes.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        """Find out once which distribution log-probabilities are of, by nearly certain tokens."""
+        lock = self._probe_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
             if self._logprobs_mode is not None:
                 return
             truncated = record.keys() & {"top_k", "top_p", "min_p"}
-            sure = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
-            # After one token alone, hardly any model is sure by itself.
-            asked = {**body, **sure, "prompt": body["prompt"][:1], "max_tokens": _PROBE_TOKENS}
+            greedy = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
+            # After one token, hardly any model's own distribution is certain.
+            asked = {**body, **greedy, "prompt": body["prompt"][:1], "max_tokens": _PROBE_TOKENS}
             try:
                 answer = await self._client.post(
                     asked, partial(self._parse, max_new_tokens=_PROBE_TOKENS)
@@ -354,16 +354,16 @@ class CompletionsEngine:
             except CompletionsError:
                 self._logprobs_mode = "unknown"
                 return
-            is_raw = min(answer.log_probs) < _SURE
+            is_raw = min(answer.log_probs) < _CERTAIN
             self._logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
             _logger.info("the server gives %s, as a probe has shown.", self._logprobs_mode)
 
     def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
-        """What a completion says about its distribution; warns of the first that calls for it."""
-        doubt = _DOUBTS.get(self._logprobs_mode or "unknown")
-        if doubt is not None and not self._doubted:
-            self._doubted = True
-            _logger.warning(doubt, record)
+        """Add the log-probability mode to a record if it matters; warns once."""
+        warning = _MODE_WARNINGS.get(self._logprobs_mode or "unknown")
+        if warning is not None and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(warning, record)
         if self._logprobs_mode == "raw_logprobs":
             return record | {"logprobs_mode": self._logprobs_mode}
         self._warn(record)
@@ -371,7 +371,7 @@ class CompletionsEngine:
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:
-    """Refuse fields that the engine sets itself."""
+    """Refuse fields that the engine sets."""
     taken = sorted(OWN_FIELDS & fields.keys())
     if taken:
-        raise ValueError(f"{what} must leave out what the engine sets itself, got {taken}.")
+        raise ValueError(f"{what} must leave out fields that the engine sets, got {taken}.")

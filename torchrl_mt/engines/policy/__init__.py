@@ -1,1 +1,1 @@
-"""The engine on any of TorchRL's language-model policies."""
+"""Engine for TorchRL's language-model policies."""

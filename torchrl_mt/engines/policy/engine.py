@@ -1,6 +1,6 @@
-"""An engine on any TorchRL policy for language models, requests gathered into micro-batches.
+"""Engine for any TorchRL language-model policy; gathers requests into micro-batches.
 
-No log-probability leaves it that a plain forward pass of the model contradicts.
+No completion has log-probabilities that a plain forward pass of the model contradicts.
 """
 
 from __future__ import annotations
@@ -29,66 +29,66 @@ from torchrl_mt.engines.policy.sampler import (
 )
 from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_params import TruncationWarning, bending, sampling_of
+from torchrl_mt.engines.sampling_params import TruncationWarning, altering_arguments, sampling_of
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
 
 _MAX_NEW_TOKENS = 256
-_LAW = {"temperature", "top_k", "top_p"}
-"""What requests may set of :class:`Sampling`."""
+_PARAMS = {"temperature", "top_k", "top_p"}
+"""Sampling parameters that requests to a ``TransformersWrapper`` may set."""
 
 
 class PolicyEngine:
     """Sample with a TorchRL policy, such as ``TransformersWrapper``, many conversations at once.
 
-    Requests that wait when the policy becomes free are one micro-batch, sampled in a background thread;
-    a batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
-    used. A policy must not be trained *while* tokens are sampled.
+    Requests that wait when the policy becomes free form a micro-batch, sampled in a background thread.
+    A batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
+    used. Do not train the policy *while* tokens are sampled.
 
-    Log-probabilities are those of the distribution that was sampled from, after ``temperature``,
-    ``top_k`` and ``top_p``. TorchRL 0.14's ``TransformersWrapper`` reports 0.0 for the first token of
-    every answer, and knows neither temperature nor truncation: a plain forward pass of its model
-    computes them instead, as for a ``vLLMWrapper`` or ``SGLangWrapper`` with temperature or truncation.
-    What another policy reports is compared with such a pass when it is first used and after every
-    update; if it is wrong, or there is no model to compare with, requests fail. ``Completion.sampling``
-    has what shaped the distribution.
+    **Log-probabilities** are those of the distribution sampled from, after ``temperature``, ``top_k``
+    and ``top_p``; ``Completion.sampling`` records these. TorchRL 0.14's ``TransformersWrapper`` reports
+    0.0 for the first token of every answer and ignores temperature and truncation, so a plain forward
+    pass of its model computes them; likewise for a ``vLLMWrapper`` or ``SGLangWrapper`` with temperature
+    or truncation. What other policies report is compared with such a pass at first use and after every
+    update. If it is wrong, or there is no model to compare with, requests fail.
 
-    A ``TransformersWrapper`` may have any input mode. It samples from the model's own distribution
-    unless its ``generate_kwargs`` or a request say otherwise; of the model's generation config only the
-    stop tokens count. Other policies are called with ``("tokens", "prompt")`` and ``("masks",
-    "all_attention_mask")``, padded on the left, and return ``("tokens", "response")`` and
-    ``("log_probs", "response")``: per row without padding, or padded on the right if every row that ends
-    early ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper`` are given rows without padding.
+    **Policies.** A ``TransformersWrapper`` may have any input mode. It samples from the model's own
+    distribution unless its ``generate_kwargs`` or a request changes it; of the model's generation
+    config, only the stop tokens are used. Other policies receive ``("tokens", "prompt")`` and
+    ``("masks", "all_attention_mask")``, padded on the left, and return ``("tokens", "response")`` and
+    ``("log_probs", "response")``: one row per answer without padding, or padded on the right if every
+    answer shorter than the batch ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper`` receive
+    rows without padding.
 
     Args:
-        policy: an ``LLMWrapperBase`` or any module (or callable) from TensorDict to TensorDict.
-        tokenizer: its end-of-sequence token stops an answer; the policy's own if ``None``.
-        model: the causal language model to check the policy with and to load new weights into;
-            ``policy.model`` if ``None``.
-        max_new_tokens: longest answer, unless a request says otherwise; if ``None``, what the policy's
-            ``generate_kwargs`` say, or 256. Policies other than ``TransformersWrapper`` also keep to
-            their own limit: what is beyond the request's is cut off.
-        temperature: what the policy divides the logits by; if ``None``, what its ``generate_kwargs``
-            say, or 1. A ``TransformersWrapper`` is made to; what another policy says of itself must be
-            the same. At 0, or with ``do_sample=False``, the likeliest token is taken, with
-            log-probability 0.
-        max_batch_size: most requests of a micro-batch.
+        policy: an ``LLMWrapperBase``, or any module or callable from TensorDict to TensorDict.
+        tokenizer: its end-of-sequence token stops an answer; the policy's tokenizer if ``None``.
+        model: causal language model that checks the policy and loads new weights; ``policy.model`` if
+            ``None``.
+        max_new_tokens: maximum length of an answer, unless a request sets another; if ``None``, that of
+            the policy's ``generate_kwargs``, or 256. Policies other than ``TransformersWrapper`` also
+            apply their own limit; longer answers are cut to the request's.
+        temperature: divides the logits; if ``None``, that of the policy's ``generate_kwargs``, or 1. A
+            ``TransformersWrapper`` is set to it; other policies must state the same value if they state
+            one. At 0, or with ``do_sample=False``, the likeliest token is chosen, with log-probability
+            0.
+        max_batch_size: maximum number of requests in a micro-batch.
         max_wait: seconds that a request waits at most for its micro-batch to fill up.
-        check: compare or compute the log-probabilities. Without it they are handed on as they are: do
+        check: compare or compute the log-probabilities. If false, reported ones are used as they are: do
             not train on them.
-        tolerance: largest mean absolute difference in nats that passes for rounding (five times that
-            for a single token); 0.05, or 0.1 for a model in half precision, if ``None``.
-        max_forward_tokens: most tokens in one such forward pass, padding included.
+        tolerance: largest mean absolute difference that counts as rounding, in nats; five times as much
+            for a single token. If ``None``, 0.05, or 0.1 for a model in half precision.
+        max_forward_tokens: maximum number of tokens in a plain forward pass, including padding.
         on_update: called with the source of an update while nothing is sampled, instead of loading
-            weights into the model: for policies whose weights lie elsewhere; may be a coroutine
+            weights into the model. For policies whose weights are elsewhere. May be a coroutine
             function.
 
     Raises:
         TypeError: if ``policy`` is no policy.
-        ValueError: if ``policy`` does not generate one answer per prompt from a distribution that
-            follows from its model's, no stop token is known, ``temperature`` is another than the
-            policy's, or a number is out of range.
+        ValueError: if ``policy`` does not generate one answer per prompt from a distribution that can be
+            computed from its model's, no stop token is known, ``temperature`` differs from the policy's,
+            or a number is out of range.
 
     Examples:
         >>> policy = TransformersWrapper(  # doctest: +SKIP
@@ -113,12 +113,12 @@ class PolicyEngine:
         max_forward_tokens: int = 8192,
         on_update: Callable[[Any], Any] | None = None,
     ) -> None:
-        said = generate_kwargs_of(policy)
-        arguments = dict(said)
+        policy_kwargs = generate_kwargs_of(policy)
+        arguments = dict(policy_kwargs)
         if temperature is not None:
-            own = sampling_of(said).temperature
-            is_said = {"temperature", "do_sample"} & said.keys()
-            if is_said and own != temperature and not isinstance(policy, TransformersWrapper):
+            own = sampling_of(policy_kwargs).temperature
+            is_set = {"temperature", "do_sample"} & policy_kwargs.keys()
+            if is_set and own != temperature and not isinstance(policy, TransformersWrapper):
                 raise ValueError(
                     f"temperature must be the policy's own, which is {own}, got {temperature}: set "
                     "it on the policy."
@@ -127,7 +127,7 @@ class PolicyEngine:
             if temperature > 0:
                 arguments.pop("do_sample", None)
         if max_new_tokens is None:
-            max_new_tokens = int(said.get("max_new_tokens") or _MAX_NEW_TOKENS)
+            max_new_tokens = int(policy_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
         require_positive(
             max_new_tokens=max_new_tokens,
             max_batch_size=max_batch_size,
@@ -142,17 +142,18 @@ class PolicyEngine:
         self.max_new_tokens = max_new_tokens
         if model is None and isinstance(getattr(policy, "model", None), nn.Module):
             model = policy.model  # type: ignore[attr-defined]
-        # Parameters are shared, mode and configuration are not: the model may be trained in between.
+        # The view has its own train/eval mode and config: the model may be trained in between.
         view = None if model is None else view_of(model).eval()
         self._model = view
         self.max_total_tokens = max_positions(view)
-        """Most tokens of prompt and answer together that the model can place; ``None``: not known."""
+        """Positions of the model, for prompt and answer together; ``None`` if unknown."""
         self._vocab_size = vocab_size(view)
-        self._law = sampling_of(arguments, self._vocab_size)
-        # What else shapes the distribution is the policy's own affair.
-        self._bent = bending(arguments)
+        self._params = sampling_of(arguments, self._vocab_size)
+        # Other arguments of the policy that change the distribution, recorded in completions.
+        self._other_arguments = altering_arguments(arguments)
         self._warn = TruncationWarning()
-        ends = stop_ids(self.tokenizer, model, said.get("eos_token_id"), said.get("stop_token_ids"))
+        policy_ends = (policy_kwargs.get(name) for name in ("eos_token_id", "stop_token_ids"))
+        ends = stop_ids(self.tokenizer, model, *policy_ends)
         self._on_update = on_update
         self._closing = threading.Event()
         sampler = PolicySampler(policy, view, self.tokenizer, ends, self._closing)
@@ -182,23 +183,24 @@ class PolicyEngine:
         """Sample an answer to a prompt.
 
         Args:
-            prompt_ids: the tokens that the model sees, at least one.
-            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
-            **sampling: with a ``TransformersWrapper``, ``temperature`` (at 0 the likeliest token is
-                taken, with log-probability 0), ``top_k`` and ``top_p`` instead of the policy's;
-                requests that differ in these are answered in different batches. No other argument, and
-                none with another policy, is supported.
+            prompt_ids: at least one token.
+            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+                that the prompt leaves, whichever is less.
+            **sampling: with a ``TransformersWrapper``, ``temperature``, ``top_k`` and ``top_p`` instead
+                of the policy's (at temperature 0 the likeliest token is chosen, with log-probability 0).
+                Requests that differ in these are in different batches. No other argument is supported,
+                and none with another policy.
 
         Returns:
-            The sampled tokens with their log-probabilities, and the version that sampled all of them.
+            The sampled tokens with their log-probabilities and the weight version, one for all tokens.
 
         Raises:
             ValueError: if an argument is out of range (see :meth:`Engine.generate`).
-            TypeError: if ``prompt_ids`` are no integers, or a sampling argument is not supported.
-            RuntimeError: if the engine is closed, the policy raised (which is the cause), or its
-                log-probabilities are refused.
+            TypeError: if ``prompt_ids`` are no integers, or a sampling parameter is not supported.
+            RuntimeError: if the engine is closed, the policy raised (that error is the cause), or its
+                log-probabilities are wrong.
         """
-        unknown = sorted(sampling.keys() - (_LAW if self._takes_arguments else set()))
+        unknown = sorted(sampling.keys() - (_PARAMS if self._takes_arguments else set()))
         if unknown:
             raise TypeError(
                 f"PolicyEngine.generate takes no {unknown}: sampling arguments are set on the policy; "
@@ -215,26 +217,25 @@ class PolicyEngine:
         )
         asked = sampling_of(sampling, self._vocab_size)
         given = (name for name, value in sampling.items() if value is not None)
-        law = self._law.changed(**{name: getattr(asked, name) for name in given})
-        record = law.record() | self._bent
+        params = self._params.changed(**{name: getattr(asked, name) for name in given})
+        record = params.record() | self._other_arguments
         self._warn(record)
-        return await self._batcher.ask(_Request(prompt, limit, law, record))
+        return await self._batcher.ask(_Request(prompt, limit, params, record))
 
     def update_weights(
         self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
     ) -> int:
-        """Take new weights, in place, between two micro-batches.
+        """Load new weights in place, between two micro-batches.
 
         Args:
-            source: the model (or TorchRL wrapper) whose weights to take, or a state dict, or parameters
-                in a TensorDict; with ``on_update``, whatever that takes. ``None``: the policy has its
-                new weights already.
+            source: a model or TorchRL wrapper, a state dict, or parameters in a TensorDict; with
+                ``on_update``, whatever that takes. ``None``: the policy has its new weights already.
 
         Returns:
             The new version.
 
         Raises:
-            ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
+            ValueError: if names or shapes of the weights do not match the model's; nothing is changed.
             NotImplementedError: if the policy has no model to load weights into, and no ``on_update``.
             RuntimeError: if the engine is closed.
         """
@@ -258,27 +259,29 @@ class PolicyEngine:
             return self._answerer.updated()
 
     def count_update(self) -> int:
-        """Count new weights that the policy was given by somebody else; returns the new version."""
+        """Count an update that the policy received from elsewhere; returns the new version."""
         with self._batcher.paused():
             return self._answerer.updated()
 
     def close(self) -> None:
-        """Stop sampling: requests without an answer fail, and the thread ends."""
+        """Stop sampling, fail all open requests and end the thread."""
         self._closer()
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What one call asks for."""
+    """One call of ``generate``."""
 
     prompt: list[int]
     limit: int
-    law: Sampling
+    """Maximum length of the answer."""
+    params: Sampling
     record: dict[str, Any]
+    """``Completion.sampling``."""
 
 
 class _Answerer:
-    """What the thread does with a batch; it knows nothing of the engine, which may be collected."""
+    """Answers batches in the thread; has no reference to the engine, which may be garbage collected."""
 
     def __init__(
         self,
@@ -294,8 +297,8 @@ class _Answerer:
         self._max_total_tokens = max_total_tokens
 
     def fits(self, requests: list[_Request]) -> bool:
-        """Whether requests may share a batch, which has one law, and whose answers may all be long."""
-        if requests[-1].law != requests[0].law:
+        """Whether requests fit in a batch: the same sampling parameters, and enough positions."""
+        if requests[-1].params != requests[0].params:
             return False
         if self._max_total_tokens is None:
             return True
@@ -304,13 +307,13 @@ class _Answerer:
 
     def answer(self, requests: list[_Request]) -> list[Completion]:
         """Sample an answer to every request."""
-        prompts, law = [request.prompt for request in requests], requests[0].law
-        drawn = self._sampler(prompts, [request.limit for request in requests], law)
+        prompts, params = [request.prompt for request in requests], requests[0].params
+        sampled = self._sampler(prompts, [request.limit for request in requests], params)
         log_probs = self._log_probs(
             prompts,
-            [answer.token_ids for answer in drawn],
-            [answer.reported for answer in drawn],
-            law,
+            [answer.token_ids for answer in sampled],
+            [answer.reported for answer in sampled],
+            params,
         )
         return [
             Completion(
@@ -320,31 +323,31 @@ class _Answerer:
                 "stop" if answer.token_ids[-1] in self._stop_ids else "length",
                 sampling=request.record,
             )
-            for request, answer, scores in zip(requests, drawn, log_probs, strict=True)
+            for request, answer, scores in zip(requests, sampled, log_probs, strict=True)
         ]
 
     def updated(self) -> int:
-        """Count an update; what the policy reports is compared again. Call it between two batches."""
+        """Count an update and compare log-probabilities again. Call it between two batches."""
         self._log_probs.compare_again()
         self.version += 1
         return self.version
 
 
 def _close(closing: threading.Event, batcher: MicroBatcher) -> None:
-    """End the sampling thread, early if it is sampling."""
+    """End the thread, early if it is sampling."""
     closing.set()
     batcher.close()
 
 
 def as_engine(policy: Any, tokenizer: Any) -> Engine:
-    """A policy as an engine.
+    """Wrap a policy in an engine.
 
     Args:
-        policy: an engine, which is returned as it is, or a TorchRL LLM wrapper.
-        tokenizer: the wrapper's, if it has none of its own.
+        policy: an engine, which is returned unchanged, or a TorchRL LLM wrapper.
+        tokenizer: tokenizer for the wrapper.
 
     Raises:
-        TypeError: if it is neither.
+        TypeError: if ``policy`` is neither.
     """
     if isinstance(policy, LLMWrapperBase):
         return PolicyEngine(policy, tokenizer=tokenizer)

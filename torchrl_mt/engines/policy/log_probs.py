@@ -1,7 +1,7 @@
-"""The log-probabilities of a policy's answers: none leaves here that a plain forward pass contradicts.
+"""Log-probabilities of a policy's answers, consistent with a plain forward pass of its model.
 
-Those of a policy that is known to report wrong numbers are computed by one plain forward pass. What
-another policy reports is compared with such a pass when it is first used, and refused if it differs.
+For policies known to report wrong numbers, a plain forward pass computes them. What other policies
+report is compared with such a pass at first use, and refused if it differs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torchrl_mt.scoring.packing import micro_batches
 __all__ = ["LogProbError", "LogProbs", "agrees", "plain_log_probs"]
 
 _TOLERANCE = 0.05
-"""Nats. What differs from a plain pass by rounding alone stays below; twice that in half precision."""
+"""Mean difference that rounding may cause, in nats; twice that in half precision."""
 _CERTAIN = 1e-6
-"""Nats. Closer to 0 than this, rounding alone makes a log-probability 0."""
+"""Nats. Rounding may turn a log-probability closer to 0 than this into 0."""
 _WORST = 5.0
-"""How many times the tolerance a single number may be off."""
+"""How many times the tolerance a single number may differ by."""
 _ROWS = 256
-"""How many distributions are truncated at once."""
+"""Number of distributions that are truncated at once."""
 _PLAIN = Sampling()
 
 
@@ -38,25 +38,24 @@ class LogProbError(RuntimeError):
     """A policy's log-probabilities are not those of its model."""
 
 
-def reports_wrong(policy: Any, law: Sampling) -> bool:
-    """Whether a policy is known to report other log-probabilities than those of what it sampled from."""
+def reports_wrong(policy: Any, params: Sampling) -> bool:
+    """Whether a policy is known to report log-probabilities of another distribution."""
     # TorchRL's wrapper reports 0.0 for the first token of every answer.
     if isinstance(policy, TransformersWrapper):
         return True
-    # Unless they are started otherwise, both report those before temperature and truncation.
-    return isinstance(policy, (vLLMWrapper, SGLangWrapper)) and law != _PLAIN
+    # By default, both report log-probabilities before temperature and truncation.
+    return isinstance(policy, (vLLMWrapper, SGLangWrapper)) and params != _PLAIN
 
 
 class LogProbs:
-    """Give answers the log-probabilities of what they were sampled from.
+    """Checks or computes the log-probabilities of a policy's answers.
 
     Args:
-        policy: what samples; :func:`reports_wrong` says whether its numbers are of use.
-        model: what the answers are said to be sampled from, in the mode that it samples in; ``None``
-            if it is out of reach.
-        check: compare or compute; otherwise what is reported passes as it is.
-        tolerance: as in :func:`agrees`; by the model's precision if ``None``.
-        max_tokens: most tokens of one forward pass, padding included.
+        policy: the policy that samples.
+        model: the policy's model, in evaluation mode; ``None`` if it is out of reach.
+        check: compare or compute log-probabilities; if false, reported ones pass unchecked.
+        tolerance: as in :func:`agrees`; if ``None``, by the model's precision.
+        max_tokens: maximum number of tokens in a forward pass, including padding.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LogProbs:
         self._tolerance = tolerance
 
     def compare_again(self) -> None:
-        """Compare the next answers, as at first."""
+        """Compare the next answers with a forward pass again."""
         self._trusted = not self._check
 
     def __call__(
@@ -88,24 +87,24 @@ class LogProbs:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         reported: Sequence[list[float] | None],
-        law: Sampling = _PLAIN,
+        params: Sampling = _PLAIN,
     ) -> list[list[float]]:
-        """Find the log-probabilities of a batch's answers.
+        """Get the log-probabilities of a batch's answers.
 
         Args:
             prompts: at least one token each.
             answers: the sampled tokens.
-            reported: what the policy reports for each answer, if it does.
-            law: what they were sampled with.
+            reported: log-probabilities that the policy reports for each answer, or ``None``.
+            params: sampling parameters of all answers.
 
         Raises:
-            LogProbError: if what is reported is wrong, or there is no model to compare or compute with.
+            LogProbError: if reported numbers are wrong, or there is no model to compare or compute with.
         """
         given = [row for row in reported if row is not None]
         complete = len(given) == len(reported)
         if complete and self._trusted:
             return given
-        if law.temperature == 0:
+        if params.temperature == 0:
             return [[0.0] * len(answer) for answer in answers]  # the likeliest token is certain
         if self._model is None:
             raise LogProbError(
@@ -113,17 +112,19 @@ class LogProbs:
                 "is no model to check them with (policy.model is no nn.Module): pass model=, a model "
                 "with the same weights, or check=False if nothing is trained on the answers."
             )
-        plain = plain_log_probs(self._model, prompts, answers, law=law, max_tokens=self._max_tokens)
-        if not complete or reports_wrong(self._policy, law):
+        plain = plain_log_probs(
+            self._model, prompts, answers, params=params, max_tokens=self._max_tokens
+        )
+        if not complete or reports_wrong(self._policy, params):
             return plain
         if not agrees(_flat(given), _flat(plain), self._tolerance):
             raise LogProbError(
                 f"the policy's log-probabilities are not its model's: {_describe(given, plain)} with "
-                f"{law.record() or 'plain sampling'}. Does it sample with other weights, or in another "
-                "way? If the difference is rounding, raise tolerance "
+                f"{params.record() or 'plain sampling'}. Does it sample with other weights, or in "
+                "another way? If the difference is rounding, raise tolerance "
                 f"({self._tolerance}); with check=False they are handed on as they are."
             )
-        # Where all answers begin with 0, that may stand for "none" with a model that is sure of them.
+        # A first 0 may mean "not reported", which agrees with a model that is certain of that token.
         self._trusted = any(row[0] != 0 for row in given)
         return given
 
@@ -133,24 +134,24 @@ def plain_log_probs(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     *,
-    law: Sampling = _PLAIN,
+    params: Sampling = _PLAIN,
     max_tokens: int,
 ) -> list[list[float]]:
     """Score answers with plain forward passes, without gradients.
 
     Args:
-        model: a causal language model, in the mode that it samples in.
+        model: causal language model in evaluation mode.
         prompts: at least one token each.
         answers: the sampled tokens.
-        law: what they were sampled with, at a temperature above 0.
-        max_tokens: most tokens of one forward pass, padding included.
+        params: sampling parameters of all answers, with a temperature above 0.
+        max_tokens: maximum number of tokens in a forward pass, including padding.
 
     Returns:
-        A log-probability for every sampled token, after temperature and truncation. A sampled token
-        counts as one that truncation left, whatever rounding makes of it.
+        The log-probability of every sampled token, after temperature and truncation. Truncation always
+        keeps the sampled token, even if rounding would remove it.
     """
-    if law.top_k or law.top_p < 1:
-        model, law = _Truncated(model, law), _PLAIN
+    if params.top_k or params.top_p < 1:
+        model, params = _Truncated(model, params), _PLAIN
     rows = [
         torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)
     ]
@@ -164,7 +165,7 @@ def plain_log_probs(
         sampled = attended & (position >= starts[batch, None])
         with torch.no_grad():
             log_probs, _ = row_log_probs(
-                model, tokens, attended, sampled, temperature=law.temperature
+                model, tokens, attended, sampled, temperature=params.temperature
             )
         for i, row, mask in zip(batch.tolist(), log_probs, sampled, strict=True):
             scores[i] = row[mask].tolist()
@@ -172,12 +173,12 @@ def plain_log_probs(
 
 
 class _Truncated(nn.Module):
-    """A model whose logits are those that are sampled from; the token that follows is left in."""
+    """Applies temperature and truncation to a model's logits; keeps each next token of the input."""
 
-    def __init__(self, model: nn.Module, law: Sampling) -> None:
+    def __init__(self, model: nn.Module, params: Sampling) -> None:
         super().__init__()
         self.model = model
-        self.law = law
+        self.params = params
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits ``[N, L, V]``."""
@@ -186,26 +187,26 @@ class _Truncated(nn.Module):
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         following = input_ids.roll(-1, 1).reshape(-1, 1)
-        rows = logits.reshape(-1, logits.shape[-1]).float() / self.law.temperature
+        rows = logits.reshape(-1, logits.shape[-1]).float() / self.params.temperature
         for scores, token in zip(rows.split(_ROWS), following.split(_ROWS), strict=True):
             kept = scores
-            if self.law.top_k:
-                kept = TopKLogitsWarper(self.law.top_k)(input_ids, kept)
-            if self.law.top_p < 1:
-                kept = TopPLogitsWarper(self.law.top_p)(input_ids, kept)
+            if self.params.top_k:
+                kept = TopKLogitsWarper(self.params.top_k)(input_ids, kept)
+            if self.params.top_p < 1:
+                kept = TopPLogitsWarper(self.params.top_p)(input_ids, kept)
             scores.copy_(kept.scatter(1, token, scores.gather(1, token)))
         return rows.view(logits.shape)
 
 
 def agrees(reported: Tensor, plain: Tensor, tolerance: float) -> bool:
-    """Whether reported log-probabilities are the plain ones, up to rounding.
+    """Whether reported log-probabilities equal those of a plain forward pass, up to rounding.
+
+    A reported 0 means "not reported" and agrees only with 0.
 
     Args:
         reported: ``[n]`` float.
         plain: ``[n]`` float, from a plain forward pass.
-        tolerance: largest mean absolute difference, in nats; a single one may be five times that.
-
-    A number that is exactly 0 does not agree with one that is not: it stands for "none".
+        tolerance: largest mean absolute difference in nats; five times as much for a single number.
 
     Examples:
         >>> plain = torch.tensor([-1.0, -2.0, -3.0])
@@ -215,12 +216,12 @@ def agrees(reported: Tensor, plain: Tensor, tolerance: float) -> bool:
     off = (reported - plain).abs()
     if ((reported == 0) & (plain < -_CERTAIN)).any():
         return False
-    # Written so that a NaN, which compares false with everything, does not agree.
+    # A NaN compares false, so it does not agree.
     return bool((off <= _WORST * tolerance).all() and off.mean() <= tolerance)
 
 
 def _describe(reported: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> str:
-    """The numbers side by side, for a message: the beginning of the answer that is off the most."""
+    """Both kinds of numbers for the answer that differs most, for an error."""
     worst = max(
         range(len(reported)),
         key=lambda i: max(
@@ -232,11 +233,10 @@ def _describe(reported: Sequence[Sequence[float]], plain: Sequence[Sequence[floa
 
 
 def _shown(log_probs: Sequence[float]) -> str:
-    """The first numbers, for a message."""
+    """The first numbers, for an error."""
     ellipsis = ", ..." if len(log_probs) > 6 else ""
     return f"[{', '.join(f'{value:.3f}' for value in log_probs[:6])}{ellipsis}]"
 
 
 def _flat(log_probs: Sequence[Sequence[float]]) -> Tensor:
-    """All numbers in one tensor."""
     return torch.tensor(list(chain.from_iterable(log_probs)), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Requests of many coroutines and event loops, answered batch by batch in one background thread."""
+"""Micro-batching: one background thread answers requests of many coroutines and event loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _A = TypeVar("_A")
 
 @dataclass(eq=False, slots=True)
 class _Ticket(Generic[_Q, _A]):
-    """A request and the future that waits for its answer."""
+    """A queued request and the future of its answer."""
 
     request: _Q
     answer: asyncio.Future[_A]
@@ -27,18 +27,17 @@ class _Ticket(Generic[_Q, _A]):
 
 
 class MicroBatcher(EngineThread, Generic[_Q, _A]):
-    """Gather requests into batches.
+    """Gathers requests into batches.
 
-    A batch is the oldest request that waits when the thread becomes free, and of the others, oldest
-    first, those that fit. If answering a batch raises, its own requests fail and the next batch is
-    answered as if nothing had been.
+    When the thread becomes free, it takes the oldest request and then, oldest first, all that fit with
+    it. If answering a batch raises, only the requests of that batch fail.
 
     Args:
         answer: called in the thread with the requests of a batch; returns their answers in order.
-        fits: whether requests may share a batch; a request alone always may.
-        max_batch_size: most requests of a batch.
+        fits: whether requests may share a batch; called with at least two.
+        max_batch_size: maximum number of requests in a batch.
         max_wait: seconds that the oldest request waits at most for a batch to fill up.
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         self._waiting: dict[_Ticket[_Q, _A], None] = {}
 
     async def ask(self, request: _Q) -> _A:
-        """Wait for the answer to a request; cancelling takes it back.
+        """Queue a request and wait for its answer; cancelling removes it from the queue.
 
         Raises:
-            RuntimeError: if the batch failed (its cause is what was raised) or the batcher is closed.
+            RuntimeError: if the batch failed (the cause is its error) or the batcher is closed.
         """
         loop = asyncio.get_running_loop()
         ticket: _Ticket[_Q, _A] = _Ticket(request, loop.create_future(), loop, time.monotonic())
@@ -75,7 +74,7 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
             raise
 
     def close(self) -> None:
-        """Fail every request that has no answer yet and end the thread."""
+        """Fail all open requests and end the thread."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, {}
@@ -83,7 +82,6 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         super().close()
 
     def _work(self) -> None:
-        """Answer batches until closed."""
         while self._answer_next():
             pass
 
@@ -106,19 +104,19 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         return True
 
     def _next_batch(self) -> list[_Ticket[_Q, _A]]:
-        """Wait until there is something to answer; nothing once closed."""
+        """Wait for a batch and take it; empty once closed."""
         with self._changed:
             while not self._closed:
-                patience = self._patience()
-                if patience == 0:
+                seconds = self._seconds_to_wait()
+                if seconds == 0:
                     self._busy = True
                     return self._take()
-                self._changed.wait(patience)
+                self._changed.wait(seconds)
         return []
 
-    def _patience(self) -> float | None:
-        """Seconds to wait before a batch is taken; ``None``: until something changes."""
-        if self._held or not self._waiting:
+    def _seconds_to_wait(self) -> float | None:
+        """Seconds until a batch is due; ``None`` if none is until something changes."""
+        if self._paused or not self._waiting:
             return None
         if len(self._waiting) >= self._max_batch_size:
             return 0
@@ -131,7 +129,7 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         for ticket in self._waiting:
             if len(batch) == self._max_batch_size:
                 break
-            # Younger ones go first where they fit; the oldest of all is always taken.
+            # Later requests may overtake one that does not fit, but the oldest is always taken.
             if not batch or self._fits([*(taken.request for taken in batch), ticket.request]):
                 batch.append(ticket)
         for ticket in batch:
@@ -140,7 +138,7 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
 
 
 def _failed(cause: BaseException) -> RuntimeError:
-    """What the requests of a failed batch fail with: an error of its own for each."""
+    """An error for one request of a failed batch."""
     error = RuntimeError(f"generation failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

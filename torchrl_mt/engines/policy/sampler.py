@@ -1,7 +1,7 @@
-"""TorchRL policies as samplers of batches: prompts in, each answer out exactly as it was sampled.
+"""Batched sampling with TorchRL policies: prompts in, answers out exactly as sampled.
 
-Padding is put on and taken off here. No sampled token is lost to it, also where the padding token is
-one that is sampled, and a policy that answers another prompt than it was given is found out.
+This module adds and removes padding. No sampled token is lost to it, even if the padding token itself
+was sampled. A policy that changes its prompt raises an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from torchrl_mt._hosts.torchrl import min_batch_size
 from torchrl_mt.engines.sampling import Sampling
-from torchrl_mt.engines.sampling_params import bending
+from torchrl_mt.engines.sampling_params import altering_arguments
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
@@ -30,25 +30,24 @@ class Drawn:
     """One answer, as sampled."""
 
     token_ids: list[int]
-    """Up to and including the first stop token, or up to the limit."""
+    """Tokens up to the limit, or up to and including the first stop token."""
     reported: list[float] | None
-    """The log-probability of each as the policy reports it, if it does."""
+    """Log-probability of each token as the policy reports it; ``None`` if it reports none."""
 
 
 class PolicySampler:
-    """Sample a batch of answers with a TorchRL policy.
+    """Samples a batch of answers with a TorchRL policy.
 
-    A ``TransformersWrapper`` is rebuilt around ``model`` for tokens in and out and padded output (its
-    unpadded output leaves out every sampled token that equals the padding token), and samples by the law
-    that it is given. Any other policy is used as it is, in evaluation mode, and its answers are cut to
-    the limit.
+    A ``TransformersWrapper`` is rebuilt around ``model`` for tokens in and out and padded output: its
+    unpadded output drops every sampled token that equals the padding token. Other policies are used as
+    they are, in evaluation mode, and their answers are cut to the limit.
 
     Args:
-        policy: what samples.
-        model: for a ``TransformersWrapper``, the model to sample with.
+        policy: the policy that samples.
+        model: model of a ``TransformersWrapper``; not used for other policies.
         tokenizer: gives the padding token.
-        stop_ids: the tokens that end an answer.
-        closing: sampling ends early once this is set, where the policy allows it.
+        stop_ids: tokens that end an answer.
+        closing: once set, a ``TransformersWrapper`` stops sampling early.
 
     Raises:
         TypeError: if ``policy`` is no policy.
@@ -68,8 +67,8 @@ class PolicySampler:
         pad = getattr(tokenizer, "pad_token_id", None)
         self._pad_id: int = min(stop_ids) if pad is None else pad
         self.takes_arguments = isinstance(policy, TransformersWrapper)
-        """Whether limit and law are what a call says, or the policy's own affair."""
-        # These read prompts row by row and would take padding for a part of the prompt.
+        """Whether a call sets limit and sampling parameters; otherwise the policy has its own."""
+        # These read prompts row by row and would read padding as part of the prompt.
         self._ragged = isinstance(policy, (vLLMWrapper, SGLangWrapper))
         if isinstance(policy, TransformersWrapper):
             assert model is not None
@@ -90,21 +89,21 @@ class PolicySampler:
         self,
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
-        law: Sampling = Sampling(),  # noqa: B008 - it is frozen
+        params: Sampling = Sampling(),  # noqa: B008 - it is frozen
     ) -> list[Drawn]:
         """Sample an answer to every prompt.
 
         Args:
             prompts: at least one token each.
-            limits: the longest answer to each.
-            law: what to sample with, if the policy takes arguments.
+            limits: maximum length of each answer.
+            params: sampling parameters, used if the policy takes arguments.
 
         Raises:
-            RuntimeError: if what the policy returns is not one answer to each of the prompts.
+            RuntimeError: if the policy does not return one answer to each of the prompts.
         """
         if self.takes_arguments:
-            # The policy is our own: nobody else reads these.
-            kwargs = {"max_new_tokens": max(limits), **_law_kwargs(law)}
+            # The rebuilt policy is private, so its arguments may be changed.
+            kwargs = {"max_new_tokens": max(limits), **_hf_kwargs(params)}
             self._policy.generate_kwargs.update(kwargs)  # type: ignore[attr-defined]
         batch = self._batch(prompts)
         with torch.no_grad(), _evaluating(self._policy):
@@ -120,7 +119,7 @@ class PolicySampler:
         ]
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
-        """Prompts as the policy wants them."""
+        """Prompts in the policy's format: rows, or a left-padded batch with its mask."""
         device = _device(self._policy)
         rows = [torch.tensor(prompt, device=device) for prompt in prompts]
         if self._ragged:
@@ -128,7 +127,7 @@ class PolicySampler:
         tokens = nn.utils.rnn.pad_sequence(
             rows, batch_first=True, padding_value=self._pad_id, padding_side="left"
         )
-        # The mask is given with the tokens: a prompt may hold the padding token itself.
+        # The mask is explicit, because a prompt may hold the padding token.
         lengths = torch.tensor([len(row) for row in rows], device=device)
         attended = torch.arange(tokens.shape[1], 0, -1, device=device) <= lengths[:, None]
         return TensorDict(
@@ -137,7 +136,7 @@ class PolicySampler:
         )
 
     def _read(self, row: TensorDictBase, prompt: Sequence[int], limit: int) -> Drawn:
-        """One answer without padding and without what lies behind its end."""
+        """Read one answer, without padding or tokens after its end."""
         response = _numbers(row, (self._tokens, "response"))
         if response is None:
             raise RuntimeError(
@@ -164,44 +163,45 @@ class PolicySampler:
 
 
 def generate_kwargs_of(policy: Any) -> Mapping[str, Any]:
-    """How a policy was told to sample, by transformers' names; empty if it does not say."""
+    """A policy's generation arguments by transformers' names; empty if it has none."""
     kwargs = getattr(policy, "generate_kwargs", None)
     if isinstance(kwargs, Mapping):
         return {name: value for name, value in kwargs.items() if value is not None}
     params = getattr(policy, "sampling_params", None)  # vLLM's
     fields = getattr(params, "__struct_fields__", None) or getattr(params, "__dict__", {})
-    said = {name: getattr(params, name) for name in fields if not name.startswith("_")}
+    values = {name: getattr(params, name) for name in fields if not name.startswith("_")}
     names = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
-    # A field is there whether it was set or not: one that is empty was not.
+    # vLLM's params have all fields; an empty one was not set.
     return {
         names.get(name, name): value
-        for name, value in said.items()
+        for name, value in values.items()
         if value or (name == "temperature" and value is not None)
     }
 
 
 def require_own_distribution(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments after which a sampler's distribution cannot be computed from its model's.
+    """Refuse arguments other than temperature, ``top_k`` and ``top_p`` that change the distribution.
 
-    Temperature, ``top_k`` and ``top_p`` are accounted for.
+    With such arguments (penalties, searches, other truncation), log-probabilities cannot be computed
+    from the model's logits.
 
     Args:
-        arguments: how a policy samples, by :func:`generate_kwargs_of`.
+        arguments: a policy's arguments, from :func:`generate_kwargs_of`.
 
     Raises:
-        ValueError: if it penalises, searches, or truncates otherwise, or may, for all that is known.
+        ValueError: if an argument is known to change the distribution, or is not known at all.
     """
-    bent = bending(arguments)
-    if bent:
+    altering = altering_arguments(arguments)
+    if altering:
         raise ValueError(
-            f"policy must sample from its model's own distribution, got generate_kwargs {bent}: "
+            f"policy must sample from its model's own distribution, got generate_kwargs {altering}: "
             "log-probabilities would not be those of what was sampled. Leave these out, or pass "
             "check=False if nothing is trained on the answers."
         )
 
 
 def _require_policy(policy: Any) -> None:
-    """Refuse what is no policy, or one that does not give an answer to each prompt."""
+    """Refuse anything but a policy that generates one answer per prompt."""
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(
             "policy must be a TorchRL LLM policy (an LLMWrapperBase, or a module from TensorDict to "
@@ -225,7 +225,7 @@ def _require_policy(policy: Any) -> None:
 
 
 def _require_tokens(policy: Any) -> None:
-    """Refuse a wrapper that does not take tokens, or that waits for requests by itself."""
+    """Refuse a wrapper that does not take tokens, or that batches requests itself."""
     mode = getattr(policy, "input_mode", "tokens")
     if mode != "tokens":
         raise ValueError(f'policy must have input_mode="tokens", got {mode!r}.')
@@ -244,7 +244,7 @@ def _rebuilt(
     pad_id: int,
     closing: threading.Event,
 ) -> TransformersWrapper:
-    """The same policy for tokens in and out, with nothing left to the model's generation config."""
+    """Copy a policy for tokens in and out, independent of the model's generation config."""
     setattr(model, "generation_config", GenerationConfig())  # noqa: B010 - the model is our own view
     own = policy.get_new_version(
         model=model,
@@ -257,7 +257,7 @@ def _rebuilt(
         num_samples=None,
     )
     given = dict(generate_kwargs_of(own))
-    for name in _law_kwargs(Sampling()):
+    for name in _hf_kwargs(Sampling()):
         given.pop(name, None)
     ends = StoppingCriteriaList([*given.pop("stopping_criteria", []), _Closing(closing)])
     own.generate_kwargs = {
@@ -269,32 +269,32 @@ def _rebuilt(
     return own
 
 
-def _law_kwargs(law: Sampling) -> dict[str, Any]:
-    """A law by transformers' names."""
-    if law.temperature == 0:
+def _hf_kwargs(params: Sampling) -> dict[str, Any]:
+    """Sampling parameters as arguments of transformers' ``generate``."""
+    if params.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     return {
         "do_sample": True,
-        "temperature": float(law.temperature),
-        "top_k": law.top_k,
-        "top_p": float(law.top_p),
+        "temperature": float(params.temperature),
+        "top_k": params.top_k,
+        "top_p": float(params.top_p),
     }
 
 
 class _Closing:
-    """Ends generation once the engine is being closed."""
+    """Stopping criterion that ends generation once the engine closes."""
 
     def __init__(self, closing: threading.Event) -> None:
         self._closing = closing
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Whether each row has come to its end."""
+        """Whether each row is finished."""
         return input_ids.new_full(input_ids.shape[:1], self._closing.is_set(), dtype=torch.bool)
 
 
 @contextmanager
 def _evaluating(policy: Any) -> Iterator[None]:
-    """Evaluation mode; every submodule's own mode comes back afterwards."""
+    """Evaluation mode inside the context; every submodule's mode is restored afterwards."""
     modules = policy.modules() if isinstance(policy, nn.Module) else ()
     trained = [module for module in modules if module.training]
     for module in trained:
@@ -307,13 +307,13 @@ def _evaluating(policy: Any) -> Iterator[None]:
 
 
 def _device(policy: Any) -> torch.device:
-    """Where a policy's parameters are."""
+    """Device of a policy's parameters; the CPU if it has none."""
     parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _numbers(row: TensorDictBase, key: tuple[Any, str]) -> list[Any] | None:
-    """A row's tensor as a flat list; ``None`` if there is none."""
+    """A row's tensor as a flat list; ``None`` if it is missing."""
     if key[0] is None:
         return None
     value = row.get(key, None)

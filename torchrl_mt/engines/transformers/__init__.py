@@ -1,1 +1,1 @@
-"""The engine on transformers models: many conversations in one batch, with cached prefixes."""
+"""Engine for transformers models: batched conversations with cached prefixes."""

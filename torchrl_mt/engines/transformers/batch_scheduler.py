@@ -1,8 +1,8 @@
-"""Which requests are computed together, token by token, and what is kept of them.
+"""Continuous batching: which requests are computed together, and what stays in the cache.
 
-Two promises: no token of a prompt goes through the model that the cache has or that is just being
-computed for another request; and requests and what is kept of earlier ones have no more tokens than
-there may be, but for a request that is alone.
+Two promises: no prompt token is computed that the cache holds or that is being computed for another
+request; and running requests and kept prefixes stay within ``cache_tokens``, unless one request alone
+exceeds it.
 """
 
 from __future__ import annotations
@@ -21,51 +21,53 @@ from torchrl_mt.engines.transformers.prefix_tree import PrefixTree
 __all__ = ["BatchScheduler", "TokenCounts"]
 
 _PASS_COST = 128
-"""A further forward pass costs about as much as this many tokens in one."""
+"""Cost of another forward pass, in tokens."""
 _PROMPT_INTERVAL = 4
-"""Steps of sampling between two steps of prompts, so that prompts are computed together."""
+"""Sampling steps between two admissions, so that prompts are computed together."""
 _ANSWER_ROOM = 16
-"""Prompts with fewer tokens in common do not wait for each other; room for an answer's beginning."""
+"""Tokens reserved for an answer. Prompts wait for another that shares this many uncached tokens."""
 _SEEN_FACTOR = 8
-"""Of how many times the cache's tokens it is known that they went through the model."""
+"""Size of the record of computed tokens, in multiples of the cache's size."""
 
 
 @dataclass
 class TokenCounts:
-    """Tokens counted since the start."""
+    """Numbers of tokens since the start."""
 
     generated_tokens: int = 0
-    """Sampled, also for requests that were taken back."""
+    """Sampled tokens, including those of cancelled requests."""
     prefill_tokens: int = 0
-    """Tokens of prompts that went through the model, again after an update included."""
+    """Prompt tokens computed, including those computed again after an update."""
     shared_tokens: int = 0
-    """Tokens of prompts that were found in the cache."""
+    """Prompt tokens found in the cache."""
     new_tokens: int = 0
-    """Tokens of prompts that had not gone through the model before, as far as is known."""
+    """Prompt tokens that were not computed before, as far as is recorded."""
 
 
 class BatchScheduler:
-    """Takes steps; one thread calls it, but for :meth:`usage`, which any may.
+    """Schedules prompts and sampling step by step.
+
+    Use it from one thread; only :meth:`usage` may be called from others.
 
     Args:
-        model: in the mode that it samples in.
-        cache_tokens: most tokens in the cache.
-        max_batch_tokens: most tokens of a forward pass.
-        sharing: keep and share what was computed.
+        model: the model in evaluation mode.
+        cache_tokens: maximum number of tokens in the cache.
+        max_batch_tokens: maximum number of tokens in a forward pass.
+        sharing: keep computed prefixes and share them between requests.
     """
 
     def __init__(
         self, model: CachedModel, *, cache_tokens: int, max_batch_tokens: int, sharing: bool
     ) -> None:
         self.version = 0
-        """Of the weights: what each token is stamped with."""
+        """Weight version that stamps each sampled token."""
         self.counts = TokenCounts()
         self._model = model
         self._room, self._budget, self._sharing = cache_tokens, max_batch_tokens, sharing
         self._key_cost = model.key_cost
         self._kept = PrefixTree()
         self._seen = PrefixTree()
-        # Whoever moves from one to the other is in both for a moment, never in none.
+        # A request that moves is in both for a moment and never in neither.
         self._waiting: dict[Request, None] = {}
         self._running: dict[Request, None] = {}
         self._finished: list[Request] = []
@@ -75,12 +77,12 @@ class BatchScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are in no batch yet."""
+        """Number of requests that are in no batch yet."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests in the batches."""
+        """Number of requests in the batches."""
         return len(self._running)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -88,7 +90,7 @@ class BatchScheduler:
         self._waiting.update(dict.fromkeys(requests))
 
     def step(self) -> None:
-        """Compute prompts that are due, and sample a token for every request that is ready."""
+        """Compute some prompts, and sample a token for every request that is ready."""
         self._drop_cancelled()
         if self._is_due():
             self._admit()
@@ -96,12 +98,12 @@ class BatchScheduler:
         self._sample()
 
     def take_finished(self) -> list[Request]:
-        """The requests that were completed since the last call, also by a step that failed."""
+        """Requests completed since the last call, including those of a step that failed."""
         finished, self._finished = self._finished, []
         return finished
 
     def forget_cache(self) -> None:
-        """Drop all keys and values; requests begin anew with what they have."""
+        """Drop all keys and values; running requests become prompts with the tokens they have."""
         for batch in self._batches:
             for row in batch.rows:
                 if isinstance(row, Request):
@@ -110,18 +112,18 @@ class BatchScheduler:
         self._clear()
 
     def stop(self) -> list[Request]:
-        """Forget everything; returns the requests that are not complete."""
+        """Drop all requests and the cache; returns the incomplete requests."""
         requests = [*self._running, *self._waiting]
         self._clear()
         self._waiting = {}
         return requests
 
     def usage(self) -> dict[str, int]:
-        """Requests, and tokens in the cache, now."""
+        """Current numbers of requests and of tokens in the cache."""
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
-            "cache_tokens": self._num_held(),
+            "cache_tokens": self._running_tokens(),
             "kept_tokens": len(self._kept),
         }
 
@@ -134,21 +136,21 @@ class BatchScheduler:
     # Prompts
 
     def _is_due(self) -> bool:
-        """Whether to look for prompts: a pass for each that comes would cost more than it brings."""
+        """Whether to admit requests; a forward pass for each single prompt would cost too much."""
         sampling = sum(len(batch.rows) for batch in self._batches)
         count = len(self._waiting)
         return count > 0 and (self._since_admission >= _PROMPT_INTERVAL or count >= sampling)
 
     def _admit(self) -> None:
-        """Let requests in, oldest first, but none whose beginning is just being computed."""
-        under_way = {prompt.key: prompt for prefill in self._prefills for prompt in prefill.prompts}
+        """Admit requests, oldest first, except those whose prefix is being computed."""
+        running = {prompt.key: prompt for prefill in self._prefills for prompt in prefill.prompts}
         chosen: dict[Hashable, Prompt] = {}
-        budget, room = self._budget, self._room - self._num_held()
+        budget, room = self._budget, self._room - self._running_tokens()
         for request in list(self._waiting):
             if self._running and (budget <= 0 or len(self._running) >= self._budget):
                 break
             prompt = self._look_up(request)
-            first = chosen.get(prompt.key) or under_way.get(prompt.key)
+            first = chosen.get(prompt.key) or running.get(prompt.key)
             if first is not None and first.tokens != request.tokens:
                 continue
             room -= len(request.tokens) + _ANSWER_ROOM
@@ -173,16 +175,16 @@ class BatchScheduler:
             self._prefills.append(Prefill(self._model, self._batch_for(prompts), prompts))
 
     def _look_up(self, request: Request) -> Prompt:
-        """What of a request has to be computed."""
+        """Look up a request's prefix in the cache."""
         if not self._sharing:
             return Prompt(request.tokens, [request], 0, [], request)
-        # At least one token is always computed: what follows it is not kept.
+        # The last token is always computed, because logits are not cached.
         known, past = self._kept.find(request.tokens[:-1], copied=True)
         key = tuple(request.tokens[: known + _ANSWER_ROOM])
         return Prompt(request.tokens, [request], known, past, key)
 
     def _grouped(self, prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
-        """Prompts that are padded to one size, where that is cheaper than another forward pass."""
+        """Group prompts whose padding costs less than another forward pass."""
         group: list[Prompt] = []
         cost, widest = 0.0, 0
         for prompt in sorted(prompts, key=lambda prompt: (prompt.num_new, len(prompt.tokens))):
@@ -200,8 +202,8 @@ class BatchScheduler:
             yield group
 
     def _batch_for(self, prompts: list[Prompt]) -> Batch:
-        """Where prompts are to be computed: in a batch that is under way, or in one of their own."""
-        # Who samples does not wait for a prompt that takes several steps.
+        """Choose a batch for prompts: a running one if the padding is cheap, or else their own."""
+        # A prompt that takes several steps must not delay requests that sample.
         long = {
             prefill.batch
             for prefill in self._prefills
@@ -221,7 +223,7 @@ class BatchScheduler:
         return batch
 
     def _cheapest(self, batches: Iterable[Batch], count: int, longest: int) -> Batch | None:
-        """The batch where rows cause the least padding; ``None`` if a batch of their own is cheaper."""
+        """Find the batch where rows need the least padding; ``None`` if their own is cheaper."""
         best, least = None, float(_PASS_COST)
         for batch in batches:
             width, size = batch.cache.width, len(batch.rows)
@@ -232,9 +234,9 @@ class BatchScheduler:
         return best
 
     def _compute_prompts(self) -> None:
-        """Put prompts through the model, within the budget."""
+        """Compute prompts, within the budget."""
         budget = self._budget
-        # The oldest has half of the budget, so that short ones that keep coming do not hold it up.
+        # The oldest prefill gets half of the budget, so that short ones cannot starve it.
         prefill = self._prefills[0] if self._prefills else None
         share = budget // 2 if len(self._prefills) > 1 else budget
         while prefill is not None and budget > 0:
@@ -248,7 +250,7 @@ class BatchScheduler:
             share = budget
 
     def _begin_sampling(self, prefill: Prefill, logits: torch.Tensor) -> None:
-        """Sample the first tokens after prompts."""
+        """Sample the first token of every request of computed prompts."""
         batch, prompts = prefill.batch, prefill.prompts
         batch.prefills -= 1
         self._keep(batch.cache, prefill.rows, [prompt.tokens for prompt in prompts], copied=True)
@@ -265,7 +267,7 @@ class BatchScheduler:
         rows += further
         if rows:
             self._draw(logits[[i for i, _ in rows]], [request for _, request in rows])
-        self._sweep()
+        self._remove_free_rows()
 
     # Sampling
 
@@ -283,7 +285,7 @@ class BatchScheduler:
         self._since_admission += 1
 
     def _merge(self) -> None:
-        """Make one batch of two, if that is cheaper."""
+        """Merge the smallest batch into another, if that is cheaper."""
         idle = [batch for batch in self._batches if not batch.prefills]
         if len(idle) > 1:
             small = min(idle, key=lambda batch: len(batch.rows))
@@ -295,11 +297,11 @@ class BatchScheduler:
                 self._batches.remove(small)
 
     def _draw(self, logits: torch.Tensor, requests: list[Request]) -> None:
-        """Append a token to each request; those that are complete leave."""
+        """Sample a token for each request, and remove complete requests."""
         words = [random_word(request.seed, len(request.tokens)) for request in requests]
         tokens, log_probs = draw(logits, [request.sampling for request in requests], words)
         if not bool(log_probs.isfinite().all()):
-            raise ValueError("the model's logits are not finite: are its weights?")
+            raise ValueError("the model's logits must be finite, got others: check its weights.")
         self.counts.generated_tokens += len(requests)
         finished = []
         for request, token, log_prob in zip(
@@ -317,13 +319,12 @@ class BatchScheduler:
     # Leaving
 
     def _drop_cancelled(self) -> None:
-        """Let go of what was taken back."""
         for request in [request for request in self._waiting if request.cancelled]:
             del self._waiting[request]
         self._leave([request for request in self._running if request.cancelled])
 
     def _leave(self, requests: list[Request]) -> None:
-        """Take requests out of the batches; what was computed for them may be kept."""
+        """Remove requests from the batches, and keep their prefixes in the cache."""
         if not requests:
             return
         gone = set(requests)
@@ -336,22 +337,22 @@ class BatchScheduler:
                     row.requests = [request for request in row.requests if request not in gone]
                 elif row in gone:
                     assert row is not None
-                    # The last token was sampled; it has not gone through the model.
+                    # The last token was sampled, but its keys and values were not computed.
                     left.append((i, row.tokens[:-1]))
                     batch.rows[i] = None
             self._keep(batch.cache, [i for i, _ in left], [text for _, text in left])
-        self._sweep()
+        self._remove_free_rows()
 
-    def _sweep(self) -> None:
-        """Take out the rows that nobody waits for."""
+    def _remove_free_rows(self) -> None:
+        """Remove free rows, and batches that no request waits for."""
         for batch in list(self._batches):
             if not batch.in_use and (batch.prefills or len(self._batches) > 1):
                 self._drop(batch)
             elif not batch.prefills:
-                batch.sweep()  # of the last batch the memory stays, for who comes next
+                batch.remove_free_rows()  # the last batch keeps its memory for later requests
 
     def _drop(self, batch: Batch) -> None:
-        """Give a batch up that nobody waits for."""
+        """Drop a batch that no request waits for, and keep what was computed of its prompts."""
         self._batches.remove(batch)
         for prefill in [prefill for prefill in self._prefills if prefill.batch is batch]:
             self._prefills.remove(prefill)
@@ -367,13 +368,13 @@ class BatchScheduler:
         *,
         copied: bool = False,
     ) -> None:
-        """Keep what was computed, for later prompts.
+        """Keep computed prefixes for later prompts.
 
         Args:
-            cache: where it is.
-            rows: of the cache.
-            texts: of each row the tokens that were computed.
-            copied: whether requests still have them.
+            cache: holds the keys and values.
+            rows: rows of the cache.
+            texts: computed tokens of each row.
+            copied: whether requests still hold these rows.
         """
         if not self._sharing:
             return
@@ -390,21 +391,20 @@ class BatchScheduler:
         _shrink(self._seen, _SEEN_FACTOR * self._room)
         self._evict()
 
-    def _num_held(self) -> int:
-        """Tokens of the requests under way."""
+    def _running_tokens(self) -> int:
         return sum(len(request.tokens) for request in list(self._running))
 
     def _evict(self) -> None:
-        """Give up what is kept in case it is needed, where requests need the room."""
-        _shrink(self._kept, self._room - self._num_held())
+        """Evict kept prefixes until they fit beside the running requests."""
+        _shrink(self._kept, self._room - self._running_tokens())
 
     def _preempt(self) -> None:
-        """Have room for a token of each request; who came last goes back to the queue for it."""
+        """Make room for a token per request; the latest requests go back to the queue."""
         sampling = {
             request for batch in self._batches if not batch.prefills for request in batch.requests
         }
-        least = 0 if self._prefills else 1  # somebody must get on
-        while len(sampling) > least and self._num_held() + len(sampling) > self._room:
+        least = 0 if self._prefills else 1  # one request must always make progress
+        while len(sampling) > least and self._running_tokens() + len(sampling) > self._room:
             last = next(request for request in reversed(self._running) if request in sampling)
             sampling.remove(last)
             self._waiting = {last: None, **self._waiting}
@@ -412,6 +412,6 @@ class BatchScheduler:
 
 
 def _shrink(tree: PrefixTree, size: int) -> None:
-    """Have a tree know no more tokens than that, and some fewer: it is slow to look for the oldest."""
+    """Evict down to ``size`` tokens and a little below, because each eviction scans the tree."""
     if len(tree) > size:
         tree.evict(len(tree) - size + size // 64)

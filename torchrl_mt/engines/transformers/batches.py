@@ -1,4 +1,4 @@
-"""What is computed together: requests, the prompts that they share, and the batches that they are in."""
+"""Requests, the prompts that they share, and the batches that compute them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["Batch", "Prefill", "Prompt", "Request"]
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt, and what was sampled for it so far."""
+    """A prompt and the tokens sampled for it so far."""
 
     tokens: list[int]
+    """Prompt and sampled tokens."""
     limit: int
-    """Most tokens, of prompt and answer."""
+    """Maximum length of ``tokens``."""
     stop_ids: frozenset[int]
     sampling: Sampling
     seed: int
@@ -34,52 +35,52 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """Tokens that go through the model once, for all requests that have them."""
+    """A prompt that is computed once for all requests that share it."""
 
     tokens: list[int]
     requests: list[Request]
     known: int
-    """How many of the tokens were found in the cache."""
+    """Number of leading tokens found in the cache."""
     past: list[torch.Tensor]
-    """What the cache had of these."""
+    """Cached keys and values of these tokens, in pieces."""
     key: Hashable
-    """The same for prompts that go on alike where the cache ends."""
+    """Equal for prompts that share their cached prefix and the next few tokens."""
 
     @property
     def num_new(self) -> int:
-        """How many tokens have to be computed."""
+        """Number of tokens to compute."""
         return len(self.tokens) - self.known
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What is computed together, row for row as in the batch."""
+    """Rows that share a cache and are computed together."""
 
     cache: PaddedCache
     rows: list[Request | Prompt | None] = field(default_factory=list)
-    """Requests that sample; prompts as long as they are being computed; ``None`` for who has left."""
+    """Each row of the cache: a request that samples, a prompt being computed, or ``None`` if free."""
     prefills: int = 0
-    """Forward passes of prompts that come first; meanwhile none samples, and no row moves."""
+    """Number of unfinished prefills; until they end, no request samples and no row moves."""
 
     @property
     def requests(self) -> list[Request]:
-        """Those that sample."""
+        """Requests that sample."""
         return [row for row in self.rows if isinstance(row, Request)]
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody waits for what is computed here."""
+        """Whether a request waits for a row of this batch."""
         return any(row.requests if isinstance(row, Prompt) else row for row in self.rows)
 
-    def sweep(self) -> None:
-        """Take out the rows of who has left."""
-        gone = [i for i, row in enumerate(self.rows) if row is None]
-        if gone:
-            self.rows = [self.rows[row] for row in self.cache.remove(gone)]
+    def remove_free_rows(self) -> None:
+        """Remove the free rows from the cache."""
+        free = [i for i, row in enumerate(self.rows) if row is None]
+        if free:
+            self.rows = [self.rows[row] for row in self.cache.remove(free)]
 
 
 class Prefill:
-    """Prompts of a batch that are computed together, in one forward pass or in several."""
+    """Prompts that are computed together, in one or several forward passes."""
 
     def __init__(self, model: CachedModel, batch: Batch, prompts: list[Prompt]) -> None:
         self.batch, self.prompts = batch, prompts
@@ -88,19 +89,19 @@ class Prefill:
         batch.prefills += 1
         self._num_new = [prompt.num_new for prompt in prompts]
         self.left = longest = max(self._num_new)
-        """How many columns are left to compute."""
+        """Number of columns left to compute."""
         new = [[0] * (longest - p.num_new) + p.tokens[p.known :] for p in prompts]
         self._tokens = torch.tensor(new, device=model.layout.device)
 
     def computed(self) -> list[int]:
-        """How many of each prompt's tokens the batch has."""
+        """Number of each prompt's tokens that the cache holds."""
         return [len(p.tokens) - min(p.num_new, self.left) for p in self.prompts]
 
     def advance(self, model: CachedModel, budget: int) -> tuple[torch.Tensor, int]:
-        """Compute the next columns, as many as a budget of tokens allows.
+        """Compute the next columns, as many as a budget of tokens allows, but at least one.
 
         Returns:
-            ``[B, V]`` logits of what follows, and how many tokens of prompts were computed.
+            Logits ``[B, V]`` of the next token, and the number of prompt tokens computed.
         """
         before, longest = sum(self.computed()), self._tokens.shape[1]
         begin = longest - self.left

@@ -1,4 +1,4 @@
-"""A model that computes padded batches, and is refused unless that is exact."""
+"""A causal language model with a padded cache, tested to give the same logits as without."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCach
 __all__ = ["CachedModel"]
 
 _LONGEST_CHECK = 300
-"""Tokens; a window that is longer is not looked beyond."""
+"""Longest attention window that the test exceeds, in tokens."""
 
 
 class CachedModel:
-    """A causal language model and what its cache looks like.
+    """A causal language model and the layout of its cache.
 
     Args:
-        model: in the mode that it samples in.
+        model: the model in evaluation mode.
 
     Raises:
-        ValueError: if it keeps something else than keys and values of every token (recurrent and hybrid
-            models), or says something else with a cache than without.
+        ValueError: if the model caches anything but keys and values of every token (recurrent and hybrid
+            models), or its log-probabilities differ with a cache.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -37,29 +37,29 @@ class CachedModel:
                 self.layout = self._read_layout()
                 self.key_cost = self._read_key_cost()
                 problem = self._worst_gap()
-        except Exception as error:  # whatever a model has against such a cache
+        except Exception as error:  # models refuse such a cache in many ways
             reason = f"it takes no such cache ({type(error).__name__}: {error})"
             raise ValueError(_refusal(model, reason)) from error
         if problem is not None:
             raise ValueError(_refusal(model, problem))
 
     def new_cache(self) -> PaddedCache:
-        """A cache of no rows."""
+        """Make an empty cache."""
         return PaddedCache(self.layout)
 
     def logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """``[B, V]`` the logits of what follows the last column of what a cache prepared."""
+        """Logits ``[B, V]`` after the last column of inputs that a cache prepared."""
         if not self._takes_positions:
             del inputs["position_ids"]
         return self.model(**inputs, **self._options).logits[:, -1]
 
     def _read_key_cost(self) -> float:
-        """What attending to a token of the cache costs, as a share of what computing a token does."""
+        """Cost of attending to a cached token, relative to computing a token."""
         config: Any = self.model.config.get_text_config()
         return 4 * config.hidden_size * len(self.layout.shapes) / self.model.num_parameters()
 
     def _read_layout(self) -> CacheLayout:
-        """Learn from one forward pass what a layer keeps of a token."""
+        """Find the shapes of each layer's keys and values, by one forward pass."""
         cache = DynamicCache()
         config: Any = self.model.config.get_text_config()
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.model.device)
@@ -80,7 +80,7 @@ class CachedModel:
         return CacheLayout(tuple(shapes), pair[0].dtype, pair[0].device)
 
     def _worst_gap(self) -> str | None:
-        """What is wrong with log-probabilities computed in padded pieces, if anything is."""
+        """Compare log-probabilities with a padded cache and without; describe the gap, if any."""
         config: Any = self.model.config.get_text_config()
         window = max(
             getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")
@@ -99,9 +99,9 @@ class CachedModel:
         if plain.isnan().any():
             return "its logits are not numbers"
         plain = plain.float().log_softmax(-1)
-        # Tokens that are ruled out have no logit to compare.
+        # Tokens with a logit of minus infinity cannot be compared.
         gap = (logits.float().log_softmax(-1) - plain)[plain > -torch.inf].abs()
-        # In half precision an expert may be chosen otherwise, which is no fault of the cache.
+        # In half precision, rounding may route a token to another expert.
         tolerance = 0.1 if self.layout.dtype.itemsize < 4 else 1e-3
         if gap.mean() <= tolerance:
             return None
@@ -109,7 +109,7 @@ class CachedModel:
 
 
 def _refusal(model: PreTrainedModel, problem: str) -> str:
-    """Why a model cannot be sampled from here, and where it can."""
+    """The error message for a model that this engine cannot sample from."""
     return (
         f"model must keep keys and values of every token and nothing else, got {type(model).__name__}: "
         f"{problem}. Wrap it in TorchRL's TransformersWrapper, which generates as transformers does."

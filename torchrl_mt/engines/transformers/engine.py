@@ -1,7 +1,7 @@
-"""An engine on any transformers model that keeps keys and values: many conversations at once.
+"""Engine for transformers models with a key-value cache; batches many conversations.
 
-Two promises: every sampled token carries the version of the weights that sampled it, and no token
-sampled after an update rests on cache computed under older weights unless that is asked for.
+Two promises: every sampled token carries the version of the weights that sampled it; and after an
+update, no token is sampled from cache of older weights, unless ``keep_cache`` asks for it.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine:
     """Sample from a Hugging Face causal language model, many conversations at once.
 
-    The engine generates with a *view* of the model: the same parameters, but its own train/eval mode
-    and attention implementation, so the model may be trained between two rollouts as if there were no
-    engine. It must not be trained *while* tokens are sampled; for that, pass ``share_weights=False``:
-    the engine then has weights of its own, which :meth:`update_weights` refreshes.
+    The engine generates with a *view* of the model: it shares the parameters, but has its own train/eval
+    mode and attention implementation. So the model may be trained between two rollouts, but not *while*
+    tokens are sampled. For that, pass ``share_weights=False``: the engine then has a copy of the
+    weights, which :meth:`update_weights` refreshes.
 
-    The default sizes suit small models on a CPU. Work runs in one background thread, started by the
-    first request.
+    One background thread, started by the first request, does the work. The default sizes suit small
+    models on a CPU.
 
     Args:
-        model: a causal language model. Its generation config is not used, except for its stop tokens:
-            sampling is from the model's own distribution unless ``temperature`` says otherwise.
+        model: a causal language model. Of its generation config, only the stop tokens are used: sampling
+            is from the model's own distribution unless sampling parameters change it.
         tokenizer: the model's tokenizer; its end-of-sequence token stops an answer.
-        temperature: divides the logits; log-probabilities are those of the divided ones, so give
-            the same to ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token is taken,
-            with log-probability 0.
-        top_k: draw from the ``top_k`` likeliest tokens only; 0 or ``None`` is all.
-        top_p: draw from the likeliest tokens that together have this probability only; 1 or ``None``
-            is all.
-        seed: the same requests in the same order get the same answers (up to rounding: it depends on
-            what else is in the batch). If ``None``, drawn once from torch's global generator. Sampling
-            itself neither reads nor moves that generator.
-        max_new_tokens: longest answer, unless a request says otherwise.
-        max_batch_tokens: most tokens in one forward pass.
-        cache_tokens: most tokens in the cache, over all conversations, with those that are kept for
-            later turns. Memory is taken as it is needed, and given back by :meth:`update_weights`;
-            padding and room to grow may make it three times as much.
+        temperature: divides the logits, also for log-probabilities: give the same value to
+            ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token is chosen, with
+            log-probability 0.
+        top_k: draw from the ``top_k`` likeliest tokens only; 0 or ``None`` keeps all.
+        top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this; 1 or
+            ``None`` keeps all.
+        seed: the same requests in the same order get the same answers, up to rounding, which depends on
+            the rest of the batch. If ``None``, drawn once from torch's global generator; sampling does
+            not use that generator.
+        max_new_tokens: maximum length of an answer, unless a request sets another.
+        max_batch_tokens: maximum number of tokens in a forward pass.
+        cache_tokens: maximum number of tokens in the cache, over all conversations and prefixes kept for
+            later turns. Memory is allocated when needed and freed by :meth:`update_weights`. With
+            padding and spare room, it may hold three times as many.
         prefix_sharing: reuse the cache of a common prefix across turns and within a group.
-        share_weights: generate with the parameters of ``model`` itself, or with a copy.
+        share_weights: generate with the parameters of ``model``; if false, with a copy.
 
     Raises:
         TypeError: if ``model`` is not a transformers model.
-        ValueError: if no stop token is known, a size is not positive, a sampling argument is out of
-            range, or the model is recurrent or otherwise keeps more than keys and values of every token.
+        ValueError: if no stop token is known, a size is not positive, a sampling parameter is out of
+            range, or the model caches anything but keys and values of every token (recurrent models do).
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
@@ -106,8 +106,8 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self.max_total_tokens: int = min(cache_tokens, max_exact_length(model) or cache_tokens)
-        """Most tokens of prompt and answer together: what the cache holds and the model can place; of a
-        model with dynamic or long RoPE the length from which its frequencies change."""
+        """Maximum length of prompt and answer together: the lesser of the cache's size and the model's
+        positions. With dynamic or long RoPE, only the positions before the frequencies change count."""
         self._vocab_size = cast(int, vocab_size(model))
         self._stop_ids = stop_ids(tokenizer, model)
         self._source = None if share_weights else weakref.ref(model)
@@ -121,12 +121,12 @@ class TransformersEngine:
         )
         self._generation = Generation(self._scheduler)
         # Runs when the engine is collected and at interpreter exit, whichever comes first: a script
-        # that dies before close() must not hang on the generation thread.
+        # that ends without close() must not hang on the generation thread.
         self._closer = weakref.finalize(self, Generation.close, self._generation)
 
     @property
     def shares_weights(self) -> bool:
-        """Whether it generates with the parameters of ``model`` itself."""
+        """Whether the engine generates with the parameters of ``model``."""
         return self._source is None
 
     @property
@@ -136,7 +136,7 @@ class TransformersEngine:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end an answer unless a request says otherwise."""
+        """Tokens that end an answer, unless a request sets others."""
         return self._stop_ids
 
     async def generate(
@@ -154,20 +154,20 @@ class TransformersEngine:
         """Sample an answer to a prompt.
 
         Args:
-            prompt_ids: the tokens that the model sees, at least one.
-            max_new_tokens: longest answer; if ``None``, the engine's own limit or what room there is.
-            temperature: instead of the engine's; 0 takes the likeliest token each time, whose
-                log-probability is then 0.
-            top_k: instead of the engine's; 0 is off.
-            top_p: instead of the engine's; 1 is off.
-            stop_token_ids: tokens that end this answer, instead of :attr:`stop_token_ids`; if there is
-                none, only its length does.
-            seed: the same prompt, arguments and seed give the same answer. If ``None``, the next of the
-                engine's.
+            prompt_ids: at least one token.
+            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+                that the prompt leaves, whichever is less.
+            temperature: replaces the engine's; 0 chooses the likeliest token, with log-probability 0.
+            top_k: replaces the engine's; 0 is off.
+            top_p: replaces the engine's; 1 is off.
+            stop_token_ids: tokens that end this answer, instead of :attr:`stop_token_ids`; if empty,
+                only its length does.
+            seed: the same prompt, arguments and seed give the same answer, up to rounding. If ``None``,
+                the next from the engine's seed.
             **sampling: no other argument is supported.
 
         Returns:
-            The sampled tokens, the stop token included, with their weight versions, and their
+            The sampled tokens, including the stop token, with their weight versions and their
             log-probabilities after temperature and truncation.
 
         Raises:
@@ -188,8 +188,8 @@ class TransformersEngine:
             bound=f"the {total} tokens that cache_tokens and the model's positions allow",
             vocab_size=self._vocab_size,
         )
-        law = self._sampling.changed(temperature, top_k, top_p)
-        record = self._record(law)
+        params = self._sampling.changed(temperature, top_k, top_p)
+        record = self._record(params)
         self._warn(record)
         if seed is not None:
             seed = _seed(seed)
@@ -202,7 +202,7 @@ class TransformersEngine:
             prompt,
             len(prompt) + limit,
             ends,
-            law,
+            params,
             random_word(self._seed, number) if seed is None else seed,
             loop.create_future(),
             loop,
@@ -224,24 +224,22 @@ class TransformersEngine:
         *,
         keep_cache: bool = False,
     ) -> int:
-        """Take new weights, in place, between two steps of generation.
+        """Load new weights in place, between two steps of generation.
 
-        Answers under way are continued with the new weights, from cache that is computed anew.
+        Running requests continue with the new weights, from a cache that is computed again.
 
         Args:
-            source: the model whose weights to take, or a state dict, or parameters in a TensorDict, of
-                any dtype and on any device. ``None`` is the model that the engine was made from;
-                weights that are shared with it are in place already.
-            keep_cache: continue from the cache as it is, and keep it for later prompts. That is
-                faster, but what is sampled afterwards is then, in part, conditioned by older weights:
-                its log-probabilities are those of neither version.
+            source: a model, a state dict, or parameters in a TensorDict, of any dtype and on any device.
+                ``None`` is the model that the engine was made from; shared weights are in place already.
+            keep_cache: keep the cache of the old weights. This is faster, but later tokens then depend
+                in part on older weights, and their log-probabilities are those of neither version.
 
         Returns:
             The new version.
 
         Raises:
             TypeError: if ``source`` is none of these.
-            ValueError: if names or shapes of the weights do not fit the model; nothing is changed then.
+            ValueError: if names or shapes of the weights do not match the model's; nothing is changed.
             RuntimeError: if the engine is closed.
         """
         self._check_open()
@@ -250,52 +248,52 @@ class TransformersEngine:
             try:
                 if weights is not None:
                     copy_weights(weights, self._model)
-            finally:  # some may be new though the rest could not be copied
+            finally:  # a failed copy may have changed some weights
                 if not keep_cache:
                     self._scheduler.forget_cache()
                 self._scheduler.version += 1
             return self._scheduler.version
 
     def close(self) -> None:
-        """Stop generating: answers under way fail, and the cache is released."""
+        """Stop generating, fail all open requests and free the cache."""
         self._closer()
 
     def stats(self) -> dict[str, int]:
-        """What the engine has done and is doing.
+        """Counters since the start, and current sizes.
 
         Returns:
-            A flat dictionary of integers. Requests: ``"running"`` in the batches, ``"waiting"`` for room
-            in them. Tokens sampled: ``"generated_tokens"``, those of cancelled requests included.
-            Tokens of prompts: ``"prefill_tokens"`` went through the model, ``"shared_tokens"`` were
-            found in the cache instead, ``"new_tokens"`` had not gone through it before, as far as is
-            known (0 without ``prefix_sharing``); what ``"prefill_tokens"`` has beyond these was computed
-            again. A request that goes back, for an update or for room, counts as a prompt once more.
-            Tokens in the cache: ``"cache_tokens"`` of requests under way, ``"kept_tokens"`` for prompts
-            that begin alike.
+            A flat dictionary of integers.
+
+            - Requests: ``"running"`` are in the batches, ``"waiting"`` are queued.
+            - Sampled tokens: ``"generated_tokens"``, including those of cancelled requests.
+            - Prompt tokens: ``"prefill_tokens"`` were computed, ``"shared_tokens"`` were found in the
+              cache, ``"new_tokens"`` were never computed before, as far as is recorded (0 without
+              ``prefix_sharing``). ``"prefill_tokens"`` beyond ``"new_tokens"`` were computed again. A
+              request that is requeued, after an update or for lack of room, counts as a prompt again.
+            - Tokens in the cache: ``"cache_tokens"`` of running requests, ``"kept_tokens"`` of prefixes
+              kept for later prompts.
         """
         return self._generation.stats()
 
-    def _record(self, law: Sampling) -> dict[str, Any]:
-        """What a completion says about its distribution."""
-        # More than all tokens are all tokens.
-        return law.record() if law.top_k < self._vocab_size else law.changed(top_k=0).record()
+    def _record(self, params: Sampling) -> dict[str, Any]:
+        """The ``sampling`` record of a completion; a ``top_k`` of all tokens is off."""
+        return (params if params.top_k < self._vocab_size else params.changed(top_k=0)).record()
 
     def _check_open(self) -> None:
-        """Refuse to work once closed."""
         if not self._closer.alive:
             raise closed_error()
 
     def _weights_of(
         self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None
     ) -> Mapping[str, torch.Tensor] | None:
-        """The tensors to copy, checked; ``None`` if they are in place already."""
+        """Get and check the tensors to copy; ``None`` if they are in place already."""
         if source is None:
             if self._source is None:
                 return None
             source = self._source()
             if source is None:
                 raise ValueError(
-                    "source is needed: the model that the engine was made from is gone."
+                    "source must be given, got None: the model that the engine was made from is gone."
                 )
         weights = fitting_weights(source, self._model)
         own = self._model.state_dict()
@@ -304,7 +302,6 @@ class TransformersEngine:
 
 
 def _seed(seed: int) -> int:
-    """A seed as a plain integer."""
     try:
         return index(seed)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The thread that takes a scheduler's steps: requests come in between two of them."""
+"""The generation thread: it takes the scheduler's steps and admits requests between them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchrl_mt.engines.transformers.batches import Request
 
 __all__ = ["Generation"]
 
-_LULL = 0.002
-"""Seconds without a prompt after which no more are waited for."""
+_MAX_GAP = 0.002
+"""Seconds to wait for a further prompt before a batch begins."""
 
 
 class Generation(EngineThread):
-    """The thread.
+    """The generation thread.
 
     Args:
-        scheduler: takes the steps; it is touched by the thread, or while that is held.
+        scheduler: takes the steps; use it only in the thread, or while the thread is paused.
     """
 
     def __init__(self, scheduler: BatchScheduler) -> None:
@@ -40,35 +40,34 @@ class Generation(EngineThread):
             self._inbox[request] = None
 
     def withdraw(self, request: Request) -> None:
-        """Take a request back; what it sampled is thrown away."""
+        """Cancel a request; its sampled tokens are dropped."""
         with self._changed:
             request.cancelled = True
             self._changed.notify_all()
 
     def stats(self) -> dict[str, int]:
-        """What the scheduler counts and holds."""
+        """Counters and current sizes; see :meth:`TransformersEngine.stats`."""
         with self._changed:
             usage = self._scheduler.usage()
             usage["waiting"] += len(self._inbox)
             return {**vars(self._scheduler.counts), **usage}
 
     def close(self) -> None:
-        """End the thread and fail what has no answer."""
+        """End the thread and fail all open requests."""
         super().close()
         self._fail(closed_error)
 
     def _work(self) -> None:
-        """Take steps until closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or (not self._held and self._num_open())
+                    lambda: self._closed or (not self._paused and self._num_open())
                 )
                 if not self._scheduler.num_running:
                     self._gather()
                 if self._closed:
                     return
-                if self._held:
+                if self._paused:
                     continue
                 self._scheduler.add(self._inbox)
                 self._inbox = {}
@@ -77,7 +76,7 @@ class Generation(EngineThread):
                 with torch.inference_mode():
                     self._scheduler.step()
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold memory of the batches
+                traceback.clear_frames(error.__traceback__)  # frees the batches' memory
                 self._fail(lambda error=error: _failed(error))  # type: ignore[misc]
             finally:
                 finished = self._scheduler.take_finished()
@@ -88,14 +87,13 @@ class Generation(EngineThread):
                     self._changed.notify_all()
 
     def _num_open(self) -> int:
-        """Requests without an answer."""
         return len(self._inbox) + self._scheduler.num_waiting + self._scheduler.num_running
 
     def _gather(self) -> None:
-        """Wait for more prompts as long as those whom the last step answered keep coming back."""
-        while not (self._closed or self._held) and self._num_open() < self._num_answered:
+        """Wait while more prompts arrive, at most as many as requests were answered in the last step."""
+        while not (self._closed or self._paused) and self._num_open() < self._num_answered:
             count = self._num_open()
-            if not self._changed.wait_for(lambda: self._num_open() > count, _LULL):  # noqa: B023
+            if not self._changed.wait_for(lambda: self._num_open() > count, _MAX_GAP):  # noqa: B023
                 break
 
     def _fail(self, error: Callable[[], BaseException]) -> None:
@@ -106,7 +104,7 @@ class Generation(EngineThread):
 
 
 def _failed(cause: BaseException) -> RuntimeError:
-    """What requests are told whose step failed."""
+    """An error for one request of a failed step."""
     error = RuntimeError(f"generation failed: {cause}")
     error.__cause__ = cause
     return error

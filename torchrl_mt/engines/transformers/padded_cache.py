@@ -1,8 +1,8 @@
-"""A batch of token rows with their keys and values, which rows join and leave between forward passes.
+"""A left-padded batch with its keys and values; rows join and leave between forward passes.
 
-The promise: the model is given exactly what ``generate()`` gives it for rows padded on the left, so that
-windows, biases and sinks remain the model's own affair. All rows end at one column of the memory; a step
-writes the next column and reads a view, and only a row that joins or leaves is copied.
+The promise: the model gets exactly the inputs that ``generate()`` passes for left-padded rows, so
+windows, biases and sinks work as the model defines them. All rows end at the same column. A step writes
+the next column and reads a view; only rows that join or leave are copied.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from transformers.cache_utils import CacheLayerMixin
 __all__ = ["CacheLayout", "PaddedCache"]
 
 _SLACK = 64
-"""Columns that are kept free at least, for the tokens to come."""
+"""Minimum number of spare columns, for later tokens."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a model keeps of a token.
+    """Shapes of a model's keys and values.
 
     Args:
-        shapes: of each layer's keys and values, ``(heads, size)`` each; ``None`` of a layer without.
-        dtype: of all of them.
-        device: of all of them.
+        shapes: ``(heads, size)`` of the keys and of the values of each layer; ``None`` for a layer
+            without.
+        dtype: dtype of all keys and values.
+        device: device of all keys and values.
     """
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]] | None, ...]
@@ -38,10 +39,10 @@ class CacheLayout:
 
 
 class PaddedCache(Cache):
-    """A transformers cache of rows that all end at the same column.
+    """A transformers cache whose rows all end at the same column.
 
     Args:
-        layout: of the model's keys and values.
+        layout: shapes of the model's keys and values.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
@@ -54,43 +55,43 @@ class PaddedCache(Cache):
             if shapes is not None
         ]
         self.starts: list[int] = []
-        """The column of each row's first token."""
+        """Column of each row's first token."""
         self.end = 0
-        """The column behind each row's last token."""
+        """Column after each row's last token."""
         self._allocate(0, 0)
-        self._note_starts()
-        # Of the forward pass under way: its rows, where they begin, where what is new begins and ends.
+        self._update_starts()
+        # The current forward pass: its rows, their first column, the first and last new column.
         self._rows = range(0)
         self._begin = self._first = self._last = 0
         self._real: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.starts)
 
     @property
     def width(self) -> int:
-        """Columns of the longest row."""
+        """Length of the longest row, in columns."""
         return self.end - self._longest
 
     def join(self, lengths: Sequence[int], pasts: Sequence[Sequence[torch.Tensor]]) -> range:
-        """Take rows in, of which all or some tokens are yet to be computed, by :meth:`fill`.
+        """Add rows, whose remaining tokens :meth:`fill` computes.
 
         Args:
-            lengths: tokens of each row.
-            pasts: what is known of each row's first tokens: pieces ``[n, F]`` that follow each other, as
-                :meth:`pieces` gives them out.
+            lengths: length of each row, in tokens.
+            pasts: keys and values of each row's first tokens, as consecutive pieces ``[n, F]`` from
+                :meth:`pieces`.
 
         Returns:
-            Where they are.
+            The indices of the new rows.
         """
         rows = self._add([self.width, *lengths], len(lengths))
         self.starts += [self.end - length for length in lengths]
-        self._note_starts()
+        self._update_starts()
         memories = self._memories()
         for memory in memories:
-            # A mask does not hide what is not a number: nothing of earlier rows may remain.
+            # A mask does not hide NaNs, so data of earlier rows must go.
             memory[rows.start : rows.stop, :, : self.end] = 0
         sizes = [memory.shape[1] * memory.shape[3] for memory in memories]
         for row, past in zip(rows, pasts, strict=True):
@@ -105,16 +106,16 @@ class PaddedCache(Cache):
     def fill(
         self, rows: range, tokens: torch.Tensor, num_new: Sequence[int], left: int
     ) -> dict[str, Any]:
-        """Prepare for computing columns of rows that joined, from the first new one to the last.
+        """Prepare a forward pass over the next columns of rows that joined.
 
         Args:
-            rows: that joined together.
-            tokens: ``[B, Q]`` int64, of any value where a row's new tokens have not begun.
-            num_new: how many tokens of each row are new.
-            left: how many columns will be left to compute.
+            rows: rows that joined together.
+            tokens: ``[B, Q]`` int64; values before a row's first new token are ignored.
+            num_new: number of new tokens of each row.
+            left: number of columns left to compute after this pass.
 
         Returns:
-            What the model is to be called with.
+            The model's keyword arguments.
         """
         self._last = self.end - left
         self._first = self._last - tokens.shape[1]
@@ -126,13 +127,13 @@ class PaddedCache(Cache):
         return self._inputs(rows, tokens)
 
     def extend(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Prepare for computing the next column, of all rows.
+        """Prepare a forward pass over the next column of all rows.
 
         Args:
             tokens: ``[B, 1]`` int64.
 
         Returns:
-            What the model is to be called with.
+            The model's keyword arguments.
         """
         self._make_room(self.num_rows, self.width, 1)
         self.end += 1
@@ -140,7 +141,7 @@ class PaddedCache(Cache):
         return self._inputs(range(self.num_rows), tokens)
 
     def absorb(self, other: PaddedCache, rows: Sequence[int]) -> range:
-        """Copy rows, of another batch or of this one, behind all others; returns where they are."""
+        """Append copies of rows of another cache or of this one; returns the new rows' indices."""
         lengths = [other.end - other.starts[row] for row in rows]
         joined = self._add([self.width, *lengths], len(rows))
         width = max(lengths)
@@ -151,14 +152,14 @@ class PaddedCache(Cache):
                 rows, :, other.end - width : other.end
             ]
         self.starts += [self.end - length for length in lengths]
-        self._note_starts()
+        self._update_starts()
         return joined
 
     def remove(self, rows: Sequence[int]) -> list[int]:
-        """Take rows out; the last ones move to their places.
+        """Remove rows; the last rows move into their places.
 
         Returns:
-            Of each row that is left, where it was before.
+            The former index of each remaining row.
         """
         gone, left = set(rows), self.num_rows - len(rows)
         holes = [row for row in rows if row < left]
@@ -170,21 +171,21 @@ class PaddedCache(Cache):
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         self.starts = [self.starts[row] for row in order]
-        self._note_starts()
+        self._update_starts()
         return order
 
     def pieces(
         self, rows: Sequence[int], begins: Sequence[int], ends: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Copies of what is kept of some tokens.
+        """Copy the keys and values of some tokens.
 
         Args:
-            rows: of the batch.
-            begins: each row's first token that is wanted, counted from the row's first.
-            ends: the token behind the last that is wanted.
+            rows: indices of rows.
+            begins: first token of each row to copy, counted from the row's first token.
+            ends: token after the last to copy.
 
         Returns:
-            ``[n, F]`` for each row: of every token the keys and values of all layers.
+            ``[n, F]`` per row: the keys and values of all layers, for every token.
         """
         memories = self._memories()
         pieces = []
@@ -195,18 +196,18 @@ class PaddedCache(Cache):
         return pieces
 
     def write(self, memory: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write the new columns ``[B, H, Q, D]`` where they are real; returns all of every row."""
+        """Write new columns ``[B, H, Q, D]``, except padding; returns all columns of the pass's rows."""
         rows = memory[self._rows.start : self._rows.stop]
         place = rows[:, :, self._first : self._last]
         place.copy_(new if self._real is None else torch.where(self._real, new, place))
         return rows[:, :, self._begin : self._last]
 
     def seen(self) -> tuple[int, int]:
-        """Columns that the forward pass reads: those before the new ones, and all."""
+        """Number of columns that the forward pass reads: before the new ones, and in all."""
         return self._first - self._begin, self._last - self._begin
 
     def _inputs(self, rows: range, tokens: torch.Tensor) -> dict[str, Any]:
-        """What a forward pass is called with."""
+        """The model's keyword arguments for a forward pass."""
         self._rows = rows
         whole = len(rows) == self.num_rows
         self._begin = self._longest if whole else min(self.starts[rows.start : rows.stop])
@@ -226,17 +227,17 @@ class PaddedCache(Cache):
         return [memory for layer, _ in self._keeping for memory in (layer.keys, layer.values)]
 
     def _add(self, lengths: Sequence[int], count: int) -> range:
-        """Have room for more rows, none of more tokens than the longest."""
+        """Make room for more rows of up to ``max(lengths)`` columns; returns their indices."""
         first = self.num_rows
         self._make_room(first + count, max(lengths), 0)
         return range(first, first + count)
 
     def _make_room(self, rows: int, width: int, more: int) -> None:
-        """Lay the memory out anew if it has not so many rows and columns, or they lie too far left."""
+        """Reallocate the memory if it lacks rows or columns, or rows end too far left for the width."""
         if rows <= self.room[0] and width <= self.end and self.end + more <= self.room[1]:
             return
         old = [memory[: self.num_rows, :, self._longest : self.end] for memory in self._memories()]
-        # Some rows more than are needed, so that not every row that joins has all others copied.
+        # Spare rows, so that not every new row causes a copy of all others.
         enough = rows <= self.room[0]
         self._allocate(
             min(self.room[0], 2 * rows) if enough else rows + self.num_rows // 2, width + more
@@ -245,12 +246,12 @@ class PaddedCache(Cache):
             memory[: self.num_rows, :, width - self.width : width] = before
         self.starts = [start + width - self.end for start in self.starts]
         self.end = width
-        self._note_starts()
+        self._update_starts()
 
     def _allocate(self, rows: int, width: int) -> None:
-        """Make an empty memory with room for some more columns."""
+        """Allocate zeroed memory with spare columns."""
         self.room = rows, width + max(_SLACK, width // 4)
-        """Rows and columns of the memory."""
+        """Number of rows and columns of the memory."""
         for layer, shapes in self._keeping:
             layer.keys, layer.values = (
                 torch.zeros(
@@ -261,14 +262,14 @@ class PaddedCache(Cache):
                 for heads, size in shapes
             )
 
-    def _note_starts(self) -> None:
-        """Derive what follows from the starts."""
+    def _update_starts(self) -> None:
+        """Update what is derived from ``starts``."""
         self._longest = min(self.starts, default=self.end)
         self._starts = torch.tensor(self.starts, device=self.layout.device)[:, None]
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values of all rows."""
+    """One layer's keys and values, for all rows."""
 
     is_compileable = False
     is_sliding = False
@@ -277,31 +278,31 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: PaddedCache) -> None:
         super().__init__()
-        # No cycle: the memory must be free as soon as the cache is.
+        # A reference cycle would delay freeing the memory.
         self.cache: PaddedCache = weakref.proxy(cache)
         self.is_initialized = True
 
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
     ) -> None:
-        """The batch makes the memory."""
+        """Do nothing: the cache allocates the memory."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values ``[B, H, Q, D]``, and read all of every row, ``[B, H, K, D]``."""
+        """Write new keys and values ``[B, H, Q, D]``; returns those of all columns ``[B, H, K, D]``."""
         return self.cache.write(self.keys, key_states), self.cache.write(self.values, value_states)
 
     def get_seq_length(self, *args: Any) -> int:
-        """How many columns come before the new ones."""
+        """Number of columns before the new ones."""
         return self.cache.seen()[0]
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
-        """How many columns there are, and where they begin."""
+        """Number of columns, and the offset of the first."""
         return self.cache.seen()[1], 0
 
     def get_max_length(self) -> int:
-        """No bound that the model should know of."""
+        """No maximum length."""
         return -1
 
     get_max_cache_shape = get_max_length

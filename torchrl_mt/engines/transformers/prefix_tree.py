@@ -1,7 +1,7 @@
-"""Which beginnings of texts are known, token for token, and the keys and values that were kept of them.
+"""A radix tree of token prefixes with their cached keys and values.
 
-Two promises: what was added is found by every later text that begins alike, up to the first token that
-differs; and what has to leave was used longest ago, the end of a text before its beginning.
+Two promises: every text finds its longest prefix in the tree; and eviction removes the least recently
+used tokens first, the end of a text before its beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["PrefixTree"]
 
 
 class _Node:
-    """Some tokens that follow each other, and what was kept of them, in pieces."""
+    """A run of tokens, and their cached keys and values in pieces ``[n, F]``."""
 
     __slots__ = ("children", "parent", "pieces", "tokens", "used")
 
@@ -46,38 +46,39 @@ class PrefixTree:
         self._clock = itertools.count(1)
 
     def __len__(self) -> int:
-        """How many tokens are known."""
+        """Number of tokens in the tree."""
         return self._size
 
     def find(
         self, tokens: Sequence[int], *, copied: bool = False
     ) -> tuple[int, list[torch.Tensor]]:
-        """The longest known beginning of a text.
+        """Find the longest known prefix of a text.
 
         Args:
-            tokens: of the text.
-            copied: a request has its own copy of it, and will add it again: it may leave first.
+            tokens: the text.
+            copied: whether a request holds a copy of the prefix and will add it again. Such a prefix is
+                evicted first.
 
         Returns:
-            How many tokens it has, and what was kept of them: pieces ``[n, F]`` that follow each other.
+            Length of the prefix in tokens, and its keys and values in consecutive pieces ``[n, F]``.
         """
         length, path = self._walk(tokens)
-        self._note_use(path, copied)
+        self._mark_used(path, copied)
         return length, [piece for node in path for piece in node.pieces]
 
     def add(
         self, tokens: list[int], piece: torch.Tensor | None = None, *, copied: bool = False
     ) -> None:
-        """Make a text known.
+        """Add a text.
 
         Args:
-            tokens: of the text.
-            piece: ``[n, F]`` what is to be kept of its last ``n`` tokens, if anything is. Those before
-                must be known, or nothing is added.
+            tokens: the text.
+            piece: keys and values ``[n, F]`` of its last ``n`` tokens, if any are to be stored. The
+                tokens before must be in the tree, or nothing is added.
             copied: as in :meth:`find`.
         """
         known, path = self._walk(tokens)
-        now = self._note_use(path, copied)
+        now = self._mark_used(path, copied)
         if known == len(tokens):
             return
         if piece is not None:
@@ -95,37 +96,36 @@ class PrefixTree:
         self._size += len(rest)
 
     def evict(self, count: int) -> int:
-        """Forget so many tokens, or all; returns how many were forgotten."""
+        """Remove up to ``count`` tokens; returns how many were removed."""
         if count <= 0:
             return 0
         leaves = [(node.used, id(node), node) for node in self._nodes() if not node.children]
         heapq.heapify(leaves)
-        missing = min(count, self._size)
-        self._size -= missing
-        forgotten = missing
-        while missing:
+        left = removed = min(count, self._size)
+        self._size -= removed
+        while left:
             _, _, node = heapq.heappop(leaves)
-            size = len(node.tokens) - missing
+            size = len(node.tokens) - left
             if size > 0:
                 node.tokens, node.pieces = node.tokens[:size], _cut(node.pieces, size)[0]
                 break
-            missing -= len(node.tokens)
+            left -= len(node.tokens)
             parent = node.parent
             assert parent is not None
             del parent.children[node.tokens[0]]
             if parent.parent is not None and not parent.children:
                 heapq.heappush(leaves, (parent.used, id(parent), parent))
-        return forgotten
+        return removed
 
-    def _note_use(self, path: list[_Node], copied: bool) -> int:
-        """Note when nodes were used; returns it."""
+    def _mark_used(self, path: list[_Node], copied: bool) -> int:
+        """Set the time of last use of nodes and return it; 0 if copied, so that they go first."""
         now = 0 if copied else next(self._clock)
         for node in path:
             node.used = now
         return now
 
     def _walk(self, tokens: Sequence[int]) -> tuple[int, list[_Node]]:
-        """The nodes of the longest known beginning; one that goes on otherwise is cut in two."""
+        """Length and nodes of the longest known prefix; splits a node that matches in part."""
         node, path, at = self._root, [], 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             length = _common(child.tokens, tokens[at : at + len(child.tokens)])
@@ -135,7 +135,7 @@ class PrefixTree:
         return at, path
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Cut a node in two; returns the upper part."""
+        """Split a node after ``length`` tokens; returns the upper part."""
         parent = node.parent
         assert parent is not None
         above, below = _cut(node.pieces, length)
@@ -146,7 +146,6 @@ class PrefixTree:
         return upper
 
     def _nodes(self) -> Iterator[_Node]:
-        """Every node but the root."""
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()
@@ -155,7 +154,7 @@ class PrefixTree:
 
 
 def _cut(pieces: list[torch.Tensor], length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The pieces of the first tokens and those of the rest, each in memory that can be freed alone."""
+    """Split pieces after ``length`` tokens; the parts share no memory."""
     above: list[torch.Tensor] = []
     for i, piece in enumerate(pieces):
         if length == 0:
@@ -168,7 +167,7 @@ def _cut(pieces: list[torch.Tensor], length: int) -> tuple[list[torch.Tensor], l
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts have in common at the beginning."""
+    """Length of the common prefix of two texts, the second no longer than the first."""
     if a[: len(b)] == b:
         return len(b)
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -1,1 +1,1 @@
-"""Games whose best return is known, so that training on them can be told right from wrong."""
+"""Games with a known best return, to check training against."""

@@ -1,7 +1,7 @@
-"""Arithmetic with a calculator: the smallest task in which a model uses a tool over several turns.
+"""Arithmetic with a calculator: a minimal task of tool use over several turns.
 
-Every response is answered, whatever it holds, and none raises. The best return is 1 on every
-expression, and :func:`play_arithmetic` reaches it with the tool.
+No response raises an error. The best return is 1 on every expression; :func:`play_arithmetic` reaches it
+with the calculator.
 """
 
 from __future__ import annotations
@@ -41,45 +41,44 @@ _MAX_DRAWS = 1000
 class Arithmetic(GameEnv):
     """Compute the value of an expression, with a calculator at hand.
 
-    A response is read for two things:
+    A response may contain:
 
-    - ``<answer>84</answer>`` ends the episode. The reward is 1 for the right value (an integer, a
-      decimal number, or a fraction in lowest terms such as ``3/2``), else ``wrong_reward``. Of several
-      answers the last counts, and calls beside an answer are not run.
-    - ``<calc>3 + 4</calc>`` calls the calculator (:func:`~torchrl_mt.envs.calculate`). All
-      calls of a response, 16 at most, are answered in one message, a line each: an integer or a
-      fraction in lowest terms, or ``error:`` and why there is none.
+    - ``<answer>84</answer>``, which ends the episode. The reward is 1 for the right value (an integer, a
+      decimal number, or a fraction in lowest terms such as ``3/2``), else ``wrong_reward``. The last of
+      several answers counts, and calls in the same response are not run.
+    - ``<calc>3 + 4</calc>``, which calls the calculator (:func:`~torchrl_mt.envs.calculate`). One
+      message answers all calls of a response, at most 16, with a line each: an integer, a fraction in
+      lowest terms, or ``error:`` and the reason.
 
-    A response with neither is answered with a hint. An episode whose ``turns`` are used up without
-    an answer is truncated. At the end, ``info`` has ``correct``, the ``answer`` as written (``None``
-    without one), the ``expected`` value and the number of ``calls``.
+    If it contains neither, the reply is a hint. An episode without an answer after ``turns`` responses
+    is truncated. At the end, ``info`` has ``correct``, the ``answer`` as written (or ``None``), the
+    ``expected`` value and the number of ``calls``.
 
-    The expression comes from the episode's data: ``{"expression": "(3 + 4) * 12"}``, or any text
-    at all with its own ``"answer"`` (a number, or text such as ``"3/2"``), or ``{"seed": 3}`` to draw
-    it from that seed, so that a group that shares its data shares its expression. Any other data, or
-    none, draws a new one.
+    The episode's data sets the expression: ``{"expression": "(3 + 4) * 12"}``, or any text with its
+    ``"answer"`` (a number, or text such as ``"3/2"``), or ``{"seed": 3}`` to draw it from that seed.
+    So episodes that share data share their expression. Other data, or none, draws a new one.
 
     Args:
-        operands: how many numbers an expression has.
-        operators: which operators, out of ``+ - * / // % **``; exponents are drawn from 0 to 3.
-        depth: how deep operations may nest: 1 is a single operation, and ``n`` operands fit from
-            ``ceil(log2(n))`` on. Any depth if ``None``.
-        digits: numbers are drawn from 1 to ``10 ** digits - 1``.
-        turns: how many responses an episode has.
-        call_operators: how many operators one call may hold; any number if ``None``, when a call that
-            copies the expression does it all. With 1, every operation takes a call.
-        tool_role: the role of the calculator's messages: ``"tool"`` for chat templates that know it.
-        wrong_reward: the reward of a well-formed wrong answer.
-        format_penalty: taken off the reward of a response that holds neither a call nor an answer, or
-            an answer that is no number.
-        call_cost: taken off the reward for every call that is run.
+        operands: number of operands in an expression.
+        operators: operators to draw from, out of ``+ - * / // % **``; exponents are drawn from 0 to 3.
+        depth: maximum nesting: 1 is a single operation, and ``n`` operands need at least
+            ``ceil(log2(n))``. Any depth if ``None``.
+        digits: operands are drawn from 1 to ``10 ** digits - 1``.
+        turns: maximum number of responses in an episode.
+        call_operators: maximum number of operators in a call. If ``None``, any number, so one call can
+            compute the whole expression; if 1, every operation needs a call.
+        tool_role: role of the calculator's messages; ``"tool"`` for chat templates that know it.
+        wrong_reward: reward of a well-formed wrong answer.
+        format_penalty: subtracted from the reward of a response that has neither a call nor an answer,
+            or an answer that is no number.
+        call_cost: subtracted from the reward for every call.
         prompt: the opening message; ``{expression}`` is filled in.
-        seed: seed of the expressions drawn for episodes whose data gives none.
+        seed: seed of the expressions of episodes whose data has none.
 
     Raises:
-        ValueError: if a number is below 1, an operator unknown, ``depth`` too small for ``operands``,
-            no drawn expression fits the calculator, ``prompt`` leaves the expression out, or
-            ``call_operators`` goes with ``"/"``, whose results are themselves written with an
+        ValueError: if a number is below 1, an operator is unknown, ``depth`` is too small for
+            ``operands``, the calculator can compute no drawn expression, ``prompt`` lacks
+            ``{expression}``, or ``call_operators`` is used with ``"/"``, whose results contain an
             operator.
 
     Examples:
@@ -128,7 +127,6 @@ class Arithmetic(GameEnv):
         self._turn = self._calls = 0
 
     def _require_task(self) -> None:
-        """Refuse arguments that make no task."""
         for name in ("operands", "depth", "digits", "turns", "call_operators"):
             number = getattr(self, name)
             if number is not None and number < 1:
@@ -156,8 +154,8 @@ class Arithmetic(GameEnv):
         """Pose an expression.
 
         Raises:
-            ValueError: if ``data["expression"]`` or ``data["answer"]`` has no value, there is an answer
-                without an expression, or a key of the data is misspelt.
+            ValueError: if ``data["expression"]`` or ``data["answer"]`` cannot be computed, an answer
+                comes without an expression, or a key of the data is misspelt.
         """
         expression, self._solution = self._task(data)
         self._turn = self._calls = 0
@@ -192,7 +190,7 @@ class Arithmetic(GameEnv):
         """Draw episode data of this difficulty.
 
         Args:
-            size: how many items to draw; without end if ``None``.
+            size: number of items; infinite if ``None``.
             seed: the same seed draws the same items.
 
         Returns:
@@ -209,7 +207,7 @@ class Arithmetic(GameEnv):
     def _end(
         self, messages: Sequence[Message], reward: float, answer: str | None, *, correct: bool
     ) -> TextStep:
-        """The episode's last step; without an answer it is truncated."""
+        """The episode's last step, truncated if there is no answer."""
         info = {
             "correct": correct,
             "answer": answer,
@@ -220,14 +218,14 @@ class Arithmetic(GameEnv):
         return TextStep(messages, reward=reward, done=True, truncated=answer is None, info=info)
 
     def _result(self, call: str) -> str:
-        """What the calculator prints."""
+        """The calculator's reply to a call."""
         try:
             return str(calculate(call, max_operators=self.call_operators))
         except CalculatorError as error:
             return f"error: {error}"
 
     def _task(self, data: Mapping[str, Any] | None) -> tuple[str, Fraction]:
-        """The expression that this episode's data asks for, or a new one, and its value."""
+        """The data's expression, or a new one, and its value."""
         given, rng = self._read(data)
         expression, answer = given.get("expression"), given.get("answer")
         if expression is None and answer is not None:
@@ -248,7 +246,7 @@ class Arithmetic(GameEnv):
             ) from None
 
     def _draw(self, rng: random.Random) -> tuple[str, Fraction]:
-        """A random expression that has a value."""
+        """Draw an expression that the calculator can compute."""
         for _ in range(_MAX_DRAWS):
             depth = self.operands if self.depth is None else self.depth
             expression = self._draw_tree(rng, self.operands, depth)
@@ -262,11 +260,11 @@ class Arithmetic(GameEnv):
         )
 
     def _draw_tree(self, rng: random.Random, operands: int, depth: int) -> str:
-        """A random expression, in parentheses wherever it is part of another."""
+        """Draw an expression; subexpressions are in parentheses."""
         if operands == 1:
             return str(rng.randint(1, 10**self.digits - 1))
         room = 2 ** (depth - 1)
-        # A power's right side is a small number, so its left side takes the other operands.
+        # A power's exponent is one small number, so its base takes the other operands.
         symbol = rng.choice([s for s in self.operators if s != "**" or operands - 1 <= room])
         if symbol == "**":
             left = self._draw_tree(rng, operands - 1, depth - 1)
@@ -277,18 +275,18 @@ class Arithmetic(GameEnv):
 
 
 def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> Game:
-    """Play one episode as well as it can be played with the calculator.
+    """Play one episode optimally with the calculator.
 
-    The player computes the whole expression in one call, or one operation a call where
-    ``call_operators`` allows no more, and answers with the last result. That takes a turn a call and
-    one for the answer, and returns ``1 - call_cost * calls``.
+    The player computes the whole expression in one call if ``call_operators`` allows it, otherwise one
+    operation per call, and then answers. It needs a turn per call and one for the answer, and returns
+    ``1 - call_cost * calls``.
 
     Args:
-        env: the environment; its ``turns`` must suffice.
-        data: what it is reset with; the expression is read off the prompt.
+        env: the environment.
+        data: passed to ``env.reset``.
 
     Raises:
-        ValueError: if the prompt does not let the expression be read off, or the turns do not suffice.
+        ValueError: if the expression cannot be read from the prompt, or ``env.turns`` is too small.
 
     Examples:
         >>> game = play_arithmetic(Arithmetic(call_operators=1), {"expression": "(3 + 4) * 12"})
@@ -310,7 +308,7 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
         return result
 
     def value(tree: Expression) -> str:
-        """The result of a tree, an operation a call."""
+        """Compute a tree, one operation per call."""
         if not isinstance(tree, Operation):
             return str(tree)
         values = [value(operand) for operand in tree.operands]
@@ -325,15 +323,15 @@ def play_arithmetic(env: Arithmetic, data: Mapping[str, Any] | None = None) -> G
 
 
 def _tagged(text: str, tag: str) -> list[str]:
-    """What stands between ``<tag>`` and ``</tag>``, in time linear in the text."""
+    """The texts between ``<tag>`` and ``</tag>``, in linear time."""
     pieces = (piece.partition(f"</{tag}>") for piece in text.split(f"<{tag}>")[1:])
     return [body for body, closing, _ in pieces if closing]
 
 
 def _answer(text: str) -> Fraction | None:
-    """The number that an answer states, if it states one.
+    """Parse an answer's number; ``None`` if it is none.
 
-    A fraction that is not in lowest terms states none: else the task "6 / 4" would answer itself.
+    Fractions must be in lowest terms, or the expression "6 / 4" would be its own answer.
     """
     match = _ANSWER.fullmatch(text.strip())
     if match is None:
@@ -348,10 +346,10 @@ def _answer(text: str) -> Fraction | None:
 
 
 def _nested(expression: str) -> str:
-    """An expression as part of another."""
+    """An expression as an operand, in parentheses if it is an operation."""
     return f"({expression})" if " " in expression else expression
 
 
 def _signed(number: str) -> str:
-    """A number as an operand."""
+    """A number as an operand, in parentheses if it has a sign or is a fraction."""
     return number if number.isdigit() else f"({number})"

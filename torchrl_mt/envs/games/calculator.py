@@ -1,7 +1,7 @@
-"""Exact arithmetic on text that may hold anything.
+"""An exact calculator for untrusted text.
 
-Whatever it is given, it returns the exact rational value or raises :class:`CalculatorError`, in time
-and memory that are bounded beforehand; nothing is ever executed. Operators bind as in Python.
+For any text, it returns the exact rational value or raises :class:`CalculatorError`. Time and memory are
+bounded, and no code is executed. Operator precedence is as in Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 MAX_LENGTH = 256
-"""How many characters an expression may have."""
+"""Maximum length of an expression, in characters."""
 _MAX_DEPTH = 32
 _MAX_BITS = 1024
 
@@ -37,7 +37,7 @@ _COMPUTE: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
 
 
 class CalculatorError(ValueError):
-    """The text has no value: its message says why, in words fit for the model that wrote it."""
+    """The text cannot be computed; the message gives the reason to the model that wrote it."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def calculate(expression: str, *, max_operators: int | None = None) -> Fraction:
 
     Args:
         expression: at most ``MAX_LENGTH`` characters, nested at most 32 deep.
-        max_operators: how many operators with two operands it may have; any number if ``None``.
+        max_operators: maximum number of binary operators; any number if ``None``.
 
     Returns:
         The value: ``str()`` of it is an integer or a fraction in lowest terms.
 
     Raises:
-        CalculatorError: if the text is no such expression, divides by zero, has too many operators,
-            or a value on the way would have more than 1024 bits.
+        CalculatorError: if the text is no such expression, divides by zero, has too many operators, or
+            has an intermediate value of more than 1024 bits.
 
     Examples:
         >>> str(calculate("(3 + 4) * 12")), str(calculate("6 / 4"))
@@ -85,7 +85,7 @@ def calculate(expression: str, *, max_operators: int | None = None) -> Fraction:
 
 
 def parse(expression: str) -> Expression:
-    """Parse an expression without computing it; parentheses are gone.
+    """Parse an expression without computing it.
 
     Raises:
         CalculatorError: if the text is no expression.
@@ -96,14 +96,14 @@ def parse(expression: str) -> Expression:
 
 
 class _Parser:
-    """Recursive descent: one method a precedence, loosest first."""
+    """Recursive descent parser with one method per precedence, lowest first."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
         self._depth = 0
 
     def whole(self) -> Expression:
-        """The expression that all tokens make."""
+        """Parse all tokens."""
         tree = self._sum()
         if self._tokens:
             raise CalculatorError(f"unexpected {self._tokens[-1]!r}")
@@ -116,14 +116,14 @@ class _Parser:
         return self._chain(("*", "/", "//", "%"), self._signed)
 
     def _chain(self, symbols: tuple[str, ...], part: Callable[[], Expression]) -> Expression:
-        """Operands of one precedence, from left to right."""
+        """Parse operators of one precedence, which associate to the left."""
         tree = part()
         while symbol := self._take(*symbols):
             tree = Operation(symbol, (tree, part()))
         return tree
 
     def _signed(self) -> Expression:
-        """A power with any number of signs before it: ``-2 ** 2`` is ``-(2 ** 2)``."""
+        """Parse a power after any number of signs: ``-2 ** 2`` is ``-(2 ** 2)``."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise CalculatorError(f"nested too deep (at most {_MAX_DEPTH})")
@@ -137,7 +137,6 @@ class _Parser:
         return tree
 
     def _atom(self) -> Expression:
-        """A number or a parenthesis."""
         if self._take("("):
             tree = self._sum()
             if not self._take(")"):
@@ -150,12 +149,12 @@ class _Parser:
         return Fraction(self._tokens.pop())
 
     def _take(self, *symbols: str) -> str | None:
-        """The next token if it is one of these."""
+        """Take the next token if it is one of these; else ``None``."""
         return self._tokens.pop() if self._tokens and self._tokens[-1] in symbols else None
 
 
 def _tokens(expression: str) -> list[str]:
-    """Numbers, operators and parentheses."""
+    """Split text into numbers, operators and parentheses."""
     tokens: list[str] = _TOKEN.findall(expression)
     for token in tokens:
         if not (token in _SYMBOLS or re.fullmatch("[0-9].*", token)):
@@ -164,14 +163,14 @@ def _tokens(expression: str) -> list[str]:
 
 
 def num_operators(tree: Expression) -> int:
-    """How many operators with two operands an expression has."""
+    """Number of binary operators in an expression."""
     if isinstance(tree, Fraction):
         return 0
     return len(tree.operands) - 1 + sum(map(num_operators, tree.operands))
 
 
 def _value(tree: Expression) -> Fraction:
-    """The value of a tree; no number on the way outgrows the limit."""
+    """Compute a tree; no intermediate value exceeds the limit."""
     if isinstance(tree, Fraction):
         return _bounded(tree)
     values = [_value(operand) for operand in tree.operands]
@@ -186,7 +185,7 @@ def _value(tree: Expression) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """A power of integer exponent; refused before it is computed if it would be too large."""
+    """Compute a power with an integer exponent; one that would be too large is not computed."""
     if exponent.denominator != 1:
         raise CalculatorError("exponents must be integers")
     # A number of b bits is at least 2 ** (b - 1), so its n-th power has at least n * (b - 1) bits.
@@ -197,12 +196,12 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    """The value, unless it is too large."""
+    """Return the value, or raise an error if it is too large."""
     if _bits(value) > _MAX_BITS:
         raise CalculatorError("number too large")
     return value
 
 
 def _bits(value: Fraction) -> int:
-    """Bits of the longer of numerator and denominator."""
+    """Number of bits of the numerator or denominator, whichever is longer."""
     return max(value.numerator.bit_length(), value.denominator.bit_length())

@@ -1,4 +1,4 @@
-"""What the games share: a task from the data or drawn, and the record of a game."""
+"""Base class of the games, and the record of a game."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["Game", "GameEnv"]
 
 
 class GameEnv(TextEnv):
-    """Base of the games: plain methods that return at once.
+    """Base class of the games, whose methods return at once.
 
     Args:
-        seed: seed of the tasks drawn for episodes whose data gives none.
+        seed: seed of the tasks of episodes whose data has none.
     """
 
     inline = True
     _data_keys: ClassVar[Sequence[str]]
-    """The keys of an episode's data that the game reads, ``"seed"`` among them."""
+    """Keys of the data that the game reads, including ``"seed"``."""
 
     def __init__(self, seed: int | None) -> None:
         self._rng = random.Random(seed)
         self._solution: Any = None
-        """What the model is to find; ``None`` if no episode is under way."""
+        """The right answer; ``None`` if no episode is under way."""
 
     def _read(self, data: Any) -> tuple[Mapping[str, Any], random.Random]:
-        """The data, and what draws the task if the data does not hold it."""
+        """The data, and the generator that draws a task if the data has none."""
         given = data if isinstance(data, Mapping) else {}
         refuse_misspelt_keys(given, self._data_keys)
         seed = given.get("seed")
@@ -45,15 +45,15 @@ class GameEnv(TextEnv):
 
 @dataclass(frozen=True)
 class Game:
-    """A whole game, as a player and the environment wrote it."""
+    """The record of a whole game."""
 
     messages: list[Message]
-    """The opening message, then the player's (``assistant``) and the environment's by turns."""
+    """The opening message, then alternately the player's (``assistant``) and the environment's."""
     rewards: list[float]
-    """The reward of every turn."""
+    """Reward of every turn."""
 
     def say(self, env: GameEnv, content: str) -> TextStep:
-        """Play a turn, and write it down."""
+        """Play a turn and record it."""
         step: Any = env.step(content)
         self.messages.extend([{"role": "assistant", "content": content}, *step.messages])
         self.rewards.append(step.reward)

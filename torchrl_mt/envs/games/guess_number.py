@@ -1,7 +1,6 @@
-"""A guessing game small enough to solve by hand: find a hidden number from "higher" and "lower".
+"""A guessing game: find a hidden number from the hints "higher" and "lower".
 
-Its best possible expected return is known in closed form (:func:`optimal_return`), so a training
-run on it can be told right from wrong.
+Its best expected return is known in closed form (:func:`optimal_return`), to check training against.
 """
 
 from __future__ import annotations
@@ -23,21 +22,19 @@ _DECIMAL = re.compile(r"[1-9][0-9]{0,17}")
 class GuessNumber(GameEnv):
     """Find a hidden number in ``1..numbers`` within ``turns`` guesses.
 
-    A guess is answered ``"higher"`` (the hidden number is higher), ``"lower"`` or ``"correct"``;
-    anything but a bare number in range is answered ``"invalid"`` and costs the turn all the same.
-    The reward is 1 for the guess that finds the number and 0 for every other. The episode
-    terminates when the number is found or the guesses are spent; ``info`` then tells whether it was
-    ``found``, and the number of ``guesses``.
+    The reply to a guess is ``"higher"`` (the hidden number is higher), ``"lower"`` or ``"correct"``. The
+    reply to anything but a bare number in range is ``"invalid"``; it uses up the turn, too. The reward
+    is 1 for the right guess and 0 otherwise. The episode terminates when the number is found or the
+    guesses are used up. Then ``info`` has ``found`` (a bool) and the number of ``guesses``.
 
-    The hidden number comes from the episode's data: ``{"number": 7}``, or ``{"seed": 3}`` to draw
-    it from that seed, so a group that shares its data shares its secret. Any other data, or none,
-    draws a new number.
+    The episode's data sets the hidden number: ``{"number": 7}``, or ``{"seed": 3}`` to draw it from that
+    seed. So episodes that share data share their number. Other data, or none, draws a new number.
 
     Args:
-        numbers: how many numbers there are.
-        turns: how many guesses an episode has.
+        numbers: the hidden number is in ``1..numbers``.
+        turns: maximum number of guesses in an episode.
         prompt: the opening message; ``{numbers}`` is filled in.
-        seed: seed of the numbers drawn for episodes whose data gives none.
+        seed: seed of the numbers of episodes whose data has none.
 
     Raises:
         ValueError: if ``numbers`` or ``turns`` is below 1.
@@ -81,7 +78,7 @@ class GuessNumber(GameEnv):
         return [_user(self.prompt.format(numbers=self.numbers))]
 
     def step(self, response: str) -> TextStep:
-        """Answer a guess: a decimal number, white space around it allowed."""
+        """Reply to a guess: a decimal number, with or without white space around it."""
         self._require_episode()
         self._guesses += 1
         answer = self._answer(response)
@@ -99,8 +96,8 @@ class GuessNumber(GameEnv):
         """Draw episode data with uniformly distributed hidden numbers.
 
         Args:
-            size: how many items to draw; without end if ``None``.
-            numbers: how many numbers there are.
+            size: number of items; infinite if ``None``.
+            numbers: numbers are drawn from ``1..numbers``.
             seed: the same seed draws the same items.
 
         Returns:
@@ -115,7 +112,7 @@ class GuessNumber(GameEnv):
         return islice(iter(lambda: {"number": rng.randint(1, numbers)}, None), size)
 
     def _number(self, data: Mapping[str, Any] | None) -> int:
-        """The number that this episode's data asks for, or a new one."""
+        """The data's number, or a new one."""
         given, rng = self._read(data)
         if given.get("number") is None:
             return rng.randint(1, self.numbers)
@@ -128,7 +125,6 @@ class GuessNumber(GameEnv):
         return number
 
     def _answer(self, response: str) -> str:
-        """The hint to one guess."""
         text = response.strip()
         if not _DECIMAL.fullmatch(text) or int(text) > self.numbers:
             return "invalid"
@@ -141,19 +137,19 @@ class GuessNumber(GameEnv):
 def play_guess_number(
     player: Callable[[int, int], int], number: int, *, numbers: int = 16, turns: int = 5
 ) -> Game:
-    """Play one game with a player that keeps to the hints.
+    """Play one game with a player that follows the hints.
 
-    The player ``random.Random(seed).randint`` guesses uniformly among what is still possible; the
-    best is bisection, ``lambda low, high: (low + high) // 2``.
+    The player ``random.Random(seed).randint`` guesses uniformly among the remaining numbers. The best
+    player is bisection, ``lambda low, high: (low + high) // 2``.
 
     Args:
-        player: called with the lowest and the highest number still possible, returns its guess.
-        number: the hidden number.
-        numbers: how many numbers there are.
-        turns: how many guesses the game has.
+        player: called with the lowest and highest remaining number; returns its guess.
+        number: the hidden number, in ``1..numbers``.
+        numbers: size of the range.
+        turns: maximum number of guesses.
 
     Raises:
-        ValueError: if ``number`` is out of range or the hints rule out what the player guesses.
+        ValueError: if ``number`` is out of range, or the hints exclude a guess.
 
     Examples:
         >>> game = play_guess_number(random.Random(0).randint, number=7)
@@ -175,16 +171,16 @@ def play_guess_number(
 
 
 def optimal_return(numbers: int, turns: int, gamma: float) -> float:
-    """Compute the best expected discounted return of any player of :class:`GuessNumber`.
+    """Compute the best expected discounted return in :class:`GuessNumber`.
 
-    A player is a binary search tree, and the number guessed at depth ``k`` (from 1) is worth
-    ``gamma ** (k - 1)``. Depth ``k`` holds at most ``2 ** (k - 1)`` numbers, and bisection fills
-    every depth before it begins the next, so no other tree is worth more.
+    A strategy is a binary search tree, in which a number at depth ``k`` (from 1) returns
+    ``gamma ** (k - 1)``. Depth ``k`` has at most ``2 ** (k - 1)`` numbers, and bisection fills every
+    depth before the next, so it is optimal.
 
     Args:
-        numbers: how many numbers there are, all equally likely.
-        turns: how many guesses an episode has.
-        gamma: discount a turn, in ``[0, 1]``.
+        numbers: size of the range; all numbers are equally likely.
+        turns: maximum number of guesses.
+        gamma: discount per turn, in ``[0, 1]``.
 
     Examples:
         >>> round(optimal_return(numbers=16, turns=5, gamma=0.9), 3)
@@ -204,7 +200,6 @@ def optimal_return(numbers: int, turns: int, gamma: float) -> float:
 
 
 def _require_game(numbers: int, turns: int) -> None:
-    """Refuse a game without numbers or without guesses."""
     if numbers < 1:
         raise ValueError(f"numbers must be at least 1, got {numbers}.")
     if turns < 1:
@@ -212,5 +207,4 @@ def _require_game(numbers: int, turns: int) -> None:
 
 
 def _user(content: str) -> Message:
-    """A user message."""
     return {"role": "user", "content": content}

@@ -1,7 +1,7 @@
-"""Refuses misspelt keys of episode data.
+"""Detects misspelt keys of episode data.
 
-Data may hold more than an environment reads (labels, ids). So a misspelt key would be passed over in
-silence, and the episode drawn at random.
+Data may have keys that the environment does not read (labels, ids). Without this check, a misspelt key
+would be ignored and the task drawn at random.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 __all__ = ["refuse_misspelt_keys"]
 
-_ALIKE = 0.7
-"""Of ``difflib``: one letter lost, doubled or changed, or two exchanged, in words as long as these."""
+_SIMILARITY = 0.7
+"""Cutoff of ``difflib``: one letter missing, doubled or changed, or two swapped, in such words."""
 
 
 def refuse_misspelt_keys(data: Mapping[str, Any], accepted: Sequence[str]) -> None:
-    """Refuse a key that is nearly one that the environment reads and the data lacks.
+    """Refuse a key that is close to an accepted key which the data lacks.
 
     Args:
         data: an episode's data.
-        accepted: the keys that the environment reads.
+        accepted: keys that the environment reads.
 
     Raises:
-        ValueError: if there is such a key; names it and those that are read.
+        ValueError: names such a key and the accepted ones.
 
     Examples:
         >>> refuse_misspelt_keys({"number": 7, "numbers": 16, "label": 3}, ["number", "seed"])
@@ -33,10 +33,10 @@ def refuse_misspelt_keys(data: Mapping[str, Any], accepted: Sequence[str]) -> No
             ...
         ValueError: data has 'nubmer', nearly 'number': the keys that are read are 'number', 'seed'.
     """
-    lacking = [name for name in accepted if name not in data]
+    missing = [name for name in accepted if name not in data]
     for key in data:
         if isinstance(key, str) and key not in accepted:
-            for meant in get_close_matches(key.lower(), lacking, n=1, cutoff=_ALIKE):
+            for meant in get_close_matches(key.lower(), missing, n=1, cutoff=_SIMILARITY):
                 raise ValueError(
                     f"data has {key!r}, nearly {meant!r}: the keys that are read are "
                     f"{', '.join(map(repr, accepted))}."
