@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import pytest_configure  # noqa: F401
 from tests.idle_clock import Loop
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors.event_loop import loop_thread

@@ -19,8 +19,8 @@ from torchrl.modules.llm import TransformersWrapper
 
 from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow, slow
 from tests.idle_clock import LIMIT
+from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
@@ -307,7 +307,7 @@ def endless():
 
 
 @pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("group_size", but_slow([4, 1]))
+@pytest.mark.parametrize("group_size", first_fast([4, 1]))
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_a_run_that_can_only_fail_stops_whatever_the_data(engine, inline, group_size, staleness):
     """Items come one by one while episodes fail as fast: there is always room for another."""
@@ -797,7 +797,7 @@ def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatc
 # The end
 
 
-@slow
+@pytest.mark.slow
 def test_no_process_of_a_data_loader_is_left(engine):
     before = set(multiprocessing.active_children())
     loader = DataLoader(items(8), num_workers=1, batch_size=2)

@@ -19,8 +19,8 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow, slow
 from tests.idle_clock import hang
+from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
@@ -705,7 +705,7 @@ def test_the_statistics_add_up_at_any_moment(guesser):
     assert all(s["accepted"] + s["rejected"] + s["running"] == s["started"] for s in seen)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_interrupt_gets_through_a_call_that_never_returns(closes):
     """Also at the interpreter's end: in a process of its own, which must not hang either."""
@@ -855,7 +855,7 @@ def test_what_an_environment_says_about_a_turn_is_kept(guesser):
         ("step", TextStep(reward=None), r"TextStep.reward must be .* got NoneType .* Wrong.step"),
     ],
 )
-@pytest.mark.parametrize("kind", but_slow(["thread", "inline", "async"]))
+@pytest.mark.parametrize("kind", first_fast(["thread", "inline", "async"]))
 def test_what_no_environment_may_return_is_named(guesser, method, value, message, kind):
     def answer(self, _):
         return value

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
-from tests.collectors.tiers import slow
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -57,7 +56,7 @@ def names(env, num_updates):
     return {**libraries, **locals(), "MultiTurnLoss": Seen}
 
 
-@slow
+@pytest.mark.slow
 def test_the_loop_over_a_collector_in_the_background_trains_on_rows_that_are_young_enough():
     Seen.ages.clear()
     run = names(GuessNumber(4, turns=2), num_updates=12)

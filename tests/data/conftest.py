@@ -9,13 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
 from tensordict.utils import is_non_tensor
 
-from .properties import set_tier
-
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def pytest_configure(config):
-    set_tier(is_fast=config.getoption("markexpr") == "not slow")
 
 
 def _vectors(lengths, seed=0, first_id=0):

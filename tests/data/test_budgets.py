@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.policies import Tokens
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
 

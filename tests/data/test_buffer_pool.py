@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns import buffer_pool, memory
 from torchrl_mt.data._store.columns.buffer_pool import BufferPool

@@ -32,7 +32,7 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Transform
 
-from tests.data.properties import every, examples, slow
+from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
     ClipSampler,
@@ -325,7 +325,7 @@ def test_whichever_call_is_the_last_the_checkpoint_is_whole(tmp_path, monkeypatc
         if done:
             break
         number = found
-        at += every(13)
+        at += in_fast_tier(13, 1)
     assert at > 30
     assert found == (number or 0) + 1
     assert len(versions.folders(path)) - len(versions.unfinished(path)) == 1
@@ -356,10 +356,10 @@ def test_whichever_call_fails_the_checkpoint_is_whole(late, tmp_path, monkeypatc
             if found == number:
                 assert not versions.unfinished(path)
         number = found
-        at += every(13)
+        at += in_fast_tier(13, 1)
         if not reached:
             break
-    assert failures > 20 // every(13)
+    assert failures > 20 // in_fast_tier(13, 1)
 
 
 def test_everything_is_on_the_disk_before_it_counts_and_the_old_goes_last(tmp_path, monkeypatch):

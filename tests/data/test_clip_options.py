@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, set_recurrent_mode
 
-from tests.data.properties import examples, slow
+from tests.tiers import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 
 SAMPLERS = [ClipSampler, PrioritizedClipSampler]

@@ -15,7 +15,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.columns import RecordColumn
 from torchrl_mt.data._store.columns.rows import Windows

@@ -16,7 +16,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from tests.data.properties import slow
+from tests.tiers import slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 needs_gymnasium = pytest.mark.skipif(

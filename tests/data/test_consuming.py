@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 

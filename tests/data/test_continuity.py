@@ -13,7 +13,7 @@ from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import InitTracker, PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
-from tests.data.properties import examples, slow
+from tests.tiers import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 

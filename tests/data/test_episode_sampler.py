@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
-from tests.data.properties import every, examples
+from tests.tiers import examples, in_fast_tier
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 
@@ -233,7 +233,7 @@ def test_group_size_is_a_positive_integer_and_needs_a_key(size):
 
 def test_draws_without_replacement_are_in_random_order(make):
     rb, first = buffer(replacement=False), []
-    rounds = 600 // every(5)
+    rounds = 600 // in_fast_tier(5, 1)
     for k in range(rounds):
         rb.extend(make.vectors([1, 1], first_id=4 * k))
         got = ids(make, rb.sample(1))

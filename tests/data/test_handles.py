@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.data.properties import examples, runs
+from tests.tiers import examples, runs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,

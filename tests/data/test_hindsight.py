@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, SamplerWithoutReplacement
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,

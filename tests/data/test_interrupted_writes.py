@@ -11,10 +11,10 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
-from tests.data.properties import few_or
+from tests.tiers import in_fast_tier
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
-POINTS = few_or(40)
+POINTS = in_fast_tier(4, 40)
 """Moments of a write that are tried, evenly spread over its bytecodes."""
 
 

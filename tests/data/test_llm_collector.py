@@ -35,7 +35,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
-from tests.data.properties import slow
+from tests.tiers import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.data.properties import runs
+from tests.tiers import runs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,

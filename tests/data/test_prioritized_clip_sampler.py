@@ -19,7 +19,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeStorage,

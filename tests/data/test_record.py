@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.records import _MOST_BYTES
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
-from tests.data.properties import slow
+from tests.tiers import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.columns import DenseColumn, NextColumn, RaggedColumn
 from torchrl_mt.data._store.columns.memory import Memory

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrl.data import AdaptiveKLController, ReplayBuffer
 
-from tests.data.properties import slow
+from tests.tiers import slow
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data._store.ring import Blocks, Ring
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=120)

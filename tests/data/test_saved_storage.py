@@ -20,7 +20,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from tests.data.properties import every, examples, slow
+from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
     ClipSampler,
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(make, kind, tmp_path):
     for file in files:
         whole = file.read_bytes()
         places = [draw.randrange(len(whole)) for _ in range(3)]
-        for place in {0, len(whole) - 1, *places} if every(2) == 1 else places[:1]:
+        for place in {0, len(whole) - 1, *places} if in_fast_tier(2, 1) == 1 else places[:1]:
             flipped = bytearray(whole)
             flipped[place] ^= 1 << draw.randrange(8)
             file.write_bytes(flipped)
@@ -285,7 +285,7 @@ def test_a_checkpoint_loads_under_another_sampler(make, said, tmp_path):
         lambda: EpisodeSampler(replacement=False),
         RandomSampler,
         SamplerWithoutReplacement,
-    ][:: every(2)]
+    ][:: in_fast_tier(2, 1)]
     data = make.vectors([3, 4, 2, 5])
     for i, first in enumerate(samplers):
         rb = buffer(first())

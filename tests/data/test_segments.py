@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data._writing.segments import group_steps, segments
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data._store.table import Choice, EpisodeTable, search
 
 events = st.lists(

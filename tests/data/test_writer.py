@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.data.properties import examples
+from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.handles import HANDLES
 

@@ -1,11 +1,9 @@
 """Tiny models and random training rows, with holes in the masks and padding anywhere."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import is_hypothesis_test, settings
 from tensordict import TensorDict
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -14,16 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 24
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(config, items):
-    """In the fast tier, properties of this folder are tried with few examples."""
-    if config.getoption("markexpr") == "not slow":
-        few = settings(max_examples=6)
-        tests = {item.obj for item in items if HERE in item.path.parents}
-        for test in filter(is_hypothesis_test, tests):
-            few(test)
 
 
 def make_model(seed: int = 0, **options) -> Qwen2ForCausalLM:

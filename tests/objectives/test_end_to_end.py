@@ -12,7 +12,7 @@ from torchrl.objectives.llm import GRPOLoss
 
 from tests.faulty_server import running
 from tests.objectives.rewards.reward_server import RewardServer
-from tests.objectives.tiers import pairs
+from tests.tiers import pairs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine

@@ -13,7 +13,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives import LossModule
 from torchrl.trainers import DefaultOptimizationStepper, OptimizerHook
 
-from tests.objectives.tiers import pairs, some
+from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
 from torchrl_mt.objectives.functional import (
     CORRECTIONS,
@@ -190,7 +190,7 @@ def test_parameters_are_the_actors_own(model, experience, tokenizer, wrapped):
 
 
 @pytest.mark.parametrize(("objective", "aggregation"), pairs(OBJECTIVES, AGGREGATIONS))
-@pytest.mark.parametrize("size", some([1], [1, 4]))
+@pytest.mark.parametrize("size", some_fast([1], [1, 4]))
 def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, objective, size):
     batch = experience(n=7)
     loss = MultiTurnLoss(
@@ -262,7 +262,7 @@ def test_nothing_sampled_trains_nothing(model, experience, aggregation, objectiv
 
 
 @pytest.mark.parametrize(("objective", "aggregation"), pairs(OBJECTIVES, AGGREGATIONS))
-@pytest.mark.parametrize("tokens", some([0], [0, 1]))
+@pytest.mark.parametrize("tokens", some_fast([0], [0, 1]))
 def test_one_row_of_one_token_and_no_row_are_finite(
     model, experience, aggregation, objective, tokens
 ):
@@ -603,7 +603,7 @@ def test_what_is_not_finite_on_sampled_tokens_is_refused_by_key(
         MultiTurnLoss(model, correction="token_tis", kl_coef=0.1)(batch)
 
 
-@pytest.mark.parametrize("name", some(["cispo"], OBJECTIVES))
+@pytest.mark.parametrize("name", some_fast(["cispo"], OBJECTIVES))
 def test_objectives_and_corrections_may_be_compiled(model, experience, name):
     batch = experience()
     correction = "geometric" if name == "decoupled_ppo" else "token_tis"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
-from tests.objectives.tiers import some
+from tests.tiers import some_fast
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -298,7 +298,7 @@ def test_rows_without_versions_are_complete(model, rows, said):
 
 @pytest.mark.parametrize(
     ("update", "share_weights"),
-    some([(False, False)], [(False, False), (False, True), (True, False), (True, True)]),
+    some_fast([(False, False)], [(False, False), (False, True), (True, False), (True, True)]),
 )
 def test_training_without_updates_is_noticed_from_end_to_end(said, share_weights, update):
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.objectives.tiers import pairs, some
+from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives.functional import linear_log_probs
 from torchrl_mt.scoring import output_head as module
 from torchrl_mt.scoring.log_probs import row_log_probs
@@ -122,7 +122,7 @@ def unusual(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    some(
+    some_fast(
         ["adapter", "hook", "parametrized", "other logits", "wrapped call"],
         ["adapter", "hook", "parametrized", "compiled", "other logits", "wrapped call"],
     ),

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.objectives.tiers import pairs
+from tests.tiers import pairs
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.packing_check import packing_fault
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from tests.objectives.tiers import pairs, some
+from tests.tiers import pairs, some_fast
 from torchrl_mt.scoring.forward import scoring_mode
 from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens
 from torchrl_mt.scoring.values import ValueModel, row_values
@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_attended_tokens_alone(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("budget", "packed"), pairs([None, 1, 15, 30], [False, True]))
-@pytest.mark.parametrize("full_logits", some([False], [False, True]))
+@pytest.mark.parametrize("full_logits", some_fast([False], [False, True]))
 def test_packing_and_cutting_change_nothing(
     model, rows, spread, device, packed, budget, full_logits
 ):

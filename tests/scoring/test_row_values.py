@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 
-from tests.objectives.tiers import pairs, some
+from tests.tiers import pairs, some_fast
 from torchrl_mt.scoring.values import ValueModel, row_values
 
 
@@ -34,7 +34,7 @@ def values(critic, tokens):
     return (out if isinstance(out, torch.Tensor) else out.logits[..., 0])[0]
 
 
-@pytest.mark.parametrize("seed", some([0], range(3)))
+@pytest.mark.parametrize("seed", some_fast([0], range(3)))
 @pytest.mark.parametrize(("budget", "packed"), pairs([None, 1, 20], [False, True]))
 def test_values_are_predicted_from_the_past_alone(critic, rows, seed, packed, budget):
     tokens, attention, mask = entries(rows(seed, suffix_padding=False))

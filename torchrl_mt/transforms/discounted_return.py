@@ -215,16 +215,15 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     steps = len(reward)
     # Wide enough for sums of finite rewards that a smaller type holds.
     wide = torch.float32 if reward.device.type == "mps" else torch.float64
-    total = reward.detach().reshape(steps, -1).to(wide)
+    total = reward.detach().reshape(steps, -1).to(wide, copy=True)
     end = end.reshape(steps, -1)
-    # After a pass, total[t] holds the k rewards from t on, or all that its episode has left;
-    # goes_on[t] tells whether the episode of t goes on at t + k.
-    k, discount, goes_on, longest = 1, float(gamma), ~end[:-1], _longest(end)
+    # After a pass, total[t] is the sum of the k rewards from t on, or of all that its episode has left;
+    # has_ended[t] tells whether the episode of t ends before t + k.
+    k, discount, has_ended, longest = 1, float(gamma), end[:-1], _longest(end)
     while k < longest and discount > 0:
-        # Chosen, not multiplied by 0: what another episode has may be infinite.
-        later = torch.where(goes_on, discount * total[k:], 0.0)
-        total = torch.cat([total[:-k] + later, total[-k:]])
-        goes_on = goes_on[:-k] & goes_on[k:]
+        # Filled, not multiplied by 0: the rewards of another episode may be infinite.
+        total[:-k] += (discount * total[k:]).masked_fill_(has_ended, 0.0)
+        has_ended = has_ended[:-k] | has_ended[k:]
         k, discount = 2 * k, discount * discount
     return total.reshape(reward.shape).to(reward.dtype)
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.collectors.tiers import but_slow
+from tests.tiers import first_fast
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.collectors.event_loop import loop_thread
@@ -166,7 +166,7 @@ def items(where, error):
 
 @pytest.mark.parametrize(("error", "staleness"), [("SystemExit", None), ("KeyboardInterrupt", 1)])
 @pytest.mark.parametrize(("env", "where"), CASES)
-@pytest.mark.parametrize("limits", but_slow(LIMITS))
+@pytest.mark.parametrize("limits", first_fast(LIMITS))
 def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, staleness, caplog):
     def play():
         with MultiTurnCollector(
@@ -193,7 +193,7 @@ def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, sta
 
 @pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt"])
 @pytest.mark.parametrize("limits", ["none", "all"])
-@pytest.mark.parametrize("env", but_slow([Gathers, Plain, GatheringWorkflow]))
+@pytest.mark.parametrize("env", first_fast([Gathers, Plain, GatheringWorkflow]))
 def test_an_evaluation_and_a_group_go_on_without_it(engine, env, limits, error):
     def play():
         with MultiTurnCollector(

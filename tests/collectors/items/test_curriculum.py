@@ -8,13 +8,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import examples
+from tests.tiers import examples
 from torchrl_mt.collectors import MultiTurnCollector, SuccessRateCurriculum, WeightedCurriculum
 from torchrl_mt.collectors.items.items import Items
 
@@ -74,7 +74,7 @@ def drive(items, steps, generator, open_items):
     return given
 
 
-@settings(deadline=None, max_examples=examples(20, 60))
+@examples(60, few=20)
 @given(
     kind=st.sampled_from(["rate", "weighted", "own"]),
     seed=st.integers(0, 999),

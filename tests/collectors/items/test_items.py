@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.utils.data import (
@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.collectors.tiers import examples
+from tests.tiers import examples
 from torchrl_mt.collectors.items.items import Item, Items
 
 SIZE = 7
@@ -184,7 +184,7 @@ def disturbed(seed: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "shuffle"), [(k, False) for k in DATA] + [(k, True) for k in BY_INDEX]
 )
-@settings(max_examples=examples(3, 8), deadline=None)
+@examples(8, few=3)
 @given(plan=st.data())
 def test_a_run_that_goes_on_is_the_run_that_was_never_cut(kind, shuffle, plan):
     make, _ = DATA[kind]
@@ -521,7 +521,7 @@ def plain_rows(value):
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-@settings(max_examples=examples(15, 30), deadline=None)
+@examples(30, few=15)
 @given(
     shape=st.fixed_dictionaries({"id": st.just("int"), "x": _SHAPE}),
     size=st.integers(1, 5),

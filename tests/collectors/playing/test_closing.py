@@ -16,8 +16,8 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import Transform
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow, slow
 from tests.idle_clock import LIMIT
+from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.event_loop import loop_thread
@@ -53,7 +53,7 @@ class Once(TextEnv):
         return TextStep(reward=1.0, done=True)
 
 
-@pytest.mark.parametrize("name", but_slow(["tool_timeout", "turn_timeout", "episode_timeout"]))
+@pytest.mark.parametrize("name", first_fast(["tool_timeout", "turn_timeout", "episode_timeout"]))
 def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(
     engine, hang, name, idle_clock
 ):
@@ -92,7 +92,7 @@ def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(
 @pytest.mark.parametrize("inner", ["thread", "async"])
 @pytest.mark.parametrize(
     "limits",
-    but_slow(
+    first_fast(
         [Limits(), Limits(tool_timeout=LIMIT, turn_timeout=LIMIT), Limits(episode_timeout=LIMIT)]
     ),
 )
@@ -220,7 +220,7 @@ def test_an_environment_is_closed_where_the_tokenizer_cannot_talk(engine, hang):
     assert closed.is_set()
 
 
-@slow
+@pytest.mark.slow
 def test_an_interrupt_gets_through_a_close_that_never_returns():
     code = """
     import threading

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.collectors.playing.worker_envs import Async, Tells, Unimportable, no_environment
-from tests.collectors.tiers import but_slow, slow
+from tests.tiers import first_fast
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 
@@ -29,7 +29,7 @@ def children():
 
 
 @pytest.mark.parametrize(
-    "env", but_slow([Async, Tells, Tells("2"), "tests.collectors.playing.worker_envs.Tells"])
+    "env", first_fast([Async, Tells, Tells("2"), "tests.collectors.playing.worker_envs.Tells"])
 )
 def test_episodes_are_played_in_other_processes(engine, env):
     batch, stats = collect(env, engine, [{}], group_size=2)
@@ -43,7 +43,7 @@ def test_episodes_are_played_in_other_processes(engine, env):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@slow
+@pytest.mark.slow
 def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
     dying = {"step": "exit"}
     batch, stats = collect(Tells, engine, [dying, {}, {}, {}], episodes_per_batch=6)
@@ -51,7 +51,7 @@ def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
     assert stats["rejected"] == stats["rejected/EnvWorkerError"] >= 1
 
 
-@slow
+@pytest.mark.slow
 def test_no_call_is_forgotten_where_processes_come_and_go(engine):
     data = [{"step": "exit"} if k % 4 == 0 else {} for k in range(24)]
     with MultiTurnCollector(
@@ -71,7 +71,7 @@ def test_no_call_is_forgotten_where_processes_come_and_go(engine):
     assert stats["rejected/EnvWorkerError"] >= 6 * 3
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize(
     ("what", "cause"),
@@ -83,7 +83,7 @@ def test_what_goes_wrong_is_a_failure_of_its_episode(engine, where, what, cause)
     assert {name for name in stats if name.startswith("rejected/")} == {f"rejected/{cause}"}
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sys.exit", "raise", "exit"])
 def test_closing_that_goes_wrong_costs_nothing(engine, what):
     batch, stats = collect(Tells, engine, [{"close": what}, {}], env_workers=1, max_retries=5)
@@ -92,7 +92,7 @@ def test_closing_that_goes_wrong_costs_nothing(engine, what):
     assert not children()
 
 
-@slow
+@pytest.mark.slow
 def test_a_call_that_hangs_holds_up_nobody(engine):
     limits = Limits(tool_timeout=1.0)
     _, stats = collect(Tells, engine, [{"step": "hang"}, {}], env_workers=1, limits=limits)
@@ -100,13 +100,13 @@ def test_a_call_that_hangs_holds_up_nobody(engine):
     assert not children()
 
 
-@slow
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_ends_the_run(engine):
     with pytest.raises(RuntimeError, match="ImportError: no such thing here"):
         collect(Unimportable(), engine, [{}], max_consecutive_failures=2)
 
 
-@slow
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_made_them(engine):
     """Killed, too: they find their pipe closed."""
     script = (

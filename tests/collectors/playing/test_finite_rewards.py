@@ -13,7 +13,7 @@ from torchrl.envs import Transform
 from torchrl.envs.llm import ChatEnv
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow
+from tests.tiers import first_fast
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -56,7 +56,7 @@ class PaysAsync(Pays):
         return super().step(response)
 
 
-@pytest.mark.parametrize("env", but_slow([PaysInThread, Pays, PaysAsync]))
+@pytest.mark.parametrize("env", first_fast([PaysInThread, Pays, PaysAsync]))
 @pytest.mark.parametrize("bad", NOT_FINITE, ids=str)
 def test_an_environments_reward_is_refused_and_both_are_named(engine, env, bad):
     message = re.escape(f"finite, as float32, got {float(bad)} from {env.__name__}.step")

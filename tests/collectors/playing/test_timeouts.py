@@ -11,8 +11,8 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow, slow
 from tests.idle_clock import LIMIT, hang
+from tests.tiers import first_fast
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv, TextStep
@@ -112,13 +112,13 @@ def masked_batch(engine, player, limits):
         return batch, collector.stats()
 
 
-@pytest.mark.parametrize("stored", but_slow([True, False]))
+@pytest.mark.parametrize("stored", first_fast([True, False]))
 @pytest.mark.parametrize(
     "player",
     [
         pytest.param(SlowWorkflow("entries"), id="entries"),
-        pytest.param(SlowWorkflow(), id="workflow", marks=slow),
-        pytest.param(Slow, id="environment", marks=slow),
+        pytest.param(SlowWorkflow(), id="workflow", marks=pytest.mark.slow),
+        pytest.param(Slow, id="environment", marks=pytest.mark.slow),
     ],
 )
 def test_masked_it_is_as_if_it_were_not_there(engine, model, player, stored, idle_clock):

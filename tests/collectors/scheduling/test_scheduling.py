@@ -14,14 +14,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow, examples
 from tests.idle_clock import LIMIT, hang
+from tests.tiers import examples, first_fast
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -101,7 +101,7 @@ def test_groups_short_of_members(engine, policy, sizes, rejected):
 
 
 @pytest.mark.parametrize("staleness", [None, 1])
-@pytest.mark.parametrize("group_size", but_slow([2, 1, 4]))
+@pytest.mark.parametrize("group_size", first_fast([2, 1, 4]))
 def test_no_item_is_lost_with_a_member_of_its_group(engine, group_size, staleness):
     """Thirty in a hundred episodes fail, one item always, and the data is gone through once."""
     rng = random.Random(group_size)
@@ -266,7 +266,7 @@ def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
     assert batch["stop_reason"] == ["", "turn_timeout"]
 
 
-@settings(max_examples=examples(5, 25), deadline=None, phases=PHASES)
+@examples(25, few=5, phases=PHASES)
 @given(
     staleness=st.integers(0, 2),
     group_size=st.sampled_from([1, 2]),
@@ -487,12 +487,7 @@ def test_items_of_a_cut_batch_are_played_again(engine):
     collector.shutdown()
 
 
-@settings(
-    max_examples=examples(6, 20),
-    deadline=None,
-    phases=PHASES,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(20, few=6, phases=PHASES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     items=st.lists(
         st.tuples(st.integers(1, 3), st.sampled_from(["", "", "fail", "hang"]), st.integers(1, 3)),

@@ -12,13 +12,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow, examples
+from tests.tiers import examples, first_fast
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.scheduling.staleness import Lead
@@ -36,7 +36,7 @@ def allowed(events, staleness, size):
     return min((staleness + updates + 1) * size, done_with + (staleness + 1) * size)
 
 
-@settings(max_examples=examples(100, 300), deadline=None)
+@examples(300, few=100)
 @given(
     batches=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 4)), max_size=8
@@ -95,7 +95,7 @@ class Watched:
         self.versions.append(self.engine.version)
 
 
-@settings(max_examples=examples(4, 25), deadline=None, phases=PHASES)
+@examples(25, few=4, phases=PHASES)
 @given(data=st.data())
 def test_the_lead_is_bounded_and_iteration_goes_on_whatever_the_updates(tokenizer, data):
     """Several updates a batch or none, a new beginning in the middle, groups, failures, evaluation."""
@@ -141,7 +141,7 @@ def test_the_lead_is_bounded_and_iteration_goes_on_whatever_the_updates(tokenize
             state = collector.state_dict()
 
 
-@settings(max_examples=examples(4, 25), deadline=None, phases=PHASES)
+@examples(25, few=4, phases=PHASES)
 @given(
     staleness=st.integers(0, 2),
     first=st.integers(0, 2),
@@ -183,7 +183,7 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
             begun_by.append(run.versions[k] + (engine.version > run.versions[k]))
 
 
-@pytest.mark.parametrize("order", but_slow(["load, update", "update, load", "load"]))
+@pytest.mark.parametrize("order", first_fast(["load, update", "update, load", "load"]))
 def test_an_update_before_the_first_batch_leaves_the_lead_as_it_is(engine, order):
     def collector():
         return MultiTurnCollector(
@@ -211,7 +211,7 @@ def test_an_update_before_the_first_batch_leaves_the_lead_as_it_is(engine, order
         assert play(second) == [0.0] + [1.0] * 5
 
 
-@settings(max_examples=examples(3, 10), deadline=None, phases=PHASES)
+@examples(10, few=3, phases=PHASES)
 @given(
     staleness=st.integers(0, 2),
     first=st.integers(0, 2),
@@ -257,7 +257,7 @@ def heavy_tailed(rng, n):
     ]
 
 
-@settings(max_examples=examples(4, 20), deadline=None, phases=PHASES)
+@examples(20, few=4, phases=PHASES)
 @given(
     staleness=st.integers(0, 3),
     group_size=st.sampled_from([1, 2, 3]),
@@ -424,7 +424,7 @@ def test_who_iterates_is_told_too(engine, caplog):
 
 
 @pytest.mark.parametrize(
-    "why", but_slow(["pause", "slow episodes", "slow data", "training", "the end"], 2)
+    "why", first_fast(["pause", "slow episodes", "slow data", "training", "the end"], 2)
 )
 def test_whatever_else_keeps_us_waiting_is_no_stall(engine, caplog, why):
     waiting = queue.Queue()

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from tests.collectors.tiers import but_slow
 from tests.idle_clock import LIMIT, hang
+from tests.tiers import first_fast
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
@@ -75,7 +75,7 @@ class Hard(TextEnv):
 
 
 @pytest.mark.parametrize("on_timeout", ["reject", "mask"])
-@pytest.mark.parametrize("num_items", but_slow([160, 800]))
+@pytest.mark.parametrize("num_items", first_fast([160, 800]))
 def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_timeout):
     engine = Engine(tokenizer, random.Random(0))
     collector = MultiTurnCollector(

@@ -15,7 +15,7 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.chats import Chat
-from tests.collectors.tiers import but_slow
+from tests.tiers import first_fast
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.scheduling import unique_ids as ids
 from torchrl_mt.collectors.scheduling.unique_ids import unique_ids
@@ -69,7 +69,7 @@ def check(buffer, accepted):
     assert set(groups.values()) == {2}
 
 
-@pytest.mark.parametrize("seed", but_slow(range(4)))
+@pytest.mark.parametrize("seed", first_fast(range(4)))
 def test_collectors_that_share_a_buffer_share_no_id_through_restarts(make, seed):
     """Each goes on from any earlier state now and then, whatever was delivered since."""
     draw, buffer = random.Random(seed), stored_in()
@@ -95,7 +95,7 @@ def test_collectors_that_share_a_buffer_share_no_id_through_restarts(make, seed)
     check(buffer, delivered)
 
 
-@pytest.mark.parametrize("seed", but_slow(range(4)))
+@pytest.mark.parametrize("seed", first_fast(range(4)))
 def test_steps_of_collectors_may_come_in_any_order(make, seed):
     draw, buffer = random.Random(seed), stored_in()
     queues = [list(next(iter(make())).split(1)) for _ in range(3)]

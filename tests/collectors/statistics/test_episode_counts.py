@@ -9,7 +9,7 @@ import torch
 
 from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.tiers import but_slow
+from tests.tiers import first_fast
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.statistics import episode_counts
@@ -71,7 +71,7 @@ def test_a_run_without_an_end_has_no_length(engine):
         assert collector
 
 
-@pytest.mark.parametrize("number", but_slow([300, 3000]))
+@pytest.mark.parametrize("number", first_fast([300, 3000]))
 def test_thousands_of_episodes_run_at_once(tokenizer, number):
     class Waits(ScriptedEngine):
         """Answers nobody before all have asked."""
