@@ -362,5 +362,5 @@ def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({id(player._draws) for player in players}) == 1
+    assert len({id(player._loader_items) for player in players}) == 1
     assert len({id(player) for player in players}) == 4
