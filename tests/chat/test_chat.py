@@ -169,6 +169,15 @@ def test_a_stop_token_within_the_messages_is_no_end_of_the_answer(tokenizer):
     assert chat.extend([user("higher")], last_token=sampled) == cut
 
 
+def test_the_stop_token_of_the_engine_is_no_text_whichever_it_is(tokenizer):
+    chat = ChatTokens(tokenizer)
+    ids = tokenizer.convert_tokens_to_ids(["8", "higher"])
+    assert chat.text(ids, last_token=ids[-1]) == "8"
+    assert chat.text(ids) == chat.text(ids, last_token=ids[0]) == "8 higher"
+    answer = chat.read(ids, prompt_ids=chat.open([user("guess")]), last_token=ids[-1])
+    assert (answer.text, answer.message["content"]) == ("8", "8")
+
+
 def test_no_messages_lead_to_the_next_answer_too(tokenizer):
     chat = ChatTokens(tokenizer)
     after = chat.extend([], last_token=tokenizer.eos_token_id)

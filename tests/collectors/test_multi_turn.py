@@ -656,6 +656,36 @@ def test_episodes_before_a_run_gave_up_or_a_postproc_failed_are_not_accepted(gue
             assert settled(collector.stats())
 
 
+def test_a_batch_that_the_replay_buffer_refuses_is_played_again(guesser):
+    class Full(ReplayBuffer):
+        def extend(self, data):
+            if len(self) == 2 and not refused:
+                refused.append(data)
+                raise OSError("no space")
+            return super().extend(data)
+
+    refused, played = [], []
+
+    class Noted(Talk):
+        def reset(self, data=None):
+            played.append(data["turns"])
+            return super().reset({"turns": 1})
+
+    buffer = Full(storage=LazyStackStorage(100))
+    data = [{"turns": number} for number in range(6)]
+    with MultiTurnCollector(
+        Noted, guesser, data, cycle=False, episodes_per_batch=2, replay_buffer=buffer
+    ) as collector:
+        with pytest.raises(OSError, match="no space"):
+            list(collector.iterator())
+        stats = collector.stats()
+        assert (stats["accepted"], stats["rejected/cancelled"]) == (2, 2)
+        assert settled(stats)
+        assert len(list(collector)) == 2
+        assert collector.stats()["accepted"] == 6
+    assert sorted(played) == [0, 1, 2, 2, 3, 3, 4, 5]
+
+
 def test_the_statistics_add_up_at_any_moment(guesser):
     class Seen(Flaky):
         async def step(self, response):

@@ -155,6 +155,42 @@ def test_answers_are_found_by_their_messages(engine):
     assert fresh[: len(one)] == one
 
 
+def test_a_request_with_other_template_variables_goes_on_from_no_other(engine, tokenizer):
+    tokenizer.chat_template = "{% if loud %}four {% endif %}" + tokenizer.chat_template
+    messages = [user("one")]
+
+    async def main():
+        client = openai_client(engine)
+        for loud in (False, True):
+            options = {"chat_template_kwargs": {"loud": loud}}
+            completion = await ask(client, messages, extra_body=options)
+            messages.extend([completion.choices[0].message, user("two")])
+
+    run(main)
+    (quiet, answer), (loud, _) = engine.calls
+    (four,) = tokenizer("four")["input_ids"]
+    assert loud[0] == four
+    assert loud[: len(quiet) + 2] != [*quiet, *answer.token_ids]
+
+
+def test_of_equal_answers_a_request_goes_on_from_the_last(tokenizer):
+    one, *ends = tokenizer("one four three")["input_ids"]
+    answers = iter([[one, ends[0]], [one, ends[1]], [one, ends[0]]])
+    engine = ScriptedEngine(tokenizer, lambda prompt: next(answers), stop_ids=ends)
+
+    async def main():
+        client = openai_client(engine)
+        for _ in range(2):
+            completion = await ask(client, [user("one")])
+        said = completion.choices[0].message
+        assert said.content == "one"
+        await ask(client, [user("one"), said, user("two")])
+
+    run(main)
+    _, (prompt, last), (longer, _) = engine.calls
+    assert longer[: len(prompt) + 2] == [*prompt, *last.token_ids]
+
+
 @pytest.mark.parametrize("family", FAMILIES[:6], ids=lambda family: family.name)
 def test_tool_calls_go_out_and_their_answers_come_back(family):
     tokenizer = tokenizer_of(family)

@@ -517,6 +517,19 @@ def test_a_selection_outlives_a_write(make):
         rb.storage.get(index)
 
 
+def test_a_selection_outlives_a_load(make):
+    rb, other = buffer(max_steps=10, slice_len=3), EpisodeStorage(10)
+    data = make.vectors([9])
+    rb.extend(data)
+    other.append(make.vectors([9], seed=1))
+    index, _ = rb.sampler.sample(rb.storage, 6)
+    places = rb.storage.places(index)
+    rb.storage.load_state_dict(other.state_dict())
+    assert make.steps(rb[:]) == make.steps(other[:])
+    expected = make.steps(stack(marked(data[places].unbind(0), [3, 3])))
+    assert make.steps(rb.storage.get(index)) == expected
+
+
 @pytest.mark.parametrize("layout", ["flat", "clips"])
 def test_a_strided_selection_outlives_a_write(make, layout):
     reads = []

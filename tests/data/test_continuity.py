@@ -406,6 +406,18 @@ def test_the_budget_is_the_storages_by_default_and_a_single_episode_may_be_longe
     assert rb.writer.open_lengths == {1: 50}
 
 
+@pytest.mark.parametrize("others_id", [1, 2])
+def test_an_open_episode_may_grow_to_all_that_the_storage_holds(others_id):
+    rb = buffer(max_steps=5, max_open_steps=20)
+    whole, other = trajectory(1, 5, ids=1), trajectory(2, 4, ids=others_id, done=False)
+    rb.extend(whole[:3])
+    rb.extend(other[:3])
+    rb.extend(torch.cat([whole[3:], other[3:]]))
+    assert [told(episode) for episode in rb.storage.episodes()] == [(1, 0, 5)]
+    assert [*rb.writer.open_lengths.values()] == [4]
+    assert rb.writer.stats()["truncated"] == 0
+
+
 def test_what_cannot_be_stored_is_dropped_for_the_budget():
     rb = buffer(max_open_steps=10)
     for number in range(3):

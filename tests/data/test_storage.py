@@ -91,6 +91,16 @@ def test_what_is_read_is_a_copy(make):
     assert make.steps(storage[:]) == before
 
 
+def test_lengths_that_were_read_are_the_callers_own(make):
+    storage = EpisodeStorage(20)
+    for seed, length in enumerate([5, 4]):
+        storage.append(make.vectors([length], seed=seed))
+    before = make.steps(storage.episode(1))
+    storage.lengths.zero_()
+    assert storage.lengths.tolist() == [5, 4]
+    assert make.steps(storage.episode(1)) == before
+
+
 @pytest.mark.parametrize("flushed", [True, False])
 def test_tensorclasses_below_the_root_have_memory_of_their_own(flushed):
     class Seen(TensorClass):

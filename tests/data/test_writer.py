@@ -161,8 +161,9 @@ def test_flush_stores_open_episodes_as_truncated(make):
     assert not data["next", "done"][2]
 
 
-def test_open_episodes_do_not_change_with_the_callers_data(make):
-    rb, data = buffer(), make.vectors([4])
+@pytest.mark.parametrize("turns", [True, False])
+def test_open_episodes_do_not_change_with_the_callers_data(make, turns):
+    rb, data = buffer(), (make.turns if turns else make.vectors)([4])
     first = data[:2].clone()
     rb.extend(first)
     first.zero_()

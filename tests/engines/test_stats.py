@@ -18,6 +18,7 @@ from .helpers import (
     endless,
     few_or_many,
     generate_all,
+    held,
     idle,
     prompts,
     until,
@@ -256,6 +257,30 @@ def test_no_pass_and_no_cache_is_larger_than_it_may_be(
         requests, generate_all(engine, requests, max_new_tokens=30), strict=True
     ):
         assert_sampled_by(model, prompt, answer)
+    engine.close()
+
+
+def test_of_a_full_cache_who_came_last_leaves_first(tokenizer, model):
+    engine = endless(model, tokenizer, cache_tokens=128, max_new_tokens=80)
+    order = []
+
+    async def ask(number: int, prompt: list[int]) -> None:
+        await engine.generate(prompt)
+        order.append(number)
+
+    async def run():
+        with held(engine) as let_go:
+            tasks = [
+                asyncio.create_task(ask(number, prompt))
+                for number, prompt in enumerate(prompts(3, length=20))
+            ]
+            await until(lambda: engine.stats()["waiting"] == 3)
+            let_go()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert order == [0, 1, 2]
+    assert engine.stats()["prefill_tokens"] > 60  # Some left, and were computed again.
     engine.close()
 
 

@@ -424,6 +424,10 @@ def test_collated_items_come_back_as_they_were(adapter, collate):
 
 def test_data_is_not_written_into(adapter):
     class Write(Transform):
+        def _reset(self, tensordict, tensordict_reset):
+            tensordict["x"].mul_(3)
+            return tensordict_reset
+
         def _step(self, tensordict, next_tensordict):
             next_tensordict["x"].zero_()
             return next_tensordict

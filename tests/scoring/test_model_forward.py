@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.waiting import PATIENCE
 from torchrl_mt.objectives import ExperienceMaker, ValueModel
-from torchrl_mt.scoring.forward import run_model, scoring_mode
+from torchrl_mt.scoring.forward import _lock, run_model, scoring_mode
 
 
 class Watched(nn.Module):
@@ -96,6 +96,22 @@ def test_a_training_pass_keeps_its_mode_while_another_thread_scores(watched):
 
     in_threads(train, score)
     assert sorted(map(tuple, watched.modes)) == [(False,) * 3, (True,) * 3, (True,) * 3]
+
+
+def test_a_pass_shuts_out_whoever_scores_with_what_shares_its_backbone(model):
+    critic = ValueModel.from_model(model)
+    came_in = []
+
+    def try_to_come_in():
+        lock = _lock(critic)
+        if is_free := lock.acquire(blocking=False):
+            lock.release()
+        return is_free
+
+    model.register_forward_hook(lambda *_: came_in.extend(in_threads(try_to_come_in)))
+    run_model(model, {"input_ids": torch.arange(6).view(1, 6)})
+    assert came_in == [False]
+    assert in_threads(try_to_come_in) == [True]
 
 
 def test_what_shares_a_backbone_waits_for_it(model):
