@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from itertools import pairwise
@@ -576,6 +577,27 @@ def test_what_is_saved_is_of_one_moment(meanwhile, how, prefetch, tmp_path):
             mine = torch.cat([stored[stored >= 0], *still_open])
             assert torch.equal(mine, torch.arange(len(mine)))
             assert same.write_count == 4 + (stored >= 0).sum()
+
+
+@pytest.mark.parametrize("how", ["dumps", "state_dict"])
+def test_nobody_writes_to_the_storage_while_the_rest_is_saved(how, tmp_path):
+    rb = versions.version(1)
+    state, came_in = rb.sampler.state_dict, []
+
+    def try_to_come_in():
+        if is_free := rb.storage.lock.acquire(blocking=False):
+            rb.storage.lock.release()
+        came_in.append(is_free)
+
+    def watched_state():
+        other = threading.Thread(target=try_to_come_in)
+        other.start()
+        other.join()
+        return state()
+
+    rb.sampler.state_dict = watched_state
+    rb.dumps(tmp_path) if how == "dumps" else rb.state_dict()
+    assert came_in == [False]
 
 
 # ---- the buffer and its copies ------------------------------------------------------------------

@@ -78,6 +78,13 @@ def test_what_is_taken_apart_is_put_together_again(episodes, parents):
         start += length
 
 
+@pytest.mark.parametrize("parents", [None, [-1, 0, -1, 0]])
+def test_the_first_prompt_of_an_episode_keeps_nothing_of_the_episode_before(parents):
+    prompts, responses = play([([1, 2], [3], "extend", 0), ([4], [5], "extend", 0)])
+    items = additions(prompts * 2, responses * 2, torch.tensor([2, 2]), parents).items
+    assert [item.kept for item in items] == [0, 3, 0, 3]
+
+
 @examples()
 @given(conversation=conversations, parents=told)
 def test_no_prompt_keeps_what_it_could_share(conversation, parents):

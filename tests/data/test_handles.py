@@ -313,6 +313,16 @@ print((info["index"] - {HANDLES}).tolist() == sample["number"].tolist())
     assert out.stdout.split("\n")[:2] == [str(list(range(3, 10))), "True"], out.stderr
 
 
+def test_a_handle_of_before_a_load_means_no_step_of_now(stored):
+    handles = torch.arange(7) + HANDLES + 3
+    stored.load_state_dict(stored.state_dict())
+    assert stored[:]["number"].tolist() == list(range(3, 10))
+    assert not stored.contains(handles).any()
+    for handle in handles.tolist():
+        with pytest.raises(IndexError, match="not stored"):
+            stored[handle]
+
+
 def test_a_refused_load_keeps_the_handles(stored):
     handles = torch.arange(7) + HANDLES + 3
     state = stored.state_dict()
