@@ -943,7 +943,7 @@ def test_the_position_in_an_iterator_is_restored(guesser):
         state = first.state_dict()
         resumed.load_state_dict(state)
         assert numbers(resumed) == numbers(first) == [3, 4, 5]
-        with pytest.raises(ValueError, match=r"got 3 items where 6 were taken"):
+        with pytest.raises(ValueError, match=r"got 3 where 6 items were taken"):
             first.load_state_dict(state)
 
 

@@ -293,9 +293,9 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, rows, packed, to
     nn.init.normal_(headed.head.weight)
     row_values(headed, tokens, attention, mask, packed=packed)
     tokens[2, attention[2].nonzero()[0]] = token
-    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* Qwen2ForCausalLM .* got {token};"):
+    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* Qwen2ForCausalLM, got {token};"):
         row_log_probs(nn.DataParallel(model), tokens, attention, mask, packed=packed)
-    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* ValueModel .* got {token};"):
+    with pytest.raises(ValueError, match=rf"in \[0, 24\), .* ValueModel, got {token};"):
         row_values(critic, tokens, attention, mask)
 
 
@@ -339,5 +339,5 @@ def test_places_of_pictures_are_no_unknown_tokens(model, rows):
     shown = torch.where(places, 30, tokens)
     torch.testing.assert_close(row_log_probs(model, shown, attention, mask)[0], expected)
     shown[places.nonzero()[0].unbind()] = 31
-    with pytest.raises(ValueError, match="got 31; were they made with another tokenizer"):
+    with pytest.raises(ValueError, match="got 31; were they made with another model"):
         row_log_probs(model, shown, attention, mask)
