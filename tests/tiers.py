@@ -37,6 +37,11 @@ def examples(many: int | None = None, few: int = FEW, **kwargs: Any) -> settings
     return settings(deadline=None, max_examples=in_fast_tier(min(few, many), many), **kwargs)
 
 
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """A test that is given ``examples``: few in the fast tier, and once more many in the slow one."""
+    return pytest.mark.parametrize("examples", [few, slow(many)])
+
+
 def runs(many: int) -> settings:
     """Settings of a state machine that is run ``many`` times."""
     return examples(many, stateful_step_count=20, phases=[Phase.explicit, Phase.generate])

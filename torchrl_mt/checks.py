@@ -61,6 +61,12 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be positive, got {value}.")
 
 
+def check_at_least(name: str, value: float, least: int = 1) -> None:
+    """Refuse a number below ``least``."""
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+
+
 def check_positive_integer(name: str, value: object) -> int:
     """Refuse anything but an integer above 0 (bools too); return it as an ``int``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:

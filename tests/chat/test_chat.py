@@ -25,6 +25,7 @@ from tests.chat.templates import (
     sentence_piece,
 )
 from tests.chat.templates import SHAPES as REAL_SHAPES
+from tests.tiers import few_or_many
 from torchrl_mt.collectors import ChatTokens
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -774,7 +775,7 @@ def dialogues(draw, *, words=(*WORDS, *CONTROL), thoughts=True):
 CHATS = {}
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
+@few_or_many(30, 300)
 def test_prompts_are_what_the_template_would_write(examples):
     settings(max_examples=examples)(given(dialogues())(check_prompts))()
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.collectors.scripted import ScriptedEngine
 from tests.collectors.test_pages import DOCS, code_of
+from tests.tiers import few_or_many
 from torchrl_mt.chat.replies import parse_tool_calls
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
@@ -222,7 +223,7 @@ def test_a_reply_that_breaks_off_loses_nothing(family, kind):
 CALLING = [family for family in FAMILIES if family.calls]
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(200, marks=pytest.mark.slow)])
+@few_or_many(50, 200)
 def test_any_arguments_come_back(examples):
     settings(max_examples=examples)(given(st.data())(check_that_arguments_come_back))()
 
@@ -245,7 +246,7 @@ def check_that_arguments_come_back(data):
     assert without_ids(reply.message()) == message
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(300, marks=pytest.mark.slow)])
+@few_or_many(50, 300)
 def test_whatever_is_sampled_is_parsed(examples):
     settings(max_examples=examples)(given(st.data())(check_that_it_is_parsed))()
 

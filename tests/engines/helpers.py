@@ -6,17 +6,11 @@ import asyncio
 import copy
 from contextlib import ExitStack, contextmanager
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchrl_mt.engines import TransformersEngine
-
-
-def few_or_many(few: int, many: int):
-    """A test of a property: ``examples`` are few in the fast tier, and many in the slow one."""
-    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def check(promise, examples: int, **strategies) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tests.tiers import few_or_many
 from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCache
 
-from .helpers import check, few_or_many
+from .helpers import check
 
 SHAPES = (((2, 3), (2, 3)), None, ((1, 4), (1, 2)))
 """Of a layer like any other, of one that keeps nothing, and of one whose values are narrower."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from tests.tiers import few_or_many
 from torchrl_mt.engines.transformers.prefix_tree import PrefixTree
 
-from .helpers import check, few_or_many
+from .helpers import check
 
 texts = st.lists(st.integers(0, 1), max_size=8)
 actions = st.lists(

@@ -14,10 +14,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.engines.sampling import Sampling, draw, random_word
 
-from .helpers import assert_sampled_by, check, few_or_many, generate_all, plain_logits, prompts
+from .helpers import assert_sampled_by, check, generate_all, plain_logits, prompts
 
 laws = st.builds(
     Sampling,

@@ -10,13 +10,13 @@ import weakref
 import pytest
 from hypothesis import strategies as st
 
+from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
 
 from .helpers import (
     assert_sampled_by,
     check,
     endless,
-    few_or_many,
     generate_all,
     held,
     idle,

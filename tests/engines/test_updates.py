@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
 
 from .helpers import (
@@ -17,7 +18,6 @@ from .helpers import (
     changed_copy,
     check,
     endless,
-    few_or_many,
     idle,
     plain_log_probs,
     prompts,

@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 
-from torchrl_mt.checks import check_choice
+from torchrl_mt.checks import check_at_least, check_choice
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopThread
@@ -445,8 +445,7 @@ class MultiTurnCollector(BaseCollector):
             RuntimeError: if no episode finished, or ``max_consecutive_failures`` failed in a row.
             ValueError: if ``n`` is below 1.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}.")
+        check_at_least("n", n)
         items, extra = Items(data, cycle=False), ExpectedEntries()
         asked = {**self.sampling, **sampling}
         player = GroupPlayer(
@@ -717,5 +716,5 @@ _ATTEMPTS = 10
 def _require_sizes(**sizes: tuple[int | None, int]) -> None:
     """Refuse a size below its minimum; each is ``(value, minimum)``."""
     for name, (value, least) in sizes.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
+        if value is not None:
+            check_at_least(name, value, least)

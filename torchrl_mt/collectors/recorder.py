@@ -15,6 +15,7 @@ from functools import partial
 from operator import index
 from typing import Any, TypeVar
 
+from torchrl_mt.checks import check_at_least
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.prompt import Prompt
@@ -234,8 +235,7 @@ def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -
         ValueError: if ``max_new_tokens`` is below 1.
     """
     if max_new_tokens is not None:
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        check_at_least("max_new_tokens", max_new_tokens)
         longest = min(max_new_tokens, limits.max_response_tokens or max_new_tokens)
         limits = replace(limits, max_response_tokens=longest)
     return limits.within(engine)

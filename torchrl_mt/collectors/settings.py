@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
 from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
-from torchrl_mt.checks import check_choice
+from torchrl_mt.checks import check_at_least, check_choice
 
 __all__ = ["ChatOptions", "FailurePolicy", "IncompleteGroups", "ItemOrder", "from_keywords"]
 
@@ -53,11 +53,9 @@ class FailurePolicy:
     incomplete_groups: IncompleteGroups = "drop"
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries must be at least 0, got {self.max_retries}.")
-        most = self.max_consecutive_failures
-        if most is not None and most < 1:
-            raise ValueError(f"max_consecutive_failures must be at least 1, got {most}.")
+        check_at_least("max_retries", self.max_retries, 0)
+        if self.max_consecutive_failures is not None:
+            check_at_least("max_consecutive_failures", self.max_consecutive_failures)
         check_choice("incomplete_groups", self.incomplete_groups, get_args(IncompleteGroups))
 
     def most_consecutive(self, concurrency: int) -> int:

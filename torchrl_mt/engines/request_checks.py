@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from torchrl_mt.checks import check_at_least, check_positive
+
 __all__ = ["checked_request", "integers", "require_positive"]
 
 
@@ -17,8 +19,8 @@ def require_positive(**numbers: float | None) -> None:
         ValueError: names the first number that is not above 0.
     """
     for name, value in numbers.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}.")
+        if value is not None:
+            check_positive(name, value)
 
 
 def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
@@ -99,8 +101,7 @@ def checked_request(
             f"prompt_ids must be token ids {known}, got {lowest if lowest < 0 else highest}: do model "
             "and tokenizer belong together?"
         )
-    if limit < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {limit}.")
+    check_at_least("max_new_tokens", limit)
     if total is not None and len(prompt) + limit > total:
         raise ValueError(
             f"prompt_ids of {len(prompt)} tokens and max_new_tokens={limit} exceed {bound}."

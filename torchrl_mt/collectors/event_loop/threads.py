@@ -54,11 +54,7 @@ async def call_in_thread(
 
     def work() -> None:
         try:
-            result = context.run(function, *args)
-        except StopIteration as error:
-            stopped = RuntimeError("the function raised StopIteration.")
-            stopped.__cause__ = error
-            hand_back(returned.set_exception, stopped)
+            result = context.run(_call, function, *args)
         except BaseException as error:
             hand_back(returned.set_exception, error)
         else:
@@ -93,15 +89,19 @@ async def call_in_thread(
 def settle(result: Future[Any], function: Callable[..., Any], *args: Any) -> None:
     """Call a function and settle a future with its result or error."""
     try:
-        value = function(*args)
-    except StopIteration as error:
-        stopped = RuntimeError("the function raised StopIteration.")
-        stopped.__cause__ = error
-        result.set_exception(stopped)
+        value = _call(function, *args)
     except BaseException as error:
         result.set_exception(error)
     else:
         result.set_result(value)
+
+
+def _call(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function; ``StopIteration``, which no future can carry, becomes a ``RuntimeError``."""
+    try:
+        return function(*args)
+    except StopIteration as error:
+        raise RuntimeError("the function raised StopIteration.") from error
 
 
 class WatchedThread(threading.Thread):

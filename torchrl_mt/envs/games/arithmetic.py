@@ -13,6 +13,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
+from torchrl_mt.checks import check_at_least
 from torchrl_mt.envs.games.calculator import (
     CalculatorError,
     Expression,
@@ -129,8 +130,8 @@ class Arithmetic(GameEnv):
     def _require_task(self) -> None:
         for name in ("operands", "depth", "digits", "turns", "call_operators"):
             number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}.")
+            if number is not None:
+                check_at_least(name, number)
         if not self.operators or any(symbol not in _OPERATORS for symbol in self.operators):
             raise ValueError(f"operators must be some of {_OPERATORS}, got {self.operators!r}.")
         if self.depth is not None:

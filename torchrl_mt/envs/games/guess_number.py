@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from torchrl_mt.checks import check_at_least
 from torchrl_mt.envs.games.game import Game, GameEnv
 from torchrl_mt.envs.text_env import Message, TextStep
 
@@ -200,10 +201,8 @@ def optimal_return(numbers: int, turns: int, gamma: float) -> float:
 
 
 def _require_game(numbers: int, turns: int) -> None:
-    if numbers < 1:
-        raise ValueError(f"numbers must be at least 1, got {numbers}.")
-    if turns < 1:
-        raise ValueError(f"turns must be at least 1, got {turns}.")
+    check_at_least("numbers", numbers)
+    check_at_least("turns", turns)
 
 
 def _user(content: str) -> Message:

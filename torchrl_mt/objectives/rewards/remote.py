@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from tensordict import NestedKey, TensorDictBase
 
+from torchrl_mt.checks import check_at_least
 from torchrl_mt.http_client import HttpClient, HttpError
 from torchrl_mt.objectives.rewards.sources import wait_all
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
@@ -107,8 +108,7 @@ class RemoteReward:
         for what, value in (("batch_size", batch_size), ("max_concurrency", max_concurrency)):
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise TypeError(f"{what} must be an integer, got {value!r}.")
-            if value < 1:
-                raise ValueError(f"{what} must be at least 1, got {value}.")
+            check_at_least(what, value)
         self._options: dict[str, Any] = {
             "headers": headers,
             "timeout": timeout,
