@@ -17,7 +17,7 @@ from torchrl_mt.chat.assistant_messages import (
     trial_call,
     with_call_ids,
 )
-from torchrl_mt.chat.replies import ParsedReply, ReplyParser
+from torchrl_mt.chat.replies import ParsedReply, ParseReply, ReplyParser
 from torchrl_mt.chat.replies.tool_calls import tool_schemas
 from torchrl_mt.chat.special_tokens import BREAK, SpecialTokenNames
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
@@ -67,10 +67,12 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
         source: str | None = None,
+        parse: ParseReply | None = None,
     ) -> None:
         given = checked_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        self._parse = parse
         self.source = source or str(tokenizer.get_chat_template(None, given.get("tools")))
         self._names = SpecialTokenNames(tokenizer)
         # Tools and documents may come from servers, so their text is not trusted either.
@@ -88,7 +90,7 @@ class ChatTemplate:
         self._context = [*self.question, answer]
         self.render(self._context, add_generation_prompt=False)  # Raises where none is taken.
         self.closing = self._find_closing()
-        self.parser = ReplyParser(tokenizer, given.get("tools"))
+        self.parser = ReplyParser(tokenizer, given.get("tools"), parse)
         self.answers = AssistantMessages(
             self.renders, self.question, self._marker, self.parser.family
         )
@@ -96,7 +98,7 @@ class ChatTemplate:
 
     def with_source(self, source: str) -> ChatTemplate:
         """A copy with another template."""
-        return ChatTemplate(self._tokenizer, self._template_kwargs, source)
+        return ChatTemplate(self._tokenizer, self._template_kwargs, source, self._parse)
 
     def render(
         self, messages: Messages, *, context: Messages = (), add_generation_prompt: bool = True

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.encoding import RenderedTextEncoder, decode
 from torchrl_mt.chat.prefix_stability import find_break
+from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.replies.families import TURN_ENDS
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
@@ -72,6 +73,9 @@ class ChatTokens:
         template_kwargs: further arguments of ``tokenizer.apply_chat_template`` for every rendering:
             ``tools`` (JSON schemas or functions), ``documents``, and variables of the template such as
             ``enable_thinking``. Variables that the template does not read change nothing.
+        parse: parses the text of a response, special tokens included, into a
+            :class:`~torchrl_mt.chat.replies.ParsedReply`. If ``None``, the tokenizer's response template
+            or the model family's notation is used.
 
     Attributes:
         breaks: an example of how the template rewrites a dialogue; ``None`` if it is prefix-stable.
@@ -106,6 +110,7 @@ class ChatTokens:
         on_break: OnBreak = "fork",
         template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
+        parse: ParseReply | None = None,
     ) -> None:
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError(
@@ -129,7 +134,7 @@ class ChatTokens:
         self._special_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, names))
         self._stop_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, ends))
         self._encoder = RenderedTextEncoder(tokenizer, self._special_ids)
-        self._template = ChatTemplate(tokenizer, template_kwargs)
+        self._template = ChatTemplate(tokenizer, template_kwargs, parse=parse)
         if template == "training":
             self._template, self.breaks = training_template(self._template)
         else:

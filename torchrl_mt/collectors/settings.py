@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
+from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
 from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
-from torchrl_mt.checks import check_at_least, check_choice
+from torchrl_mt.checks import check_at_least, check_choice, check_positive_integer
 
-__all__ = ["ChatOptions", "FailurePolicy", "IncompleteGroups", "ItemOrder", "from_keywords"]
+__all__ = [
+    "AgentOptions",
+    "ChatOptions",
+    "FailurePolicy",
+    "IncompleteGroups",
+    "ItemOrder",
+    "from_keywords",
+]
 
 _Record = TypeVar("_Record")
 
@@ -120,14 +128,46 @@ class ChatOptions:
         # The check turns iterators, which can be read only once, into lists.
         object.__setattr__(self, "template_kwargs", checked_template_kwargs(self.template_kwargs))
 
-    def tokens(self, tokenizer: Any) -> ChatTokens:
+    def tokens(self, tokenizer: Any, parse: ParseReply | None = None) -> ChatTokens:
         """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options."""
         return ChatTokens(
             tokenizer,
             on_break=self.on_break,
             template=self.template,
             template_kwargs=self.template_kwargs,
+            parse=parse,
         )
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of the server that agents speak to; see :class:`~torchrl_mt.agents.AgentServer`.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        models: further engines by model name, such as ``{"judge": engine}``; their calls are answered,
+            but are no turns.
+        tool_parser: parses the text of a reply into a :class:`~torchrl_mt.chat.replies.ParsedReply`.
+            ``None`` uses the tokenizer's response template or the model family's notation.
+        max_body_bytes: maximum size of a request.
+        max_requests: maximum number of requests in progress.
+
+    Examples:
+        >>> AgentOptions(port=8000).host
+        '127.0.0.1'
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    models: Mapping[str, Any] | None = None
+    tool_parser: ParseReply | None = None
+    max_body_bytes: int = 32 * 2**20
+    max_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        check_positive_integer("max_body_bytes", self.max_body_bytes)
+        check_positive_integer("max_requests", self.max_requests)
 
 
 def from_keywords(

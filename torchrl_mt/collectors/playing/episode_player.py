@@ -20,7 +20,7 @@ from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
 from torchrl_mt.collectors.playing.env_workers import EnvWorkers
 from torchrl_mt.collectors.playing.play_episode import play_episode
 from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
-from torchrl_mt.collectors.settings import ChatOptions
+from torchrl_mt.collectors.settings import AgentOptions, ChatOptions
 from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine
@@ -38,7 +38,7 @@ class EpisodePlayer:
 
     def __init__(
         self,
-        env: TextEnv | Workflow | type | str | Callable[[], Any],
+        env: TextEnv | Workflow | Any | type | str | Callable[[], Any],
         engine: Engine,
         *,
         limits: Limits,
@@ -48,6 +48,7 @@ class EpisodePlayer:
         accept_group: AcceptGroup | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         env_workers: int | None = None,
+        agents: AgentOptions | None = None,
     ) -> None:
         self.engine = engine
         self.limits = limits
@@ -62,9 +63,13 @@ class EpisodePlayer:
             self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
             self._make_player = Make(self._workers.make, at_once=True)
         self._chat_options = chat
+        self._agent_options = agents or AgentOptions()
+        self._agent_player: Any = None
         self._chat: ChatTokens | None = None
         if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
             self._get_chat()
+        if getattr(self._make_player, "is_agent", False):
+            self._get_agent_player()
 
     async def failure_of(
         self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedEntries
@@ -78,7 +83,13 @@ class EpisodePlayer:
         """
         try:
             await play_episode(
-                self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
+                self._make_player,
+                self.engine,
+                self._get_chat,
+                self.limits,
+                episode,
+                sampling,
+                lambda agent, recorder: self._get_agent_player().play(agent, recorder),
             )
             if episode.valid is False:
                 episode.entries = expected.blank(len(episode.turns))
@@ -108,6 +119,25 @@ class EpisodePlayer:
         """End the processes of ``env_workers``."""
         if self._workers is not None:
             self._workers.close()
+
+    def _get_agent_player(self) -> Any:
+        """Make the player of agents, with their server, on first use."""
+        if self._agent_player is None:
+            try:
+                from torchrl_mt.agents.agent import AgentPlayer
+                from torchrl_mt.agents.server import AgentServer
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    f"agents need the package {error.name}: pip install 'torchrl-mt[agents]'."
+                ) from error
+            server = AgentServer(
+                self.engine,
+                self.tokenizer,
+                chat=self._chat_options,
+                **vars(self._agent_options),
+            )
+            self._agent_player = AgentPlayer(server)
+        return self._agent_player
 
     def _get_chat(self) -> ChatTokens:
         """Make the :class:`~torchrl_mt.collectors.ChatTokens` on first use."""

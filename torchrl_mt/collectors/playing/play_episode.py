@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer, ChatTokens
@@ -20,16 +20,17 @@ from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
 from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.limits import Limits, StopReason
-from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player
+from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player, is_workflow
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
-from torchrl_mt.collectors.workflow import Rejected, Workflow, enter_result
+from torchrl_mt.collectors.workflow import Rejected, enter_result
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
 
-__all__ = ["play_chat", "play_episode", "play_workflow"]
+__all__ = ["PlayAgent", "play_chat", "play_episode"]
 
 _T = TypeVar("_T")
+PlayAgent: TypeAlias = Callable[[Any, Recorder], Awaitable[Any]]
 _logger = logging.getLogger("torchrl_mt")
 
 
@@ -40,16 +41,18 @@ async def play_episode(
     limits: Limits,
     episode: Episode,
     sampling: Mapping[str, Any] | None = None,
+    play_agent: PlayAgent | None = None,
 ) -> None:
     """Play the item ``episode.data`` and write every turn into ``episode``.
 
     Args:
-        make_player: makes the environment or workflow of the episode.
+        make_player: makes the environment, workflow or agent of the episode.
         engine: samples the responses.
         make_chat: makes the :class:`~torchrl_mt.collectors.ChatTokens`; called for environments only.
         limits: limits of the episode.
         episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
+        play_agent: plays an agent, if the player is one, and returns its result as a workflow would.
 
     Raises:
         Rejected: if the workflow declines, a limit is reached before the first turn, or time runs out
@@ -72,7 +75,7 @@ async def play_episode(
     )
     try:
         await within(
-            _play(make_player, recorder, make_chat, episode),
+            _play(make_player, recorder, make_chat, episode, play_agent),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
             time_is_up=recorder.close,
@@ -93,12 +96,19 @@ async def _play(
     recorder: Recorder,
     make_chat: Callable[[], ChatTokens],
     episode: Episode,
+    play_agent: PlayAgent | None,
 ) -> None:
     """Make the player, and play the episode with it."""
     with episode.calls.call("environment", "the making of its environment"):
         player = await _make(make_player)
     if not isinstance(player, TextEnv):
-        await play_workflow(player, recorder, episode)
+        name = type(player).__name__
+        if is_workflow(player):
+            result, what = player.arun_episode(recorder, episode.data), f"{name}.arun_episode"
+        else:
+            assert play_agent is not None
+            result, what = play_agent(player, recorder), f"{name}.run"
+        await _play_workflow(result, what, recorder, episode)
         return
     try:
         await play_chat(player, recorder, make_chat(), episode)
@@ -106,12 +116,14 @@ async def _play(
         _close(player)
 
 
-async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode) -> None:
-    """Let a workflow play the episode, with the recorder as its engine."""
+async def _play_workflow(
+    play: Awaitable[Any], what: str, recorder: Recorder, episode: Episode
+) -> None:
+    """Let a workflow or an agent play the episode with the recorder as its engine."""
     escaped = result = None
     try:
-        with episode.calls.call("environment", f"{type(workflow).__name__}.arun_episode"):
-            result = await workflow.arun_episode(recorder, episode.data)
+        with episode.calls.call("environment", what):
+            result = await play
     except LimitReached as limit:
         escaped = limit
     except Exception as error:

@@ -1,0 +1,228 @@
+"""The dialogues of one episode as tokens: what was sampled is never encoded again.
+
+A request that goes on from an earlier reply gets that reply's prompt and tokens, and the tokens of its
+new messages. Any other request is a new branch, encoded from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchrl_mt.agents.messages import canonical, for_template, identities
+from torchrl_mt.agents.requests import ChatRequest, RequestError
+from torchrl_mt.chat.assistant_messages import name_tool_results
+from torchrl_mt.chat.replies import ParseReply
+from torchrl_mt.chat.tokens import ChatTokens
+from torchrl_mt.collectors.event_loop.threads import call_in_thread
+from torchrl_mt.collectors.settings import ChatOptions
+from torchrl_mt.engines import Completion
+
+__all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's dialogue, rendered."""
+
+    chat: ChatTokens
+    token_ids: Sequence[int]
+    dialogue: list[Mapping[str, Any]]
+    """The messages in the chat template's form."""
+    new: list[Mapping[str, Any]]
+    """The messages that no earlier prompt or reply of the branch has."""
+    path: list[Hashable]
+    """Identities of the messages, after the template's variables."""
+    may_call: bool
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A sampled message."""
+
+    message: dict[str, Any]
+    """In the client's form: arguments as JSON text, ``content`` ``None`` beside calls alone."""
+    finish_reason: str
+    completion: Completion
+    said: Mapping[str, Any]
+    """In the form of batches: arguments as mappings."""
+
+
+@dataclass
+class _Node:
+    """A message of the tree of all dialogues."""
+
+    after: dict[Hashable, _Node] = field(default_factory=dict)
+    reply: _Known | None = None
+    """The last reply that is this message."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A reply to go on from."""
+
+    prompt: Prompt
+    in_dialogue: Mapping[str, Any]
+    said: Mapping[str, Any]
+    token_ids: list[int]
+    last_token: int | None
+
+
+class ChatTokensCache:
+    """The :class:`~torchrl_mt.collectors.ChatTokens` of one tokenizer, one for each set of tools.
+
+    Args:
+        tokenizer: the tokenizer.
+        options: options of rendering; requests add ``tools`` and template variables.
+        parse: parses replies; see :class:`~torchrl_mt.collectors.ChatTokens`.
+        size: number of sets that are kept.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: ChatOptions,
+        parse: ParseReply | None = None,
+        size: int = 64,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._parse = parse
+        self._size = size
+        self._chats: dict[Hashable, asyncio.Future[ChatTokens]] = {}
+
+    async def get(self, template_kwargs: Mapping[str, Any]) -> tuple[Hashable, ChatTokens]:
+        """Return a key of the variables, and the :class:`~torchrl_mt.collectors.ChatTokens`."""
+        kwargs = {**(self._options.template_kwargs or {}), **template_kwargs}
+        key = canonical(kwargs) if template_kwargs else None
+        if key not in self._chats:
+            if len(self._chats) >= self._size:
+                del self._chats[next(iter(self._chats))]
+            self._chats[key] = asyncio.ensure_future(
+                call_in_thread(
+                    replace(self._options, template_kwargs=kwargs).tokens,
+                    self._tokenizer,
+                    self._parse,
+                )
+            )
+        try:
+            return key, await asyncio.shield(self._chats[key])
+        except Exception:
+            self._chats.pop(key, None)
+            raise
+
+
+class Conversation:
+    """The dialogues of one episode, as a tree of messages.
+
+    Args:
+        chats: converts messages to tokens.
+    """
+
+    def __init__(self, chats: ChatTokensCache) -> None:
+        self._chats = chats
+        self._root = _Node()
+
+    async def prompt(self, request: ChatRequest) -> Prompt:
+        """Render a request: from the longest dialogue that it goes on from, else from its beginning.
+
+        Raises:
+            RequestError: if the chat template refuses the messages or the variables.
+        """
+        try:
+            key, chat = await self._chats.get(request.template_kwargs)
+            path = [key, *identities(request.messages)]
+            known, length = self._find(path)
+            new = [for_template(message) for message in request.messages[length:]]
+            if known is None:
+                token_ids, dialogue = chat.open(new), new
+            else:
+                new = _with_our_ids(new, request.messages[length - 1], known.said)
+                before = [*known.prompt.dialogue, known.in_dialogue]
+                token_ids = chat.next_prompt(
+                    before,
+                    new,
+                    known.prompt.token_ids,
+                    known.token_ids,
+                    last_token=known.last_token,
+                )
+                dialogue = [*before, *new]
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error), "messages") from error
+        return Prompt(chat, token_ids, dialogue, new, path, request.may_call)
+
+    def read(self, prompt: Prompt, completion: Completion, stops: Sequence[str] = ()) -> Reply:
+        """Parse a reply, and remember it for the requests that go on from it.
+
+        Args:
+            prompt: the prompt that it answers.
+            completion: the sampled tokens.
+            stops: strings at which the text ends.
+        """
+        token_ids = list(completion.token_ids)
+        stopped = completion.finish_reason == "stop" and bool(token_ids)
+        last = token_ids[-1] if stopped else None
+        answer = prompt.chat.read(
+            token_ids, prompt_ids=prompt.token_ids, messages=prompt.dialogue, last_token=last
+        )
+        said = answer.message
+        calls = said.get("tool_calls") if prompt.may_call else None
+        if not prompt.may_call and said.get("tool_calls"):
+            said = {"role": "assistant", "content": answer.text}
+        said = _before_stop(said, stops)
+        message = {key: value for key, value in said.items() if key != "tool_calls"}
+        if calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {
+                        "name": call["function"]["name"],
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for call in calls
+            ]
+        reason = "tool_calls" if calls and stopped else completion.finish_reason
+        node = self._root
+        for identity in [*prompt.path, *identities([message])]:
+            node = node.after.setdefault(identity, _Node())
+        node.reply = _Known(prompt, answer.in_dialogue, answer.message, token_ids, last)
+        return Reply(message, reason, completion, said)
+
+    def _find(self, path: Sequence[Hashable]) -> tuple[_Known | None, int]:
+        """Find the longest dialogue that a path goes on from; return its reply and its messages."""
+        node, found, length = self._root, None, 0
+        for k, identity in enumerate(path):
+            if identity not in node.after:
+                break
+            node = node.after[identity]
+            if node.reply is not None:
+                found, length = node.reply, k
+        return found, length
+
+
+def _with_our_ids(
+    new: Sequence[Mapping[str, Any]], echoed: Mapping[str, Any], said: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Name the calls of tool results, with the ids that the prompt has if the client changed them."""
+    pairs = zip(echoed.get("tool_calls") or (), said.get("tool_calls") or (), strict=False)
+    ours = {theirs.get("id"): call["id"] for theirs, call in pairs}
+    named = [
+        {**message, "tool_call_id": ours[message["tool_call_id"]]}
+        if message.get("tool_call_id") in ours
+        else message
+        for message in new
+    ]
+    return name_tool_results(said, named)
+
+
+def _before_stop(message: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
+    """Cut the content before the first of the strings."""
+    content = message["content"]
+    ends = [place for stop in stops if (place := content.find(stop)) >= 0]
+    return {**message, "content": content[: min(ends)]} if ends else dict(message)
