@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
 
@@ -45,11 +47,12 @@ def test_a_call_is_a_turn_with_exactly_what_the_engine_gave(socket):
     ledger, parents = asyncio.run(main())
     assert ledger == ledger_of_engine(engine)
     assert parents == [-1, 0, 1]
-    for (prompt, answer, _), (longer, _, _) in zip(ledger, ledger[1:], strict=False):
+    for (prompt, answer, _), (longer, _, _) in pairwise(ledger):
         assert longer[: len(prompt) + len(answer)] == [*prompt, *answer]
 
 
-def test_sessions_by_the_score_do_not_mix():
+@pytest.mark.parametrize("number_of_sessions", [8, slow(64)])
+def test_sessions_at_once_do_not_mix(number_of_sessions):
     engine = counting_engine()
 
     async def play(server, number):
@@ -65,10 +68,12 @@ def test_sessions_by_the_score_do_not_mix():
 
     async def main():
         async with AgentServer(engine) as server:
-            return await asyncio.gather(*(play(server, number) for number in range(64)))
+            return await asyncio.gather(
+                *(play(server, number) for number in range(number_of_sessions))
+            )
 
     ledgers = asyncio.run(main())
-    assert [len(ledger) for ledger in ledgers] == [8] * 64
+    assert [len(ledger) for ledger in ledgers] == [8] * number_of_sessions
     assert sorted(turn for ledger in ledgers for turn in ledger) == sorted(ledger_of_engine(engine))
     for ledger in ledgers:
         line = []
@@ -87,12 +92,8 @@ def test_keys():
             transport = httpx.AsyncHTTPTransport()
             async with httpx.AsyncClient(transport=transport) as plain:
                 url = f"{session.base_url}/chat/completions"
-                for header in (
-                    {},
-                    {"Authorization": "Bearer x"},
-                    {"Authorization": "Bearer sk-1-é".encode()},
-                ):
-                    reply = await plain.post(url, json={}, headers=header)
+                for key in (b"", b"Bearer x", "Bearer sk-1-é".encode()):
+                    reply = await plain.post(url, json={}, headers={"Authorization": key})
                     assert reply.status_code == 401
                     assert set(reply.json()["error"]) >= {"message", "type", "param"}
                 await session.close()

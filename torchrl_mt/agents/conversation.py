@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from torchrl_mt.agents.messages import canonical, for_template, identities
@@ -30,9 +31,9 @@ class Prompt:
 
     chat: ChatTokens
     token_ids: Sequence[int]
-    dialogue: list[Mapping[str, Any]]
+    dialogue: Sequence[Mapping[str, Any]]
     """The messages in the chat template's form."""
-    new: list[Mapping[str, Any]]
+    new: list[dict[str, Any]]
     """The messages that no earlier prompt or reply of the branch has."""
     path: list[Hashable]
     """Identities of the messages, after the template's variables."""
@@ -76,7 +77,8 @@ class ChatTokensCache:
 
     Args:
         tokenizer: the tokenizer.
-        options: options of rendering; requests add ``tools`` and template variables.
+        options: options of rendering; requests add ``tools`` and template variables. ``on_break`` is
+            ``"append"`` if they leave it open.
         parse: parses replies; see :class:`~torchrl_mt.collectors.ChatTokens`.
         size: number of sets that are kept.
     """
@@ -89,7 +91,7 @@ class ChatTokensCache:
         size: int = 64,
     ) -> None:
         self._tokenizer = tokenizer
-        self._options = options
+        self._options = replace(options, on_break=options.on_break or "append")
         self._parse = parse
         self._size = size
         self._chats: dict[Hashable, asyncio.Future[ChatTokens]] = {}
@@ -138,10 +140,11 @@ class Conversation:
             known, length = self._find(path)
             new = [for_template(message) for message in request.messages[length:]]
             if known is None:
+                new = _in_template_form(chat, new, [], {}, {})
                 token_ids, dialogue = chat.open(new), new
             else:
-                new = _with_our_ids(new, request.messages[length - 1], known.said)
                 before = [*known.prompt.dialogue, known.in_dialogue]
+                new = _in_template_form(chat, new, before, request.messages[length - 1], known.said)
                 token_ids = chat.next_prompt(
                     before,
                     new,
@@ -206,19 +209,44 @@ class Conversation:
         return found, length
 
 
-def _with_our_ids(
-    new: Sequence[Mapping[str, Any]], echoed: Mapping[str, Any], said: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
-    """Name the calls of tool results, with the ids that the prompt has if the client changed them."""
-    pairs = zip(echoed.get("tool_calls") or (), said.get("tool_calls") or (), strict=False)
-    ours = {theirs.get("id"): call["id"] for theirs, call in pairs}
-    named = [
-        {**message, "tool_call_id": ours[message["tool_call_id"]]}
-        if message.get("tool_call_id") in ours
-        else message
-        for message in new
-    ]
-    return name_tool_results(said, named)
+def _in_template_form(
+    chat: ChatTokens,
+    new: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, Any]],
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Convert a client's messages to those that the template renders.
+
+    Calls get ids that the template takes, and their results those ids and the names of the calls.
+
+    Args:
+        chat: writes assistant messages.
+        new: the messages.
+        before: the dialogue before them.
+        theirs: the assistant message before them, as the client has it.
+        ours: the same with our ids.
+    """
+    written: list[Any] = []
+    for is_result, run in groupby(new, key=lambda message: message["role"] == "tool"):
+        messages = list(run)
+        if is_result:
+            pairs = zip(theirs.get("tool_calls") or (), ours.get("tool_calls") or (), strict=False)
+            ids = {call.get("id"): our["id"] for call, our in pairs}
+            messages = [
+                {**message, "tool_call_id": ids[message["tool_call_id"]]}
+                if message.get("tool_call_id") in ids
+                else message
+                for message in messages
+            ]
+            written += name_tool_results(ours, messages)
+            continue
+        for message in messages:
+            if message["role"] == "assistant":
+                theirs, message = message, chat.write(message, [*before, *written])
+                ours = message
+            written.append(message)
+    return written
 
 
 def _before_stop(message: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:

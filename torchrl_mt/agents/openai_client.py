@@ -39,7 +39,7 @@ def openai_client(engine: Engine, tokenizer: Any = None, **chat_options: Any) ->
         engine: samples the answers.
         tokenizer: renders messages; the engine's own if ``None``.
         **chat_options: the fields of :class:`~torchrl_mt.collectors.ChatOptions`; a request's ``tools``
-            and ``chat_template_kwargs`` are added.
+            and ``chat_template_kwargs`` are added. ``on_break`` is ``"append"`` by default.
 
     Raises:
         ImportError: if the package ``openai`` is not installed.
@@ -62,12 +62,13 @@ def openai_client(engine: Engine, tokenizer: Any = None, **chat_options: Any) ->
     if tokenizer is None:
         tokenizer = getattr(engine, "tokenizer", None)
     chats = ChatTokensCache(tokenizer, ChatOptions(**chat_options))
+    client: Any = httpx.AsyncClient(transport=_InProcess(engine, tokenizer, chats))
     return openai.AsyncOpenAI(
         api_key="none",
         base_url="http://engine/v1",
         max_retries=0,
         timeout=None,
-        http_client=httpx.AsyncClient(transport=_InProcess(engine, tokenizer, chats)),
+        http_client=client,
     )
 
 

@@ -166,15 +166,15 @@ def read_tokens(body: Mapping[str, Any]) -> TokensRequest:
     """
     common = _read_common(body, _TOKENS)
     prompt = body.get("prompt")
-    if _is_list(prompt) and len(prompt) == 1 and _is_list(prompt[0]):
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
-    if not _is_list(prompt) or not prompt or not all(type(token) is int for token in prompt):
+    if not (isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)):
         raise RequestError(
             "prompt must be a list of token ids, which no tokenizer changes: use chat completions "
             f"for text. Got {_shown(prompt)}.",
             "prompt",
         )
-    return TokensRequest(**common, prompt=list(prompt))
+    return TokensRequest(**common, prompt=prompt)
 
 
 def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> dict[str, Any]:

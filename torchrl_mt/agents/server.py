@@ -65,7 +65,8 @@ class AgentServer:
             :class:`~torchrl_mt.chat.replies.ParsedReply`. If ``None``, the tokenizer's or the model
             family's notation is parsed. A reply that cannot be parsed is plain content.
         limits: limits of each episode; none if ``None``.
-        chat: options of rendering messages; requests add ``tools`` and ``chat_template_kwargs``.
+        chat: options of rendering messages; requests add ``tools`` and ``chat_template_kwargs``. Unless
+            they say otherwise, ``on_break`` is ``"append"``: what was sampled stays as it was.
         max_body_bytes: maximum size of a request; larger ones get status 413.
         max_requests: maximum number of requests in progress; further ones get status 503.
         idle_timeout: seconds after which a connection without a request is closed, and a session of

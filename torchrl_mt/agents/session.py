@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +108,7 @@ class Session:
         recorder: Recorder,
         chats: ChatTokensCache,
         models: Mapping[str, Model],
-        on_close: Callable[[Session], None],
+        on_close: Callable[[Session], object],
     ) -> None:
         self.base_url = base_url
         self.api_key = api_key
@@ -246,7 +246,7 @@ class Session:
         return text_completion(id, request.model, completion, text, len(request.prompt))
 
     async def _generate(
-        self, request: ChatRequest | TokensRequest, prompt_ids: list[int], other: Model | None
+        self, request: ChatRequest | TokensRequest, prompt_ids: Sequence[int], other: Model | None
     ) -> Completion:
         engine = self._recorder if other is None else other.engine
         try:

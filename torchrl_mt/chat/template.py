@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -158,6 +159,22 @@ class ChatTemplate:
         reply = self.parser.parse(text, before)
         reply = with_call_ids(reply, messages, self.parser.family)
         return reply, self.answers.write(reply, self.parser.opened_by(before) + text)
+
+    def write(self, message: Mapping[str, Any], messages: Messages = ()) -> dict[str, Any]:
+        """Convert an assistant message that was not sampled to the form that the template renders.
+
+        Args:
+            message: the message; arguments of calls as mappings.
+            messages: the dialogue before it; the ids of calls follow from its number of calls.
+        """
+        calls = [
+            {name: value for name, value in call.items() if name != "id"}
+            for call in message.get("tool_calls") or ()
+        ]
+        content = message.get("content") or ""
+        text = "\n".join([content, *(json.dumps(call["function"]) for call in calls)]).strip()
+        reply = ParsedReply(content, message.get("reasoning_content"), calls)
+        return self.answers.write(with_call_ids(reply, messages, self.parser.family), text)
 
     def follow(
         self, messages: Messages, said: str, new: Messages, *, stop: str = ""

@@ -300,6 +300,17 @@ class ChatTokens:
         reply, in_dialogue = self._template.read(text, before, messages)
         return Answer(text, reply.message(), in_dialogue)
 
+    def write(
+        self, message: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Convert an assistant message that was not sampled to the form that the template renders.
+
+        Args:
+            message: the message; arguments of ``tool_calls`` as mappings. Ids are replaced.
+            messages: the dialogue before it.
+        """
+        return self._template.write(message, messages)
+
     def text(self, token_ids: Sequence[int], *, last_token: int | None = None) -> str:
         """Decode a response without its stop token, other special tokens included.
 

@@ -103,7 +103,8 @@ class ChatOptions:
 
     Args:
         on_break: what to do if the chat template rewrites earlier messages: ``"fork"`` starts a new
-            training row, ``"append"`` continues the row with the tokens as they were sampled.
+            training row, ``"append"`` continues the row with the tokens as they were sampled. ``None``
+            is ``"fork"`` for environments and ``"append"`` for agents.
         template: the chat template: the tokenizer's own (``"original"``), or ``"training"``, which keeps
             an episode in one row.
         template_kwargs: variables of the chat template, such as ``tools`` or
@@ -114,25 +115,34 @@ class ChatOptions:
         ValueError: if an option is unknown, or ``template_kwargs`` has an argument of rendering.
 
     Examples:
-        >>> ChatOptions(template="training").on_break
-        'fork'
+        >>> ChatOptions(template="training").template
+        'training'
     """
 
-    on_break: OnBreak = "fork"
+    on_break: OnBreak | None = None
     template: Template = "original"
     template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("on_break", self.on_break, get_args(OnBreak))
+        if self.on_break is not None:
+            check_choice("on_break", self.on_break, get_args(OnBreak))
         check_choice("template", self.template, get_args(Template))
         # The check turns iterators, which can be read only once, into lists.
         object.__setattr__(self, "template_kwargs", checked_template_kwargs(self.template_kwargs))
 
-    def tokens(self, tokenizer: Any, parse: ParseReply | None = None) -> ChatTokens:
-        """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options."""
+    def tokens(
+        self, tokenizer: Any, parse: ParseReply | None = None, *, on_break: OnBreak = "fork"
+    ) -> ChatTokens:
+        """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options.
+
+        Args:
+            tokenizer: the tokenizer.
+            parse: parses responses; see :class:`~torchrl_mt.collectors.ChatTokens`.
+            on_break: used if the options leave it open.
+        """
         return ChatTokens(
             tokenizer,
-            on_break=self.on_break,
+            on_break=self.on_break or on_break,
             template=self.template,
             template_kwargs=self.template_kwargs,
             parse=parse,
