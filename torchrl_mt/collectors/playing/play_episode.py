@@ -124,7 +124,7 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
         raise LimitReached(reached)
     if escaped is not None:
         raise escaped
-    enter_result(episode, result)
+    enter_result(episode, result, recorder.version)
     episode.judged = True
     episode.stop_reason = reached or StopReason.DONE
 
