@@ -112,6 +112,8 @@ def test_every_branch_is_a_row_of_all_its_calls(examples):
             path = [turns[k]]
             while path[0].parent >= 0:
                 path.insert(0, turns[path[0].parent])
+            before = [turns.index(turn) for turn in path[:-1]]
+            assert [call.id for call in branch.branch] == [f"chatcmpl-{j}" for j in before]
             tokens, mask, log_probs, versions = [], [], [], []
             for turn in path:
                 new = turn.prompt_ids[len(tokens) :]
@@ -226,8 +228,9 @@ def test_an_episode_and_its_tensordict_export_alike(tokenizer):
     for key in ("turn", "text", "info", "collector"):
         del one[key]
     assert [call.parent_id for call in export_interactions(one).values()] == [None, "0"]
-    with pytest.raises(ValueError, match="must be one episode, got a TensorDict with several"):
-        export_interactions(batch)
+    for key in (("next", "done"), ("collector", "traj_ids")):  # either tells
+        with pytest.raises(ValueError, match="must be one episode, got a TensorDict with several"):
+            export_interactions(batch.exclude(key))
 
 
 def test_ids_of_completions_are_kept_with_the_turns():

@@ -241,6 +241,13 @@ def test_what_the_engine_recorded_is_kept_where_it_fits(others, known):
     )
 
 
+def test_a_recorded_call_with_another_prompt_is_another():
+    episode = Episode(None, turns=[recorded([4], [6, 7])])
+    enter_result(episode, one(), 0)
+    assert episode.turns[0].messages == []
+    assert list(episode.turns[0].prompt_ids) == [5]
+
+
 class Returns:
     """Returns a result without a call of the engine."""
 
