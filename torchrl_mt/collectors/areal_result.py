@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_mt.checks import LOG_PROB_ROUNDING
 from torchrl_mt.collectors.episode import Turn, is_finite
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion
@@ -33,8 +34,6 @@ _KINDS: Mapping[str, tuple[str, Callable[[Tensor], bool]]] = {
     "versions": _INTEGER,
     "logprobs": ("floating numbers", lambda x: x.is_floating_point()),
 }
-_LARGEST_LOG_PROB = 0.5
-"""Half precision may round a log-probability above 0."""
 
 
 def is_areal_result(result: Any) -> bool:
@@ -232,7 +231,7 @@ def _check_values(columns: Mapping[str, Tensor], attended: Tensor, sampled: Tens
         checks.append(("versions", "be 0 or more on sampled tokens", wrong, advice))
     if "logprobs" in columns:
         value = columns["logprobs"]
-        wrong = sampled & ~(value.isfinite() & (value <= _LARGEST_LOG_PROB))
+        wrong = sampled & ~(value.isfinite() & (value <= LOG_PROB_ROUNDING))
         advice = "; leave it out if it is unknown"
         checks.append(("logprobs", "be finite and 0 or less on sampled tokens", wrong, advice))
     for key, expected, wrong, advice in checks:

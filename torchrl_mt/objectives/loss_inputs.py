@@ -14,9 +14,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.checks import check_mask
+from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
 from torchrl_mt.objectives.rows.reading import (
-    LOG_PROB_ROUNDING,
     MODEL_FAULT,
     NO_LOG_PROB,
     check_like,
