@@ -136,7 +136,7 @@ async def _play_workflow(
         raise LimitReached(reached)
     if escaped is not None:
         raise escaped
-    enter_result(episode, result)
+    enter_result(episode, result, recorder.version)
     episode.judged = True
     episode.stop_reason = reached or StopReason.DONE
 
