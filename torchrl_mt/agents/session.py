@@ -203,7 +203,6 @@ class Session:
         for call in reversed(self._calls):
             if call.turn is not None and not call.is_delivered:
                 self._recorder.drop(call.turn)
-        self._recorder.close()
         await self.http_client.aclose()
 
     async def _answer(self, call: Call, kind: str, content: bytes) -> _Body:
@@ -258,7 +257,7 @@ class Session:
         except (TypeError, ValueError) as error:
             raise RequestError(str(error)) from error
         except Exception as error:
-            if self._recorder.closed:
+            if self._recorder.closed:  # Its time is up.
                 raise ended() from error
             self.error = error
             raise RequestError(
