@@ -145,7 +145,7 @@ class Completions:
         for k, answer in enumerate(answers):
             assert isinstance(answer, Completion)
             ids = list(answer.token_ids)
-            last = ids[-1] if answer.finish_reason == "stop" and ids else None
+            last = answer.stop_token
             said = chat.read(ids, prompt_ids=prompt_ids, messages=dialogue, last_token=last)
             sampled += len(ids)
             choices.append(self._choice(k, answer, said, request))
