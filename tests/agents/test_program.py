@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -172,7 +173,7 @@ def test_of_a_long_output_the_end_is_kept(monkeypatch):
 
 def test_time_that_runs_out_rejects_the_episode():
     agent = AgentProgram(["sleep", "1000"], reward=lambda *_: pytest.fail("judged"), timeout=0.05)
-    with pytest.raises(ProgramTimeoutError, match="longer than timeout=0.05 sec") as caught:
+    with pytest.raises(ProgramTimeoutError, match=r"longer than timeout=0\.05 sec") as caught:
         run(agent)
     assert isinstance(caught.value, Rejected)
     assert isinstance(caught.value, TimeoutError)
@@ -236,17 +237,37 @@ def test_a_program_ends_with_all_its_processes(tmp_path, short_grace, how, ignor
     wait_until(lambda: not lives(pid))
 
 
+OUTSIDE = """
+import subprocess
+child = subprocess.Popen(["sh", "-c", {script!r}], start_new_session=True)
+with open({file!r}, "w") as file:
+    file.write(f"{{child.pid}}\\n")
+print(7, flush=True)
+"""
+
+
 @pytest.mark.slow
-def test_output_that_a_process_outside_holds_open_is_not_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_OUTPUT_SECONDS", 0.05)
+@pytest.mark.parametrize(
+    ("script", "seconds", "said"),
+    [("exec sleep 1000", 0.05, "7\n"), ("sleep 0.2; echo late", PATIENCE, "7\nlate\n")],
+)
+def test_output_that_a_process_outside_holds_open_is_waited_for_a_while(
+    monkeypatch, tmp_path, script, seconds, said
+):
+    monkeypatch.setattr(module, "_OUTPUT_SECONDS", seconds)
     file = tmp_path / "pid"
-    code = (
-        "import subprocess; c = subprocess.Popen(['sleep', '1000'], start_new_session=True); "
-        f"open({str(file)!r}, 'w').write(f'{{c.pid}}\\n'); print(7)"
-    )
-    (*_, stdout) = run(AgentProgram(python(code), reward=everything))
-    assert stdout == "7\n"
-    os.kill(pid_in(file), 9)
+    code = OUTSIDE.format(script=script, file=str(file))
+
+    async def main():
+        before = file_descriptors()
+        (*_, stdout) = await play(AgentProgram(python(code), reward=everything))
+        assert stdout == said
+        await asyncio.sleep(0)
+        assert file_descriptors() == before
+
+    asyncio.run(main())
+    if lives(pid_in(file)):
+        os.kill(pid_in(file), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -275,7 +296,9 @@ sys.exit(0)
 @pytest.mark.slow
 def test_a_program_ends_with_the_interpreter(tmp_path):
     file = tmp_path / "pid"
-    code = ENDS.format(file=str(file), ignore=IGNORE, path=f"__import__('pathlib').Path({str(file)!r})")
+    code = ENDS.format(
+        file=str(file), ignore=IGNORE, path=f"__import__('pathlib').Path({str(file)!r})"
+    )
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
