@@ -21,8 +21,9 @@ from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion
+from torchrl_mt.engines.stop_strings import find_stop
 
-__all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply"]
+__all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply", "before_stop"]
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,7 @@ class Conversation:
             stops: strings at which the text ends.
         """
         token_ids = list(completion.token_ids)
-        stopped = completion.finish_reason == "stop" and bool(token_ids)
-        last = token_ids[-1] if stopped else None
+        last = completion.stop_token
         answer = prompt.chat.read(
             token_ids, prompt_ids=prompt.token_ids, messages=prompt.dialogue, last_token=last
         )
@@ -175,7 +175,7 @@ class Conversation:
         calls = said.get("tool_calls") if prompt.may_call else None
         if not prompt.may_call and said.get("tool_calls"):
             said = {"role": "assistant", "content": answer.text}
-        said = _before_stop(said, stops)
+        said = {**said, "content": before_stop(said["content"], stops)}
         message = {key: value for key, value in said.items() if key != "tool_calls"}
         if calls:
             message["content"] = message["content"] or None
@@ -190,7 +190,9 @@ class Conversation:
                 }
                 for call in calls
             ]
-        reason = "tool_calls" if calls and stopped else completion.finish_reason
+        reason = completion.finish_reason
+        if calls and reason == "stop":
+            reason = "tool_calls"
         node = self._root
         for identity in [*prompt.path, *identities([message])]:
             node = node.after.setdefault(identity, _Node())
@@ -249,8 +251,12 @@ def _in_template_form(
     return written
 
 
-def _before_stop(message: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
-    """Cut the content before the first of the strings."""
-    content = message["content"]
-    ends = [place for stop in stops if (place := content.find(stop)) >= 0]
-    return {**message, "content": content[: min(ends)]} if ends else dict(message)
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut a text before the first of the strings.
+
+    Examples:
+        >>> before_stop("one, two. three", [".", ","])
+        'one'
+    """
+    stop = find_stop(text, stops)
+    return text if stop is None else text[: text.index(stop)]

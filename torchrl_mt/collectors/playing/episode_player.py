@@ -123,13 +123,9 @@ class EpisodePlayer:
     def _get_agent_player(self) -> Any:
         """Make the player of agents, with their server, on first use."""
         if self._agent_player is None:
-            try:
-                from torchrl_mt.agents.agent import AgentPlayer
-                from torchrl_mt.agents.server import AgentServer
-            except ModuleNotFoundError as error:
-                raise ImportError(
-                    f"agents need the package {error.name}: pip install 'torchrl-mt[agents]'."
-                ) from error
+            from torchrl_mt.agents.agent import AgentPlayer
+            from torchrl_mt.agents.server import AgentServer
+
             server = AgentServer(
                 self.engine,
                 self.tokenizer,

@@ -169,8 +169,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                     episode.turns[-1].messages.extend(new)
                 raise
             turn = episode.turns[-1]
-            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
-            last = answer.token_ids[-1] if stopped else None
+            last = answer.stop_token
             said = chat.read(
                 answer.token_ids, prompt_ids=prompt, messages=dialogue, last_token=last
             )
