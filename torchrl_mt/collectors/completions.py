@@ -16,10 +16,10 @@ from typing import Any
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer, ChatTokens
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion, Engine
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["Completions", "RequestError", "chunks"]
 

@@ -25,10 +25,10 @@ from typing import Any
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.context import EpisodeContext
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
-from torchrl_mt.collectors.event_loop.threads import settle, start_daemon
 from torchrl_mt.collectors.playing.env_factory import resolve
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
+from torchrl_mt.threads import settle, start_daemon
 
 __all__ = ["EnvWorkerError", "EnvWorkers"]
 

@@ -14,7 +14,6 @@ from tensordict import TensorDictBase
 
 from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
 from torchrl_mt.collectors.playing.env_workers import EnvWorkers
@@ -25,6 +24,7 @@ from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["EpisodePlayer"]
 

@@ -18,7 +18,6 @@ from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
@@ -26,6 +25,7 @@ from torchrl_mt.collectors.workflow import Rejected, Workflow, enter_result
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["play_chat", "play_episode", "play_workflow"]
 
