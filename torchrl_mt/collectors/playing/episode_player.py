@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -27,6 +31,10 @@ from torchrl_mt.envs import TextEnv
 from torchrl_mt.threads import call_in_thread
 
 __all__ = ["EpisodePlayer"]
+
+_CHATS_KEPT = 64
+
+_logger = logging.getLogger("torchrl_mt")
 
 
 class EpisodePlayer:
@@ -62,8 +70,10 @@ class EpisodePlayer:
             self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
             self._make_player = Make(self._workers.make, at_once=True)
         self._chat_options = chat
-        self._chat: ChatTokens | None = None
-        if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
+        self._chats: OrderedDict[str, ChatTokens] = OrderedDict()
+        if isinstance(env, TextEnv):
+            self._get_chat(env.tool_schemas)
+        elif isinstance(env, type) and issubclass(env, TextEnv):
             self._get_chat()
 
     async def failure_of(
@@ -109,12 +119,38 @@ class EpisodePlayer:
         if self._workers is not None:
             self._workers.close()
 
-    def _get_chat(self) -> ChatTokens:
-        """Make the :class:`~torchrl_mt.collectors.ChatTokens` on first use."""
-        if self._chat is None:
-            self._chat = self._chat_options.tokens(self.tokenizer)
-            self._chat.announce()
-        return self._chat
+    def _get_chat(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatTokens:
+        """The :class:`~torchrl_mt.collectors.ChatTokens` with tools of these schemas.
+
+        It is made on first use. The last are kept, since items may have tools of their own.
+
+        Raises:
+            ValueError: if ``template_kwargs`` has tools, too.
+        """
+        key = json.dumps(tools, default=repr) if tools else ""
+        if key in self._chats:
+            self._chats.move_to_end(key)
+            return self._chats[key]
+        options = self._chat_options
+        if tools:
+            kwargs = options.template_kwargs or {}
+            if kwargs.get("tools"):
+                raise ValueError(
+                    'template_kwargs["tools"] must not be given with an environment that has tools of '
+                    "its own, whose schemas are given to the chat template: leave it out."
+                )
+            options = replace(options, template_kwargs={**kwargs, "tools": list(tools)})
+        chat = options.tokens(self.tokenizer)
+        chat.announce()
+        if tools and "tools" not in chat.source:
+            _logger.warning(
+                "the chat template reads no tools, so the model is not told of those of the "
+                "environment: say in the messages what they are and how they are called."
+            )
+        self._chats[key] = chat
+        if len(self._chats) > _CHATS_KEPT:
+            self._chats.popitem(last=False)
+        return chat
 
 
 async def _call(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer, ChatTokens
@@ -29,6 +29,9 @@ from torchrl_mt.threads import call_in_thread
 
 __all__ = ["play_chat", "play_episode", "play_workflow"]
 
+ChatOf: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], ChatTokens]
+"""Makes the tokens of dialogues in which the model may call tools of these schemas."""
+
 _T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
 
@@ -36,7 +39,7 @@ _logger = logging.getLogger("torchrl_mt")
 async def play_episode(
     make_player: MakePlayer,
     engine: Engine,
-    make_chat: Callable[[], ChatTokens],
+    chat_of: ChatOf,
     limits: Limits,
     episode: Episode,
     sampling: Mapping[str, Any] | None = None,
@@ -46,7 +49,8 @@ async def play_episode(
     Args:
         make_player: makes the environment or workflow of the episode.
         engine: samples the responses.
-        make_chat: makes the :class:`~torchrl_mt.collectors.ChatTokens`; called for environments only.
+        chat_of: makes the :class:`~torchrl_mt.collectors.ChatTokens`, given the schemas of the
+            environment's tools; called for environments only.
         limits: limits of the episode.
         episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
@@ -72,7 +76,7 @@ async def play_episode(
     )
     try:
         await within(
-            _play(make_player, recorder, make_chat, episode),
+            _play(make_player, recorder, chat_of, episode),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
             time_is_up=recorder.close,
@@ -91,7 +95,7 @@ async def play_episode(
 async def _play(
     make_player: MakePlayer,
     recorder: Recorder,
-    make_chat: Callable[[], ChatTokens],
+    chat_of: ChatOf,
     episode: Episode,
 ) -> None:
     """Make the player, and play the episode with it."""
@@ -101,7 +105,7 @@ async def _play(
         await play_workflow(player, recorder, episode)
         return
     try:
-        await play_chat(player, recorder, make_chat(), episode)
+        await play_chat(player, recorder, chat_of, episode)
     finally:
         _close(player)
 
@@ -129,7 +133,7 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
     episode.stop_reason = reached or StopReason.DONE
 
 
-async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode: Episode) -> None:
+async def play_chat(env: TextEnv, recorder: Recorder, chat_of: ChatOf, episode: Episode) -> None:
     """Play the episode in an environment of its own, with the recorder as the engine."""
     limits = recorder.limits
     answered = True
@@ -140,6 +144,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             )
         new = _messages(opening, "TextEnv.reset must return", env, "reset")
         dialogue = list(new)
+        chat = chat_of(env.tool_schemas)
         prompt: Sequence[int] = chat.open(new)
         if limits.response_budget(len(prompt))[0] == 0:
             raise ValueError(
