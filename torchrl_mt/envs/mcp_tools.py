@@ -18,7 +18,7 @@ from torchrl_mt.envs.tools import CallableTool, ToolError
 
 __all__ = ["MCPSession", "MCPTools", "is_session"]
 
-_LOOP_SECONDS = 10.0
+_LOOP_SECONDS = 30.0
 """Seconds for the event loop of an open session to do anything at all."""
 
 _ADVICE = (

@@ -38,6 +38,8 @@ class ToolEnv(TextEnv):
 
     A copy shares the tools and sessions. To give each episode a state of its own, make a subclass whose
     methods are the tools and whose ``reset`` begins the state: methods of a copy are called on the copy.
+    Calls of a response that change a state are safe in ``async`` methods, between one ``await`` and the
+    next.
 
     Args:
         tools: functions, each plain or ``async``, with type hints and a docstring in Google's style, of
@@ -171,7 +173,7 @@ class ToolEnv(TextEnv):
         self._calls = self._errors = 0
         return opening
 
-    async def step(self, response: str, message: Message | None = None) -> TextStep:  # type: ignore[override]
+    async def step(self, response: str, message: Message | None = None) -> TextStep:
         """Answer the calls of a response, or reward the dialogue if there are none.
 
         Raises:
@@ -225,7 +227,8 @@ class ToolEnv(TextEnv):
 
     def _read(self, response: str, message: Message | None) -> dict[str, Any]:
         """The response as a message whose calls have ids."""
-        said = {"role": "assistant", "content": response}
+        said: dict[str, Any] = {"role": "assistant", "content": response}
+        calls: Any
         if self._parser is None:
             said.update(message or {})
             calls = said.pop("tool_calls", None) or ()

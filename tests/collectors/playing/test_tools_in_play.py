@@ -12,11 +12,12 @@ import pytest
 from tests.chat import families as f
 from tests.chat.families_in_play import call, stop_of, tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.test_pages import code_of
 from tests.envs.some_tools import Sums, add, look, says_seven
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
 from torchrl_mt.collectors import Limits, MultiTurnCollector, context
-from torchrl_mt.envs import TextEnv, TextStep, Tool, ToolEnv
+from torchrl_mt.envs import Arithmetic, TextEnv, TextStep, Tool, ToolEnv, calculate
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 ITEM = {"messages": [{"role": "user", "content": "3 + 4?"}], "answer": "7"}
@@ -208,6 +209,28 @@ def test_tools_know_their_episode():
     said = [says(family, "", call("who"), call("who_async")), says(family, "7")]
     play(family, env, said, {**ITEM, "task_id": "t-7"})
     assert seen == [("t-7", False)] * 2
+
+
+def test_the_page_on_environments_has_a_task_that_can_be_solved():
+    family = f.QWEN25
+    tokenizer = tokenizer_of(family)
+
+    def rule(prompt):
+        text = tokenizer.decode(prompt)
+        if "<tool_response>" in text:
+            said = says(family, text.split("<tool_response>\n")[1].split("\n</tool_response>")[0])
+        else:
+            said = says(
+                family, "", call("compute", expression=text.split("What is ")[1].split("?")[0])
+            )
+        return tokenizer(family.say(said) + family.stop, add_special_tokens=False)["input_ids"]
+
+    names = {each.__name__: each for each in (Arithmetic, MultiTurnCollector, ToolEnv, calculate)}
+    names["engine"] = ScriptedEngine(tokenizer, rule)
+    exec(code_of("environments.rst", "Tools"), names)
+    with names["collector"] as collector:
+        batch = next(iter(collector))
+    assert rewards(batch) == [0.0, 1.0] * 64
 
 
 # ---- the schemas and the chat template ----------------------------------------------------------
