@@ -188,12 +188,40 @@ def test_every_episode_has_a_session_that_is_closed_at_its_end(opens, opened, ca
     assert '"name": "divide"' in engine.tokenizer.decode(engine.calls[0][0])
 
 
+class Tells:
+    """A session that tells in which loop it is used."""
+
+    def __init__(self, session):
+        self.session, self.loops = session, []
+
+    async def list_tools(self):
+        self.loops.append(asyncio.get_running_loop())
+        return await self.session.list_tools()
+
+    async def call_tool(self, name, arguments):
+        self.loops.append(asyncio.get_running_loop())
+        return await self.session.call_tool(name, arguments)
+
+
+def test_the_next_episode_closes_the_session_of_one_without_an_end(opens, opened):
+    async def play():
+        env = env_with(MCPTools(opens))
+        for k in range(3):
+            await env.reset(ITEM)
+            assert (opened.now, opened.ever) == (1, k + 1)
+        await env.close()
+
+    run(play())
+    assert opened.now == 0
+
+
 def test_an_open_session_is_shared_and_used_where_it_was_opened(opens, opened):
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(opens()) as session:
-        where = portal.call(asyncio.get_running_loop)
+        session = Tells(session)
         env = portal.call(lambda: env_with(session))
         rewards, stats, _ = collect(env)
-        assert env._given[0]._loop is where
+        assert set(session.loops) == {portal.call(asyncio.get_running_loop)}
+        assert len(session.loops) >= 5
     assert rewards == [0.0, 1.0] * 4
     assert stats["rejected"] == 0
     assert (opened.now, opened.ever) == (0, 1)

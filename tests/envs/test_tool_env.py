@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 import threading
 from functools import partial
 
@@ -16,6 +17,7 @@ from tests.envs.some_tools import Sums, add, look, says_seven
 from tests.idle_clock import LIMIT, Loop, hang
 from tests.tiers import examples
 from torchrl_mt.chat import ParsedReply
+from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 from torchrl_mt.envs import Tool, ToolEnv
 
 OPENING = [{"role": "system", "content": "rules"}, {"role": "user", "content": "3 + 4?"}]
@@ -305,6 +307,46 @@ def test_plain_functions_run_at_the_same_time():
     assert answers(env_of(meet), *(call("meet", id=str(k)) for k in range(3))) == ["met"] * 3
 
 
+@pytest.mark.parametrize("end", ["cancel", "exit", "time"])
+def test_calls_that_are_given_up_are_cancelled(end, monkeypatch):
+    monkeypatch.setattr(asyncio, "new_event_loop", Loop)
+    begun, ended = [], []
+
+    async def wait():
+        """Wait."""
+        begun.append(1)
+        try:
+            await (hang() if end == "time" else asyncio.Event().wait())
+        finally:
+            ended.append(1)
+
+    async def leave():
+        """Leave."""
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        sys.exit(3)
+
+    env = env_of(wait, leave, tool_timeout=LIMIT / 2)
+    calls = [call("wait", id=str(k)) for k in range(2)] + [call("leave")] * (end == "exit")
+
+    async def play():
+        await env.reset(DATA)
+        step = asyncio.ensure_future(env.step("", says("", *calls)))
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        if end == "cancel":
+            step.cancel()
+        await asyncio.wait([step])
+        while len(ended) < 2:
+            await asyncio.sleep(0)
+        assert step.cancelled() == (end == "cancel")
+        assert step.cancelled() or isinstance(step.exception(), SystemExit) == (end == "exit")
+
+    thread = LoopThread("calls")
+    thread.run(play())
+    thread.close()
+
+
 # ---- limits -------------------------------------------------------------------------------------
 
 
@@ -496,6 +538,23 @@ class Costly:
 
     def __deepcopy__(self, memo):
         raise AssertionError("this is not copied")
+
+
+class Parses(ToolEnv):
+    def __init__(self):
+        super().__init__([add], reward=says_seven, parser=self.parse)
+        self.texts = []
+
+    def parse(self, text):
+        self.texts.append(text)
+        return []
+
+
+def test_a_parser_works_on_each_copy():
+    env = Parses()
+    copied = copy.deepcopy(env)
+    steps(copied, says("7"))
+    assert (env.texts, copied.texts) == ([], ["7"])
 
 
 def test_copies_share_their_tools_and_have_episodes_of_their_own():

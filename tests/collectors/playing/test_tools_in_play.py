@@ -16,7 +16,8 @@ from tests.collectors.test_pages import code_of
 from tests.envs.some_tools import Sums, add, look, says_seven
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
-from torchrl_mt.collectors import Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import ChatOptions, Limits, MultiTurnCollector, context
+from torchrl_mt.collectors.playing import episode_player
 from torchrl_mt.envs import Arithmetic, TextEnv, TextStep, Tool, ToolEnv, calculate
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -282,6 +283,23 @@ def test_every_episode_may_have_tools_of_its_own():
         for tool in ("add", "look"):
             offered = tool in [schema["function"]["name"] for schema in named[k % 3]]
             assert (f'"name": "{tool}"' in prompt) == offered
+
+
+def test_the_last_tokens_of_many_tools_are_kept(monkeypatch):
+    monkeypatch.setattr(episode_player, "_CHATS_KEPT", 2)
+    made = []
+
+    class Counted(ChatOptions):
+        def tokens(self, tokenizer):
+            made.append(self.template_kwargs["tools"][0]["function"]["name"])
+            return super().tokens(tokenizer)
+
+    player = episode_player.EpisodePlayer(
+        lambda: None, ScriptedEngine(tokenizer_of(f.QWEN25), list), limits=Limits(), chat=Counted()
+    )
+    for name in "abbacab":
+        player._get_chat([Tool(lambda: None, {"name": name}).schema])
+    assert made == ["a", "b", "c", "b"]
 
 
 def test_it_is_said_if_the_template_reads_no_tools(caplog):
