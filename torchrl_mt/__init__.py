@@ -1,7 +1,7 @@
 """Multi-turn reinforcement learning in TorchRL.
 
 The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
-``.chat``, ``.engines``, ``.collectors``, ``.scoring`` and ``.objectives``.
+``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.scoring`` and ``.objectives``.
 Each is imported at its first use.
 """
 
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchrl_mt import agents as agents
     from torchrl_mt import chat as chat
     from torchrl_mt import collectors as collectors
     from torchrl_mt import data as data
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _SUBPACKAGES = (
+    "agents",
     "chat",
     "collectors",
     "data",

@@ -9,6 +9,9 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+LOG_PROB_ROUNDING = 0.5
+"""Largest log-probability that is not refused: half precision may round one above 0."""
+
 
 def check_mask(name: str, mask: Tensor, shape: torch.Size) -> None:
     """Refuse a mask that is not boolean or not of ``shape``."""

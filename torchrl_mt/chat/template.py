@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -17,7 +18,7 @@ from torchrl_mt.chat.assistant_messages import (
     trial_call,
     with_call_ids,
 )
-from torchrl_mt.chat.replies import ParsedReply, ReplyParser
+from torchrl_mt.chat.replies import ParsedReply, ParseReply, ReplyParser
 from torchrl_mt.chat.replies.tool_calls import tool_schemas
 from torchrl_mt.chat.special_tokens import BREAK, SpecialTokenNames
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
@@ -67,10 +68,12 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
         source: str | None = None,
+        parse: ParseReply | None = None,
     ) -> None:
         given = checked_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        self._parse = parse
         self.source = source or str(tokenizer.get_chat_template(None, given.get("tools")))
         self._names = SpecialTokenNames(tokenizer)
         # Tools and documents may come from servers, so their text is not trusted either.
@@ -88,7 +91,7 @@ class ChatTemplate:
         self._context = [*self.question, answer]
         self.render(self._context, add_generation_prompt=False)  # Raises where none is taken.
         self.closing = self._find_closing()
-        self.parser = ReplyParser(tokenizer, given.get("tools"))
+        self.parser = ReplyParser(tokenizer, given.get("tools"), parse)
         self.answers = AssistantMessages(
             self.renders, self.question, self._marker, self.parser.family
         )
@@ -96,7 +99,7 @@ class ChatTemplate:
 
     def with_source(self, source: str) -> ChatTemplate:
         """A copy with another template."""
-        return ChatTemplate(self._tokenizer, self._template_kwargs, source)
+        return ChatTemplate(self._tokenizer, self._template_kwargs, source, self._parse)
 
     def render(
         self, messages: Messages, *, context: Messages = (), add_generation_prompt: bool = True
@@ -156,6 +159,22 @@ class ChatTemplate:
         reply = self.parser.parse(text, before)
         reply = with_call_ids(reply, messages, self.parser.family)
         return reply, self.answers.write(reply, self.parser.opened_by(before) + text)
+
+    def write(self, message: Mapping[str, Any], messages: Messages = ()) -> dict[str, Any]:
+        """Convert an assistant message that was not sampled to the form that the template renders.
+
+        Args:
+            message: the message; arguments of calls as mappings.
+            messages: the dialogue before it; the ids of calls follow from its number of calls.
+        """
+        calls = [
+            {name: value for name, value in call.items() if name != "id"}
+            for call in message.get("tool_calls") or ()
+        ]
+        content = message.get("content") or ""
+        text = "\n".join([content, *(json.dumps(call["function"]) for call in calls)]).strip()
+        reply = ParsedReply(content, message.get("reasoning_content"), calls)
+        return self.answers.write(with_call_ids(reply, messages, self.parser.family), text)
 
     def follow(
         self, messages: Messages, said: str, new: Messages, *, stop: str = ""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.encoding import RenderedTextEncoder, decode
 from torchrl_mt.chat.prefix_stability import find_break
+from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.replies.families import TURN_ENDS
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
@@ -72,6 +73,9 @@ class ChatTokens:
         template_kwargs: further arguments of ``tokenizer.apply_chat_template`` for every rendering:
             ``tools`` (JSON schemas or functions), ``documents``, and variables of the template such as
             ``enable_thinking``. Variables that the template does not read change nothing.
+        parse: parses the text of a response, special tokens included, into a
+            :class:`~torchrl_mt.chat.replies.ParsedReply`. If ``None``, the tokenizer's response template
+            or the model family's notation is used.
 
     Attributes:
         breaks: an example of how the template rewrites a dialogue; ``None`` if it is prefix-stable.
@@ -106,6 +110,7 @@ class ChatTokens:
         on_break: OnBreak = "fork",
         template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
+        parse: ParseReply | None = None,
     ) -> None:
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError(
@@ -129,7 +134,7 @@ class ChatTokens:
         self._special_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, names))
         self._stop_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, ends))
         self._encoder = RenderedTextEncoder(tokenizer, self._special_ids)
-        self._template = ChatTemplate(tokenizer, template_kwargs)
+        self._template = ChatTemplate(tokenizer, template_kwargs, parse=parse)
         if template == "training":
             self._template, self.breaks = training_template(self._template)
         else:
@@ -247,6 +252,8 @@ class ChatTokens:
                 f"the roles {[message.get('role') for message in messages]}."
             )
         text = self.text(answer_ids, last_token=last_token)
+        if last_token is None and len(answer_ids) and answer_ids[-1] in self._stop_ids:
+            last_token = answer_ids[-1]  # A stop string may name the token that ends a turn.
         stop = "" if last_token is None else decode(self._tokenizer, [last_token])
         # A prefix-stable template may still have no field for a part of this answer.
         stable = self.stable and not self._template.answers.loses(messages[-1])
@@ -294,6 +301,17 @@ class ChatTokens:
         before = decode(self._tokenizer, list(prompt_ids[-_PROMPT_END:]))
         reply, in_dialogue = self._template.read(text, before, messages)
         return Answer(text, reply.message(), in_dialogue)
+
+    def write(
+        self, message: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Convert an assistant message that was not sampled to the form that the template renders.
+
+        Args:
+            message: the message; arguments of ``tool_calls`` as mappings. Ids are replaced.
+            messages: the dialogue before it.
+        """
+        return self._template.write(message, messages)
 
     def text(self, token_ids: Sequence[int], *, last_token: int | None = None) -> str:
         """Decode a response without its stop token, other special tokens included.

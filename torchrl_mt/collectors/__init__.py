@@ -1,5 +1,7 @@
 """Collectors: whole episodes of many conversations at once, as TED."""
 
+from typing import TYPE_CHECKING, Any
+
 from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.collector import MultiTurnCollector
@@ -11,13 +13,16 @@ from torchrl_mt.collectors.items.curriculum import (
     WeightedCurriculum,
 )
 from torchrl_mt.collectors.limits import Limits, StopReason
-from torchrl_mt.collectors.openai_client import openai_client
 from torchrl_mt.collectors.recorder import LimitReached
 from torchrl_mt.collectors.scheduling.group_filters import has_spread
-from torchrl_mt.collectors.settings import ChatOptions, FailurePolicy, ItemOrder
+from torchrl_mt.collectors.settings import AgentOptions, ChatOptions, FailurePolicy, ItemOrder
 from torchrl_mt.collectors.workflow import Workflow
 
+if TYPE_CHECKING:
+    from torchrl_mt.agents.openai_client import openai_client as openai_client
+
 __all__ = [
+    "AgentOptions",
     "Answer",
     "ChatOptions",
     "ChatTokens",
@@ -39,3 +44,12 @@ __all__ = [
     "has_spread",
     "openai_client",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``openai_client`` at its first use: it lies above this package and needs an extra."""
+    if name == "openai_client":
+        from torchrl_mt.agents.openai_client import openai_client
+
+        return openai_client
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

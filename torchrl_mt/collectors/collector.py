@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -42,7 +42,13 @@ from torchrl_mt.collectors.scheduling.scheduler import CANCELLED, Counter, Sched
 from torchrl_mt.collectors.scheduling.staleness import Lead, StalenessLimit, StalenessRule
 from torchrl_mt.collectors.scheduling.training_run import TrainingRun
 from torchrl_mt.collectors.scheduling.unique_ids import RunIds
-from torchrl_mt.collectors.settings import ChatOptions, FailurePolicy, ItemOrder, from_keywords
+from torchrl_mt.collectors.settings import (
+    AgentOptions,
+    ChatOptions,
+    FailurePolicy,
+    ItemOrder,
+    from_keywords,
+)
 from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
 from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
 from torchrl_mt.collectors.workflow import Workflow
@@ -50,6 +56,9 @@ from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.threads import WatchedThread
+
+if TYPE_CHECKING:
+    from torchrl_mt.agents import Agent
 
 __all__ = ["MultiTurnCollector"]
 
@@ -72,8 +81,9 @@ class MultiTurnCollector(BaseCollector):
 
     Args:
         env: the environment: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a callable
-            that makes one, or a workflow (an object with ``async def arun_episode(engine, data)``); or a
-            class of either, or its name as ``"package.module.Class"``.
+            that makes one, a workflow (an object with ``async def arun_episode(engine, data)``) or an
+            agent (an object with ``run``, see :class:`~torchrl_mt.agents.Agent`); or a class of these,
+            or its name as ``"package.module.Class"``.
         policy: the engine that samples the responses, or a TorchRL LLM wrapper. The collector closes
             only engines that it makes from wrappers.
         data: the items, one per group: any iterable, a ``DataLoader``, a data set, or a
@@ -88,6 +98,7 @@ class MultiTurnCollector(BaseCollector):
             end the run.
         order: order of the items of ``data``: shuffled or not, cycled or not, and the seed.
         chat: how dialogues become tokens: the chat template and its variables.
+        agents: options of the server that agents speak to.
         replay_buffer: the buffer that batches are written to.
         total_episodes: number of accepted episodes after which the run ends; -1 for no end.
         accept: called with an episode in TED, ``[T]``; false rejects it. May be ``async``.
@@ -122,7 +133,8 @@ class MultiTurnCollector(BaseCollector):
         tokenizer: renders messages; ``policy.tokenizer`` if ``None``.
         **fields: fields of the records above by their own names: ``incomplete_groups`` (``failures``);
             ``shuffle``, ``cycle``, ``seed`` (``order``); ``on_break``, ``template``,
-            ``template_kwargs`` (``chat``). ``shuffle=True`` is ``order=ItemOrder(shuffle=True)``.
+            ``template_kwargs`` (``chat``); ``host``, ``port``, ``models``, ``tool_parser`` (``agents``).
+            ``shuffle=True`` is ``order=ItemOrder(shuffle=True)``.
 
     Raises:
         TypeError: if ``env`` or ``policy`` is none of the above, an argument is unknown, or a record and
@@ -142,7 +154,7 @@ class MultiTurnCollector(BaseCollector):
 
     def __init__(
         self,
-        env: TextEnv | Workflow | type | str | Callable[[], Any],
+        env: TextEnv | Workflow | Agent | type | str | Callable[[], Any],
         policy: Engine | Any,
         data: Iterable[Any] | Curriculum | None = None,
         *,
@@ -153,6 +165,7 @@ class MultiTurnCollector(BaseCollector):
         failures: FailurePolicy | None = None,
         order: ItemOrder | None = None,
         chat: ChatOptions | None = None,
+        agents: AgentOptions | None = None,
         replay_buffer: ReplayBuffer | None = None,
         total_episodes: int = -1,
         accept: Callable[[TensorDictBase], Any] | None = None,
@@ -180,6 +193,7 @@ class MultiTurnCollector(BaseCollector):
         failures = from_keywords("failures", FailurePolicy, failures, fields)
         order = from_keywords("order", ItemOrder, order, fields)
         chat = from_keywords("chat", ChatOptions, chat, fields)
+        agents = from_keywords("agents", AgentOptions, agents, fields)
         if fields:
             raise TypeError(f"MultiTurnCollector has no argument {', '.join(sorted(fields))}.")
         if yield_groups and failures.incomplete_groups == "keep":
@@ -215,6 +229,7 @@ class MultiTurnCollector(BaseCollector):
             accept_group=accept_group,
             workflow_kwargs=workflow_kwargs,
             env_workers=env_workers,
+            agents=agents,
         )
         self._data, self._order = data, order
         self._items = Items(data, **asdict(order))

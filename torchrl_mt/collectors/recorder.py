@@ -72,7 +72,8 @@ class Recorder:
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.engine = engine
-        self._episode = episode
+        self.episode = episode
+        """The episode that is filled."""
         self._sampling = dict(sampling or {})
         self._seed = _member_seed(self._sampling.pop("seed", None), episode)
         longest = self._sampling.pop("max_new_tokens", None)
@@ -145,7 +146,7 @@ class Recorder:
             sampling.setdefault("seed", _call_seed(self._seed, call))
         begin = time.perf_counter()
         try:
-            with self._episode.calls.call("engine", "the engine's answer"):
+            with self.episode.calls.call("engine", "the engine's answer"):
                 answer = await within(
                     self.engine.generate(
                         prompt[:], max_new_tokens=budget, **{**self._sampling, **sampling}
@@ -171,10 +172,25 @@ class Recorder:
         line.extend(tokens)
         return Prompt(line, len(line))
 
+    def turn_of(self, answer: Completion) -> Turn:
+        """The turn of a response of :meth:`generate`."""
+        return next(turn for turn in reversed(self.episode.turns) if turn.completion is answer)
+
     def drop_last(self) -> None:
         """Remove the last turn."""
-        self._order.pop()
-        self._episode.turns.pop()
+        self.drop(self.episode.turns[-1])
+
+    def drop(self, turn: Turn) -> None:
+        """Remove a turn, unless another went on from it."""
+        turns = self.episode.turns
+        place = next(k for k, other in enumerate(turns) if other is turn)
+        if any(later.parent == place for later in turns[place + 1 :]):
+            return
+        del self._order[place], turns[place]
+        for later in turns[place:]:
+            assert later.parent is not None
+            if later.parent > place:
+                later.parent -= 1
 
     def close(self) -> None:
         """End the episode; further calls raise."""
@@ -206,7 +222,7 @@ class Recorder:
 
     def _enter(self, turn: Turn, call: int) -> None:
         """Insert a turn in the order of calls and set parents."""
-        turns, place = self._episode.turns, bisect(self._order, call)
+        turns, place = self.episode.turns, bisect(self._order, call)
         self._order.insert(place, call)
         turns.insert(place, turn)
         turn.parent = next((k for k in reversed(range(place)) if _continues(turn, turns[k])), -1)

@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
+from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
 from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
-from torchrl_mt.checks import check_at_least, check_choice
+from torchrl_mt.checks import check_at_least, check_choice, check_positive_integer
 
-__all__ = ["ChatOptions", "FailurePolicy", "IncompleteGroups", "ItemOrder", "from_keywords"]
+__all__ = [
+    "AgentOptions",
+    "ChatOptions",
+    "FailurePolicy",
+    "IncompleteGroups",
+    "ItemOrder",
+    "from_keywords",
+]
 
 _Record = TypeVar("_Record")
 
@@ -95,7 +103,8 @@ class ChatOptions:
 
     Args:
         on_break: what to do if the chat template rewrites earlier messages: ``"fork"`` starts a new
-            training row, ``"append"`` continues the row with the tokens as they were sampled.
+            training row, ``"append"`` continues the row with the tokens as they were sampled. ``None``
+            is ``"fork"`` for environments and ``"append"`` for agents.
         template: the chat template: the tokenizer's own (``"original"``), or ``"training"``, which keeps
             an episode in one row.
         template_kwargs: variables of the chat template, such as ``tools`` or
@@ -106,28 +115,69 @@ class ChatOptions:
         ValueError: if an option is unknown, or ``template_kwargs`` has an argument of rendering.
 
     Examples:
-        >>> ChatOptions(template="training").on_break
-        'fork'
+        >>> ChatOptions(template="training").template
+        'training'
     """
 
-    on_break: OnBreak = "fork"
+    on_break: OnBreak | None = None
     template: Template = "original"
     template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("on_break", self.on_break, get_args(OnBreak))
+        if self.on_break is not None:
+            check_choice("on_break", self.on_break, get_args(OnBreak))
         check_choice("template", self.template, get_args(Template))
         # The check turns iterators, which can be read only once, into lists.
         object.__setattr__(self, "template_kwargs", checked_template_kwargs(self.template_kwargs))
 
-    def tokens(self, tokenizer: Any) -> ChatTokens:
-        """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options."""
+    def tokens(
+        self, tokenizer: Any, parse: ParseReply | None = None, *, on_break: OnBreak = "fork"
+    ) -> ChatTokens:
+        """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options.
+
+        Args:
+            tokenizer: the tokenizer.
+            parse: parses responses; see :class:`~torchrl_mt.collectors.ChatTokens`.
+            on_break: used if the options leave it open.
+        """
         return ChatTokens(
             tokenizer,
-            on_break=self.on_break,
+            on_break=self.on_break or on_break,
             template=self.template,
             template_kwargs=self.template_kwargs,
+            parse=parse,
         )
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of the server that agents speak to; see :class:`~torchrl_mt.agents.AgentServer`.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        models: further engines by model name, such as ``{"judge": engine}``; their calls are answered,
+            but are no turns.
+        tool_parser: parses the text of a reply into a :class:`~torchrl_mt.chat.replies.ParsedReply`.
+            ``None`` uses the tokenizer's response template or the model family's notation.
+        max_body_bytes: maximum size of a request.
+        max_requests: maximum number of requests in progress.
+
+    Examples:
+        >>> AgentOptions(port=8000).host
+        '127.0.0.1'
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    models: Mapping[str, Any] | None = None
+    tool_parser: ParseReply | None = None
+    max_body_bytes: int = 32 * 2**20
+    max_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        check_positive_integer("max_body_bytes", self.max_body_bytes)
+        check_positive_integer("max_requests", self.max_requests)
 
 
 def from_keywords(

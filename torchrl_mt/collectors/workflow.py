@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_mt.collectors.areal_result import is_areal_result, read_areal_result
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.engines import Engine
 
@@ -39,8 +40,10 @@ class Workflow(Protocol):
 
         Returns:
             ``None`` to reject the episode; a number, the reward of the last turn; a list of numbers,
-            one per turn; or a TED TensorDict, ``[T]``, one step per turn, with ``("next", "reward")``,
-            whose other entries are kept. Rewards must be finite.
+            one per turn; a TED TensorDict, ``[T]``, one step per turn, with ``("next", "reward")``,
+            whose other entries are kept; or AReaL's dict of padded sequences, with ``"input_ids"``,
+            ``"attention_mask"`` and ``"rewards"``, whose turns take the place of those recorded (the
+            documentation's *Workflows written for AReaL*). Rewards must be finite.
         """
 
 
@@ -56,21 +59,31 @@ class Rejected(Exception):
         self.cause = cause
 
 
-def enter_result(episode: Episode, result: Any) -> None:
+def enter_result(episode: Episode, result: Any, version: int) -> None:
     """Write a workflow's result into the episode that it played.
+
+    Args:
+        episode: the episode, with the turns that the engine recorded.
+        result: what the workflow returned; see :meth:`Workflow.arun_episode`.
+        version: the engine's weight version, for sampled tokens that come without one.
 
     Raises:
         Rejected: if the result is ``None``.
         TypeError: if the result is of a wrong type.
-        ValueError: if the number of rewards differs from that of the turns, a reward is not finite, or
-            the engine was never called.
+        ValueError: if the number of rewards differs from that of the turns, a reward is not finite, the
+            engine was never called, or AReaL's dict does not fit together
+            (:func:`~torchrl_mt.collectors.areal_result.read_areal_result`).
     """
     if result is None:
         raise Rejected("declined")
+    if is_areal_result(result):
+        episode.turns = read_areal_result(result, episode.turns, version)
+        return
     turns = episode.turns
     if not turns:
         raise ValueError(
-            "a workflow must call the engine at least once: there is nothing to learn from."
+            "a workflow must call the engine at least once, or return a dict with 'input_ids': there "
+            "is nothing to learn from."
         )
     if isinstance(result, torch.Tensor):
         result = result.tolist()
@@ -117,6 +130,6 @@ def _numbers(values: Sequence[Any]) -> list[float]:
         ):
             raise TypeError(
                 "a workflow must return None, a number, a list of numbers or a TensorDict, got "
-                f"{type(value).__name__} ({str(value)[:80]})."
+                f"{type(value).__name__} ({str(value)[:80]}). A dict must have 'input_ids'."
             )
     return [as_number(value) for value in values]

@@ -57,7 +57,8 @@ OldLogProbs = Literal["sampler", "actor"]
 """The policy in the importance ratio's denominator."""
 
 _SAMPLER_FAULT = (
-    "the sampler is at fault; drop the episode, or score the rows again with old_log_probs='actor'."
+    "the sampler is at fault, or a workflow returned no 'logprobs'; score the rows again with "
+    "old_log_probs='actor', or drop the episode."
 )
 
 

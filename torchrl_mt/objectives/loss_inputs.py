@@ -14,9 +14,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.checks import check_mask
+from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
 from torchrl_mt.objectives.rows.reading import (
-    LOG_PROB_ROUNDING,
     MODEL_FAULT,
     NO_LOG_PROB,
     check_like,
@@ -39,6 +38,7 @@ FLOATING = (
 """Entries that are converted to float32 and must be finite on the tokens that count."""
 LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
 """Entries that are log-probabilities."""
+_FIX = "Drop these rows, or fix what wrote them."
 
 
 def read_inputs(
@@ -167,8 +167,14 @@ def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
 
     One synchronisation with the device.
     """
-    finite = "be finite on sampled tokens", "Drop these rows, or fix what wrote them."
-    checks = [(name, ~rows[name].isfinite(), *finite) for name in FLOATING if name in rows]
+    finite = "be finite on sampled tokens"
+    unknown = "If the sampler's are unknown, use no correction or objective that reads them."
+    fixes = {"sampler_log_prob": f"{unknown} {_FIX}"}
+    checks = [
+        (name, ~rows[name].isfinite(), finite, fixes.get(name, _FIX))
+        for name in FLOATING
+        if name in rows
+    ]
     attended = (
         f"be false on padding, where {keys.attention_mask!r} is false",
         "Fix what wrote them.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_mt.chat.replies.parsing import ReplyParser, parse_tool_calls
+from torchrl_mt.chat.replies.parsing import ParseReply, ReplyParser, parse_tool_calls
 from torchrl_mt.chat.replies.reply import ParsedReply
 
-__all__ = ["ParsedReply", "ReplyParser", "parse_tool_calls"]
+__all__ = ["ParseReply", "ParsedReply", "ReplyParser", "parse_tool_calls"]

@@ -6,8 +6,8 @@ Parsing never raises: a malformed reply becomes plain content.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +17,10 @@ from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply
 from torchrl_mt.chat.replies.tool_calls import ToolTypes, as_calls
 from torchrl_mt.chat.special_tokens import special_tokens
 
-__all__ = ["ReplyParser", "parse_tool_calls"]
+__all__ = ["ParseReply", "ReplyParser", "parse_tool_calls"]
+
+ParseReply: TypeAlias = Callable[[str], ParsedReply]
+"""A parser of a reply's text, special tokens included, without the stop token."""
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of thoughts in response templates."""
@@ -71,12 +74,17 @@ class ReplyParser:
     Args:
         tokenizer: the model's tokenizer.
         tools: the tools that the model was offered (JSON schemas or functions).
+        parse: parses the text of a reply instead of the tokenizer or the family.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Iterable[Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Iterable[Any] | None = None,
+        parse: ParseReply | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._parse = parse
         self._tools = None if tools is None else list(tools)
         self._types = ToolTypes(self._tools)
         template = tokenizer.chat_template or ""
@@ -95,6 +103,8 @@ class ReplyParser:
             text: the reply, special tokens included, without the stop token.
             prefix: the end of the prompt; ``None`` if unknown.
         """
+        if self._parse is not None:
+            return _parse_by(self._parse, text)
         try:
             if self._host() is not None:
                 known = _generation_prompt(self._tokenizer) if prefix is None else prefix
@@ -141,6 +151,27 @@ class ReplyParser:
         if not content and thoughts is None and not calls:
             return ParsedReply(text)  # transformers drops text that matches no rule.
         return ParsedReply(content, thoughts, calls)
+
+
+def _parse_by(parse: ParseReply, text: str) -> ParsedReply:
+    """Parse by a user's function; plain content if it raises.
+
+    Raises:
+        TypeError: if it returns anything but a :class:`ParsedReply`.
+    """
+    try:
+        reply = parse(text)
+    except Exception:
+        return ParsedReply(text)
+    if not isinstance(reply, ParsedReply):
+        raise TypeError(
+            f"a parser of replies must return a ParsedReply, got {type(reply).__name__}."
+        )
+    try:
+        calls = as_calls(reply.tool_calls)
+    except MalformedError:
+        return ParsedReply(text)
+    return ParsedReply(reply.content, reply.reasoning, calls)
 
 
 def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,4 +1,4 @@
-"""Factories of players: the environment or workflow that plays an episode.
+"""Factories of players: the environment, workflow or agent that plays an episode.
 
 ``resolve`` makes one from any form of a collector's ``env``.
 """
@@ -20,9 +20,10 @@ from torchrl.envs import EnvBase
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
-__all__ = ["Make", "MakePlayer", "Player", "resolve"]
+__all__ = ["Make", "MakePlayer", "Player", "is_agent", "is_workflow", "resolve"]
 
-Player: TypeAlias = "TextEnv | Workflow"
+Player: TypeAlias = "TextEnv | Workflow | Any"
+"""An environment, a workflow (it has ``arun_episode``) or an agent (it has ``run``)."""
 
 _AT_ONCE = 0.002
 """Seconds that making a player may block the event loop."""
@@ -37,7 +38,7 @@ class MakePlayer(Protocol):
         ...
 
     def __call__(self) -> Player:
-        """Make a player for one episode. A workflow may be the same for all."""
+        """Make a player for one episode. A workflow or an agent may be the same for all."""
         ...
 
 
@@ -45,8 +46,8 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
     """Make a factory of players.
 
     Args:
-        env: a ``TextEnv`` (copied for each episode), a :class:`Workflow`, a class of either or its name
-            ``"package.module.Class"``, or a callable that makes a ``TextEnv`` or a TorchRL chat
+        env: a ``TextEnv`` (copied for each episode), a :class:`Workflow`, an agent, a class of these or
+            its name ``"package.module.Class"``, or a callable that makes a ``TextEnv`` or a TorchRL chat
             environment.
         workflow_kwargs: arguments for the class.
 
@@ -59,8 +60,7 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
         env = _named(env)
     kwargs = dict(workflow_kwargs or {})
     if isinstance(env, type):
-        can_play = issubclass(env, (TextEnv, EnvBase)) or hasattr(env, "arun_episode")
-        if not can_play:
+        if not (issubclass(env, (TextEnv, EnvBase)) or is_workflow(env) or is_agent(env)):
             raise _not_a_player(f"the class {env.__name__}")
         _require_fit(env, kwargs)
         if issubclass(env, TextEnv):
@@ -76,13 +76,15 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
     if isinstance(env, TextEnv):
         is_quick = _seconds_to_copy(env) < _AT_ONCE
         return Make(partial(copy.deepcopy, env), at_once=env.inline and is_quick)
-    if hasattr(env, "arun_episode"):
+    if is_workflow(env):
         if not inspect.iscoroutinefunction(env.arun_episode):
             raise TypeError(
                 f"{type(env).__name__}.arun_episode must be an async method: async def "
                 "arun_episode(self, engine, data)."
             )
         return Make(lambda: env, at_once=True)
+    if is_agent(env):
+        return Make(lambda: env, at_once=True, is_agent=True)
     if callable(env) and not isinstance(env, EnvBase):
         if error := _misfit(env):
             raise TypeError(
@@ -91,6 +93,16 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
             )
         return _Adapting(env)
     raise _not_a_player(type(env).__name__)
+
+
+def is_workflow(env: Any) -> bool:
+    """Whether an object, or the instances of a class, are workflows."""
+    return hasattr(env, "arun_episode")
+
+
+def is_agent(env: Any) -> bool:
+    """Whether an object, or the instances of a class, are agents."""
+    return callable(getattr(env, "run", None)) and not is_workflow(env)
 
 
 def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
@@ -144,6 +156,7 @@ class Make:
 
     make: Callable[[], Player]
     at_once: bool
+    is_agent: bool = False
 
     def __call__(self) -> Player:
         """Make a player for one episode."""
@@ -165,7 +178,7 @@ class _Adapting:
     def __call__(self) -> Player:
         if self._adapter is None:
             made = self._factory()
-            if isinstance(made, TextEnv) or hasattr(made, "arun_episode"):
+            if isinstance(made, TextEnv) or is_workflow(made) or is_agent(made):
                 return made
             if not isinstance(made, EnvBase):
                 raise _not_a_player(f"a callable that makes {type(made).__name__}")
@@ -178,9 +191,10 @@ class _Adapting:
 
 def _not_a_player(got: str) -> TypeError:
     return TypeError(
-        "env must be a TextEnv, a workflow (an object with async def arun_episode(engine, data)), a "
-        'class of either, its name as "package.module.Class", or a callable that makes a TextEnv or a '
-        f"TorchRL chat environment, got {got}."
+        "env must be a TextEnv, a workflow (an object with async def arun_episode(engine, data)), an "
+        "agent (an object with run(data, *, base_url, api_key, http_client)), a class of these, its "
+        'name as "package.module.Class", or a callable that makes a TextEnv or a TorchRL chat '
+        f"environment, got {got}."
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.context import EpisodeContext
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
-from torchrl_mt.collectors.playing.env_factory import resolve
+from torchrl_mt.collectors.playing.env_factory import is_agent, is_workflow, resolve
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
 from torchrl_mt.threads import settle, start_daemon
@@ -68,8 +68,8 @@ class EnvWorkers:
         if number < 1:
             raise ValueError(f"env_workers must be at least 1 process, got {number}.")
         resolve(env, kwargs)
-        if hasattr(env, "arun_episode"):
-            raise _no_environment(f"the workflow {env!r}")
+        if is_workflow(env) or is_agent(env):
+            raise _no_environment(f"{env!r}, which calls the engine itself")
         try:
             pickled = bytes(ForkingPickler.dumps((env, dict(kwargs or {}))))
         except Exception as error:

@@ -23,7 +23,7 @@ from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
 from torchrl_mt.collectors.playing.env_workers import EnvWorkers
 from torchrl_mt.collectors.playing.play_episode import play_episode
 from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
-from torchrl_mt.collectors.settings import ChatOptions
+from torchrl_mt.collectors.settings import AgentOptions, ChatOptions
 from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine
@@ -46,7 +46,7 @@ class EpisodePlayer:
 
     def __init__(
         self,
-        env: TextEnv | Workflow | type | str | Callable[[], Any],
+        env: TextEnv | Workflow | Any | type | str | Callable[[], Any],
         engine: Engine,
         *,
         limits: Limits,
@@ -56,6 +56,7 @@ class EpisodePlayer:
         accept_group: AcceptGroup | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         env_workers: int | None = None,
+        agents: AgentOptions | None = None,
     ) -> None:
         self.engine = engine
         self.limits = limits
@@ -70,11 +71,15 @@ class EpisodePlayer:
             self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
             self._make_player = Make(self._workers.make, at_once=True)
         self._chat_options = chat
+        self._agent_options = agents or AgentOptions()
+        self._agent_player: Any = None
         self._chats: OrderedDict[str, ChatTokens] = OrderedDict()
         if isinstance(env, TextEnv):
             self._get_chat(env.tool_schemas)
         elif isinstance(env, type) and issubclass(env, TextEnv):
             self._get_chat()
+        if getattr(self._make_player, "is_agent", False):
+            self._get_agent_player()
 
     async def failure_of(
         self, episode: Episode, sampling: Mapping[str, Any], expected: ExpectedEntries
@@ -88,7 +93,13 @@ class EpisodePlayer:
         """
         try:
             await play_episode(
-                self._make_player, self.engine, self._get_chat, self.limits, episode, sampling
+                self._make_player,
+                self.engine,
+                self._get_chat,
+                self.limits,
+                episode,
+                sampling,
+                lambda agent, recorder: self._get_agent_player().play(agent, recorder),
             )
             if episode.valid is False:
                 episode.entries = expected.blank(len(episode.turns))
@@ -118,6 +129,21 @@ class EpisodePlayer:
         """End the processes of ``env_workers``."""
         if self._workers is not None:
             self._workers.close()
+
+    def _get_agent_player(self) -> Any:
+        """Make the player of agents, with their server, on first use."""
+        if self._agent_player is None:
+            from torchrl_mt.agents.agent import AgentPlayer
+            from torchrl_mt.agents.server import AgentServer
+
+            server = AgentServer(
+                self.engine,
+                self.tokenizer,
+                chat=self._chat_options,
+                **vars(self._agent_options),
+            )
+            self._agent_player = AgentPlayer(server)
+        return self._agent_player
 
     def _get_chat(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatTokens:
         """The :class:`~torchrl_mt.collectors.ChatTokens` with tools of these schemas.

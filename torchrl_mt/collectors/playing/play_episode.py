@@ -19,20 +19,21 @@ from torchrl_mt.collectors import context
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
 from torchrl_mt.collectors.limits import Limits, StopReason
-from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player
+from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player, is_workflow
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
-from torchrl_mt.collectors.workflow import Rejected, Workflow, enter_result
+from torchrl_mt.collectors.workflow import Rejected, enter_result
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
 from torchrl_mt.threads import call_in_thread
 
-__all__ = ["play_chat", "play_episode", "play_workflow"]
+__all__ = ["PlayAgent", "play_chat", "play_episode"]
 
 ChatOf: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], ChatTokens]
 """Makes the tokens of dialogues in which the model may call tools of these schemas."""
 
 _T = TypeVar("_T")
+PlayAgent: TypeAlias = Callable[[Any, Recorder], Awaitable[Any]]
 _logger = logging.getLogger("torchrl_mt")
 
 
@@ -43,17 +44,19 @@ async def play_episode(
     limits: Limits,
     episode: Episode,
     sampling: Mapping[str, Any] | None = None,
+    play_agent: PlayAgent | None = None,
 ) -> None:
     """Play the item ``episode.data`` and write every turn into ``episode``.
 
     Args:
-        make_player: makes the environment or workflow of the episode.
+        make_player: makes the environment, workflow or agent of the episode.
         engine: samples the responses.
         chat_of: makes the :class:`~torchrl_mt.collectors.ChatTokens`, given the schemas of the
             environment's tools; called for environments only.
         limits: limits of the episode.
         episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
+        play_agent: plays an agent, if the player is one, and returns its result as a workflow would.
 
     Raises:
         Rejected: if the workflow declines, a limit is reached before the first turn, or time runs out
@@ -76,7 +79,7 @@ async def play_episode(
     )
     try:
         await within(
-            _play(make_player, recorder, chat_of, episode),
+            _play(make_player, recorder, chat_of, episode, play_agent),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
             time_is_up=recorder.close,
@@ -97,12 +100,19 @@ async def _play(
     recorder: Recorder,
     chat_of: ChatOf,
     episode: Episode,
+    play_agent: PlayAgent | None,
 ) -> None:
     """Make the player, and play the episode with it."""
     with episode.calls.call("environment", "the making of its environment"):
         player = await _make(make_player)
     if not isinstance(player, TextEnv):
-        await play_workflow(player, recorder, episode)
+        name = type(player).__name__
+        if is_workflow(player):
+            result, what = player.arun_episode(recorder, episode.data), f"{name}.arun_episode"
+        else:
+            assert play_agent is not None
+            result, what = play_agent(player, recorder), f"{name}.run"
+        await _play_workflow(result, what, recorder, episode)
         return
     try:
         await play_chat(player, recorder, chat_of, episode)
@@ -110,12 +120,14 @@ async def _play(
         _close(player)
 
 
-async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode) -> None:
-    """Let a workflow play the episode, with the recorder as its engine."""
+async def _play_workflow(
+    play: Awaitable[Any], what: str, recorder: Recorder, episode: Episode
+) -> None:
+    """Let a workflow or an agent play the episode with the recorder as its engine."""
     escaped = result = None
     try:
-        with episode.calls.call("environment", f"{type(workflow).__name__}.arun_episode"):
-            result = await workflow.arun_episode(recorder, episode.data)
+        with episode.calls.call("environment", what):
+            result = await play
     except LimitReached as limit:
         escaped = limit
     except Exception as error:
@@ -128,7 +140,7 @@ async def play_workflow(workflow: Workflow, recorder: Recorder, episode: Episode
         raise LimitReached(reached)
     if escaped is not None:
         raise escaped
-    enter_result(episode, result)
+    enter_result(episode, result, recorder.version)
     episode.judged = True
     episode.stop_reason = reached or StopReason.DONE
 
@@ -162,8 +174,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat_of: ChatOf, episode: 
                     episode.turns[-1].messages.extend(new)
                 raise
             turn = episode.turns[-1]
-            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
-            last = answer.token_ids[-1] if stopped else None
+            last = answer.stop_token
             said = chat.read(
                 answer.token_ids, prompt_ids=prompt, messages=dialogue, last_token=last
             )

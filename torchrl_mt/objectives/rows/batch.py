@@ -9,12 +9,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.checks import check_mask
+from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 from torchrl_mt.objectives.rows.keys import ExperienceKeys, as_path
 from torchrl_mt.objectives.rows.reading import (
-    LOG_PROB_ROUNDING,
     NO_LOG_PROB,
     check_finite,
     check_like,

@@ -17,8 +17,6 @@ from torch import Tensor
 from torchrl_mt.checks import check_mask
 from torchrl_mt.objectives.rows.keys import WRITERS, ExperienceKeys
 
-LOG_PROB_ROUNDING = 0.5
-"""Largest log-probability that is not refused: half precision may round one above 0."""
 MODEL_FAULT = (
     "the model is at fault; look for NaN in its weights, as a non-finite gradient leaves it, or try "
     "another dtype."

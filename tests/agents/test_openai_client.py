@@ -13,7 +13,8 @@ from tests.chat.families import FAMILIES  # noqa: E402
 from tests.chat.families_in_play import stop_of, tokenizer_of  # noqa: E402
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
 from tests.collectors.test_pages import code_of  # noqa: E402
-from torchrl_mt.collectors import Limits, MultiTurnCollector, openai_client  # noqa: E402
+from torchrl_mt.agents import openai_client  # noqa: E402
+from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
 from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
 
@@ -90,14 +91,16 @@ def test_a_limit_that_is_let_through_truncates_the_episode(engine):
 def test_another_error_of_the_client_rejects_the_episode(engine):
     class Asks:
         async def arun_episode(self, engine, data):
-            await ask(openai_client(engine), [user("one")], stop="two")
+            await ask(openai_client(engine), [user("one")], presence_penalty=1)
             return 1.0
 
     with (
         MultiTurnCollector(
             Asks(), engine, episodes_per_batch=1, max_consecutive_failures=1
         ) as collector,
-        pytest.raises(RuntimeError, match=r"BadRequestError.*stop='two' cannot be done here"),
+        pytest.raises(
+            RuntimeError, match=r"BadRequestError.*presence_penalty=1 cannot be done here"
+        ),
     ):
         next(iter(collector))
 
@@ -235,8 +238,8 @@ def test_tool_calls_go_out_and_their_answers_come_back(family):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"stop": ["two"]}, "stop=.* cannot be done here"),
-        ({"tool_choice": "required"}, "tool_choice='required' cannot"),
+        ({"stop": [1]}, "stop must be a string or a list of strings"),
+        ({"tool_choice": "required"}, 'tool_choice="required" cannot'),
         ({"presence_penalty": 0.5}, "presence_penalty=0.5 cannot"),
         ({"n": 0}, "n must be a positive number of answers, got 0"),
         ({"extra_body": {"tempreature": 1}}, "tempreature is not known here"),

@@ -1,0 +1,368 @@
+"""Which requests go on from which replies, and with which tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("httpx", reason="agents need the extra [agents]")
+
+from tests.chat.families import FAMILIES
+from tests.chat.families_in_play import call, stop_of, tokenizer_of
+from tests.collectors.scripted import ScriptedEngine
+from tests.tiers import examples, few_or_many
+from torchrl_mt.agents.conversation import ChatTokensCache, Conversation
+from torchrl_mt.agents.messages import canonical, identities
+from torchrl_mt.agents.requests import read_chat
+from torchrl_mt.chat.replies import ParsedReply
+from torchrl_mt.collectors import ChatOptions
+from torchrl_mt.engines import Completion
+from torchrl_mt.testing import tiny_chat_tokenizer
+
+from .helpers import WORDS, ask, client_of, counting_engine, ledger_of, post, session_of, user
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+    },
+}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def rewritten(value, draw):
+    """The same JSON value with other spacing, key order and forms of numbers."""
+    if isinstance(value, dict):
+        keys = draw(st.permutations(list(value)))
+        return {key: rewritten(value[key], draw) for key in keys}
+    if isinstance(value, list):
+        return [rewritten(entry, draw) for entry in value]
+    if type(value) is int and draw(st.booleans()):
+        return float(value)
+    return value
+
+
+@examples(100)
+@given(st.data())
+def test_arguments_are_the_same_whatever_their_notation(data):
+    value = data.draw(json_values)
+    other = rewritten(value, data.draw)
+    spaces = data.draw(st.sampled_from([None, 1]))
+    echoed = json.loads(json.dumps(other, indent=spaces))
+    assert canonical(value) == canonical(echoed)
+
+
+@examples(100)
+@given(json_values, json_values)
+def test_arguments_that_differ_are_not_the_same(one, other):
+    def plain(value):
+        """Values as text, where numbers are floats and keys are in order."""
+        return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
+
+    assert (canonical(one) == canonical(other)) == (plain(one) == plain(other))
+
+
+class Reference:
+    """Finds what a request goes on from by comparing it with every dialogue so far."""
+
+    def __init__(self) -> None:
+        self.known = []
+
+    def longest(self, messages):
+        plain = [(m["role"], m["content"]) for m in messages]
+        found = [
+            (len(dialogue), k)
+            for k, (dialogue, _) in enumerate(self.known)
+            if plain[: len(dialogue)] == dialogue
+        ]
+        return self.known[max(found)[1]][1] if found else []
+
+    def add(self, messages, answer, tokens):
+        dialogue = [(m["role"], m["content"]) for m in [*messages, answer]]
+        self.known.append((dialogue, tokens))
+
+
+@few_or_many(15, 200)
+def test_prompts_begin_with_the_tokens_of_the_longest_dialogue_they_go_on_from(examples):
+    settings(max_examples=examples, deadline=None)(given(st.data())(check_dialogues))()
+
+
+def check_dialogues(data):
+    tokenizer = tiny_chat_tokenizer(" ".join(WORDS))
+    conversation = Conversation(ChatTokensCache(tokenizer, ChatOptions()))
+    reference, dialogues = Reference(), [[]]
+    words = st.sampled_from(WORDS)
+
+    async def play():
+        for _ in range(data.draw(st.integers(1, 8))):
+            messages = list(data.draw(st.sampled_from(dialogues)))
+            if messages and data.draw(st.integers(0, 4)) == 0:
+                place = data.draw(st.integers(0, len(messages) - 1))
+                messages[place] = {**messages[place], "content": data.draw(words)}
+            messages.append(user(data.draw(words)))
+            prompt = await conversation.prompt(read_chat({"messages": copy.deepcopy(messages)}))
+            expected = reference.longest(messages)
+            assert list(prompt.token_ids[: len(expected)]) == expected
+            if not expected:
+                whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+                assert list(prompt.token_ids) == list(whole["input_ids"])
+            said = data.draw(st.lists(words, max_size=2))
+            ids = tokenizer("".join(f"{word} " for word in said) + "<end>")["input_ids"]
+            completion = Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+            reply = conversation.read(prompt, completion)
+            reference.add(messages, reply.message, [*prompt.token_ids, *ids])
+            dialogues.append(
+                [*messages, {"role": "assistant", "content": reply.message["content"]}]
+            )
+
+    asyncio.run(play())
+
+
+def calling(family, *questions):
+    """What a family's model samples to call a tool, once per question."""
+    tokenizer = tokenizer_of(family)
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call("look", q=q, n=[1, {"b": 2}]) for q in questions],
+        # A prompt that opens the thoughts has them.
+        **({"reasoning_content": "so"} if family.opens else {}),
+    }
+    text = family.say(said) + stop_of(family, said)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer, ids
+
+
+WITH_CALLS = [pytest.param(f, id=f.name) for f in FAMILIES if f.calls]
+WITH_PARALLEL_CALLS = [pytest.param(f, id=f.name) for f in FAMILIES if f.calls and f.several]
+
+
+@pytest.mark.parametrize("family", WITH_CALLS)
+@pytest.mark.parametrize("echo", ["same", "rewritten", "another value"])
+def test_echoed_calls_are_one_row_and_another_value_is_a_fork(family, echo):
+    tokenizer, ids = calling(family, "x")
+    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+
+    async def main():
+        async with session_of(engine) as session:
+            client = client_of(session)
+            messages = [user("q")]
+            completion = await ask(client, messages, tools=[LOOK])
+            message = completion.choices[0].message.model_dump(exclude_none=True)
+            assert completion.choices[0].finish_reason == "tool_calls"
+            (call,) = message["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            if echo == "rewritten":
+                message.pop("reasoning_content", None)
+                call["function"]["arguments"] = json.dumps(
+                    dict(reversed(arguments.items())), indent=3
+                )
+                call["id"] = "id-of-the-client"
+            elif echo == "another value":
+                call["function"]["arguments"] = json.dumps({**arguments, "q": "y"})
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "found"}
+            await ask(client, [*messages, message, result], tools=[LOOK])
+            return [turn.parent for turn in session.turns()], ledger_of(session)
+
+    parents, ((prompt, answer, _), (longer, _, _)) = asyncio.run(main())
+    if echo == "another value":
+        assert parents == [-1, -1]
+    else:
+        assert parents == [-1, 0]
+        assert longer[: len(prompt) + len(answer)] == [*prompt, *answer]
+        assert "found" in tokenizer.decode(longer[len(prompt) + len(answer) :])
+        assert "id-of-the-client" not in tokenizer.decode(longer)
+
+
+@pytest.mark.parametrize("family", WITH_PARALLEL_CALLS)
+def test_parallel_calls_stay_several(family):
+    tokenizer, ids = calling(family, "x", "y")
+    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+
+    async def main():
+        async with session_of(engine) as session:
+            completion = await ask(client_of(session), [user("q")], tools=[LOOK])
+            return completion.choices[0].message.tool_calls
+
+    calls = asyncio.run(main())
+    assert [json.loads(call.function.arguments)["q"] for call in calls] == ["x", "y"]
+    assert len({call.id for call in calls}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_streamed_message_is_the_message(stream):
+    """Content, calls, finish reason and usage, for a family with thoughts and calls."""
+    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
+    tokenizer, ids = calling(family, "x", "y")
+    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+
+    async def main():
+        async with session_of(engine) as session:
+            client = client_of(session)
+            whole = await ask(client, [user("q")], tools=[LOOK])
+            options = {"tools": [LOOK], "stream_options": {"include_usage": True}}
+            parts = [part async for part in await ask(client, [user("q")], stream=True, **options)]
+            return whole, parts
+
+    whole, parts = asyncio.run(main())
+    message = whole.choices[0].message
+    deltas = [part.choices[0].delta for part in parts if part.choices]
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    streamed = {}
+    for delta in deltas:
+        for part in delta.tool_calls or ():
+            entry = streamed.setdefault(part.index, {"id": "", "name": "", "arguments": ""})
+            entry["id"] += part.id or ""
+            entry["name"] += part.function.name or ""
+            entry["arguments"] += part.function.arguments or ""
+    assert [
+        {"id": c.id, "name": c.function.name, "arguments": c.function.arguments}
+        for c in message.tool_calls
+    ] == [streamed[k] for k in sorted(streamed)]
+    reasons = [part.choices[0].finish_reason for part in parts if part.choices]
+    assert reasons == [None] * (len(reasons) - 1) + [whole.choices[0].finish_reason]
+    assert parts[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize(
+    "said", ["<tool_call>{", "[1]", "{x:1}", '<tool_call>{"name": 3}</tool_call>']
+)
+def test_what_does_not_parse_is_plain_content(said):
+    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
+    tokenizer, _ = calling(family, "x")
+    ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+
+    async def main():
+        async with session_of(engine) as session:
+            completion = await ask(client_of(session), [user("q")], tools=[LOOK])
+            return completion.choices[0]
+
+    choice = asyncio.run(main())
+    assert choice.message.content == said
+    assert not choice.message.tool_calls
+    assert choice.finish_reason == "stop"
+
+
+def test_a_parser_of_ones_own():
+    engine = counting_engine()
+
+    def parse(text):
+        if text == "one":
+            raise ValueError("no")
+        call = {"type": "function", "function": {"name": "f", "arguments": {"word": text}}}
+        return ParsedReply("", tool_calls=[call])
+
+    async def main():
+        async with session_of(engine, tool_parser=parse) as session:
+            client, found = client_of(session), []
+            for text in ("one", "one two", "one two three", "one two three four"):
+                choice = (await ask(client, [user(text)])).choices[0]
+                calls = choice.message.tool_calls
+                found.append(calls[0].function.arguments if calls else choice.message.content)
+            return found
+
+    assert sorted(asyncio.run(main())) == [
+        "one",
+        '{"word": "four"}',
+        '{"word": "three"}',
+        '{"word": "two"}',
+    ]
+
+
+def test_content_in_any_form_is_the_same():
+    forms = [{"content": ""}, {"content": None}, {"content": [{"type": "text", "text": ""}]}, {}]
+    found = {tuple(identities([{"role": "assistant", **form}])) for form in forms}
+    assert len(found) == 1
+    assert identities([{"role": "developer", "content": "x"}]) == identities(
+        [{"role": "system", "content": [{"type": "text", "text": "x"}]}]
+    )
+
+
+def test_parallel_calls_of_one_session_are_branches():
+    engine = counting_engine()
+
+    async def main():
+        async with session_of(engine) as session:
+            client = client_of(session)
+            first = (await ask(client, [user("one")])).choices[0].message
+            await asyncio.gather(
+                *(ask(client, [user("one"), first, user(word)]) for word in WORDS),
+                ask(client, [user("two")]),
+            )
+            return [turn.parent for turn in session.turns()]
+
+    assert asyncio.run(main()) == [-1, 0, 0, 0, 0, -1]
+
+
+def test_a_tokenizer_that_does_not_give_back_its_ids_makes_one_row():
+    """Sampled tokens that spell a word in two ways stay as they were sampled."""
+    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
+    tokenizer, whole = calling(family, "abcabc")
+    text = tokenizer.decode(whole[:-1])
+    split = [i for letter in text for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    ids = [*split, whole[-1]]
+    if tokenizer(text, add_special_tokens=False)["input_ids"] == split:
+        pytest.skip("this tokenizer knows letters only")
+    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+
+    async def main():
+        async with session_of(engine) as session:
+            client, messages = client_of(session), [user("q")]
+            for _ in range(4):
+                message = (await ask(client, messages, tools=[LOOK])).choices[0].message
+                (call,) = message.tool_calls
+                result = {"role": "tool", "tool_call_id": call.id, "content": "found"}
+                messages += [message, result]
+            return [turn.parent for turn in session.turns()], ledger_of(session)
+
+    parents, ledger = asyncio.run(main())
+    assert parents == [-1, 0, 1, 2]
+    line = []
+    for prompt, answer, _ in ledger:
+        assert prompt[: len(line)] == line
+        assert answer == ids
+        line = [*prompt, *answer]
+
+
+def test_tokens_encoded_grow_with_the_episode_and_not_with_its_square(monkeypatch):
+    from torchrl_mt.chat.encoding import RenderedTextEncoder
+
+    encoded = [0]
+    for name in ("beginning", "middle"):
+        plain = getattr(RenderedTextEncoder, name)
+
+        def count(self, text, *args, plain=plain, **kwargs):
+            ids = plain(self, text, *args, **kwargs)
+            encoded[0] += len(ids)
+            return ids
+
+        monkeypatch.setattr(RenderedTextEncoder, name, count)
+    engine = counting_engine()
+
+    async def main():
+        async with session_of(engine) as session:
+            messages = [user("one")]
+            await post(session, messages)
+            encoded[0] = 0
+            for _ in range(128):
+                body = await post(session, messages)
+                messages += [body["choices"][0]["message"], user("two one three")]
+            return ledger_of(session)[-1]
+
+    prompt, answer, _ = asyncio.run(main())
+    assert encoded[0] <= 1.1 * (len(prompt) + len(answer))

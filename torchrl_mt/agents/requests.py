@@ -1,0 +1,261 @@
+"""Requests of OpenAI clients: checked once, and read into the terms of engines.
+
+A request is either understood as a whole or refused with an error that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_mt.agents.messages import text_of
+
+__all__ = ["ChatRequest", "RequestError", "TokensRequest", "read_chat", "read_tokens"]
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+"""Fields that are passed to the engine as they are."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+}
+"""Fields that are not supported, and their values that change nothing."""
+# fmt: off
+_IGNORED = frozenset((
+    "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "stream", "stream_options", "user", "verbosity",
+))
+"""Fields that change nothing here."""
+_CHAT = frozenset((
+    "chat_template_kwargs", "max_completion_tokens", "max_tokens", "messages", "tools",
+))
+_TOKENS = frozenset(("max_tokens", "prompt"))
+# fmt: on
+
+
+class RequestError(Exception):
+    """An error response in OpenAI's format.
+
+    Args:
+        message: the error message.
+        param: the field of the request that is wrong.
+        status: the HTTP status.
+        kind: OpenAI's ``type``.
+        code: OpenAI's ``code``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class _Request:
+    model: str
+    """The model that it asks for; ``""`` if it names none."""
+    sampling: dict[str, Any]
+    """Arguments for the engine's ``generate``."""
+    max_new_tokens: int | None
+    stream: bool
+    with_usage: bool
+    """Whether a stream ends with the usage."""
+
+
+@dataclass(frozen=True)
+class TokensRequest(_Request):
+    """A request to continue tokens."""
+
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class ChatRequest(_Request):
+    """A request for the next message of a dialogue."""
+
+    messages: list[Mapping[str, Any]]
+    template_kwargs: dict[str, Any]
+    """Variables of the chat template, ``tools`` among them."""
+    may_call: bool
+    """Whether the reply may have tool calls."""
+    n: int = 1
+    """Number of replies."""
+    logprobs: bool = False
+    """Whether to return the log-probability of each token."""
+    stops: tuple[str, ...] = field(default=())
+    """The strings that end the reply."""
+
+
+def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
+    """Read the body of ``POST /v1/chat/completions``.
+
+    Args:
+        body: the decoded JSON.
+        several: whether ``n`` and ``logprobs`` are supported.
+
+    Raises:
+        RequestError: if a field is unknown or cannot be honoured.
+    """
+    known = _CHAT | ({"n", "logprobs"} if several else set())
+    common = _read_common(body, known)
+    messages = body.get("messages")
+    if not _is_list(messages) or not messages:
+        raise RequestError(
+            f"messages must be a list of messages, got {_shown(messages)}.", "messages"
+        )
+    for k, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(
+                f"messages[{k}] must be a mapping with a role, got {_shown(message)}.", "messages"
+            )
+        try:
+            text_of(message)
+        except ValueError as error:
+            raise RequestError(f"messages[{k}]: {error}", "messages") from None
+        _check_calls(message.get("tool_calls"), k)
+    kwargs = body.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise RequestError(
+            f"chat_template_kwargs must be a mapping, got {_shown(kwargs)}.", "chat_template_kwargs"
+        )
+    tools = body.get("tools")
+    if tools is not None and not (_is_list(tools) and all(isinstance(t, Mapping) for t in tools)):
+        raise RequestError(f"tools must be a list of JSON schemas, got {_shown(tools)}.", "tools")
+    n = body.get("n") if several else None
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        raise RequestError(f"n must be a positive number of answers, got {n!r}.", "n")
+    stop = common["sampling"].get("stop", ())
+    return ChatRequest(
+        **common,
+        messages=list(messages),
+        template_kwargs={**kwargs, **({"tools": list(tools)} if tools else {})},
+        may_call=body.get("tool_choice") != "none",
+        n=n or 1,
+        logprobs=several and bool(body.get("logprobs")),
+        stops=tuple(stop),
+    )
+
+
+def read_tokens(body: Mapping[str, Any]) -> TokensRequest:
+    """Read the body of ``POST /v1/completions``, whose prompt must be token ids.
+
+    Raises:
+        RequestError: if a field is unknown or cannot be honoured.
+    """
+    common = _read_common(body, _TOKENS)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if not (isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)):
+        raise RequestError(
+            "prompt must be a list of token ids, which no tokenizer changes: use chat completions "
+            f"for text. Got {_shown(prompt)}.",
+            "prompt",
+        )
+    return TokensRequest(**common, prompt=prompt)
+
+
+def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> dict[str, Any]:
+    """Read what both kinds of requests have; refuse unknown fields."""
+    for name, value in body.items():
+        if value is None or name in _IGNORED or name in known or name in _SAMPLING:
+            continue
+        if name not in _NEUTRAL:
+            raise RequestError(
+                f"{name} is not known here, got {_shown(value)}: leave it out.", name
+            )
+        if not any(value == plain and type(value) in _alike(plain) for plain in _NEUTRAL[name]):
+            raise RequestError(f"{name}={_shown(value)} cannot be done here: leave it out.", name)
+    sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    for name in ("temperature", "top_p", "min_p"):
+        if name in sampling and not _is_number(sampling[name]):
+            raise RequestError(f"{name} must be a number, got {_shown(sampling[name])}.", name)
+    for name in ("seed", "top_k"):
+        if name in sampling and type(sampling[name]) is not int:
+            raise RequestError(f"{name} must be an integer, got {_shown(sampling[name])}.", name)
+    stops = _stops(sampling.pop("stop", None))
+    if stops:
+        sampling["stop"] = stops
+    options = body.get("stream_options") or {}
+    return {
+        "model": str(body.get("model") or ""),
+        "sampling": sampling,
+        "max_new_tokens": _max_new_tokens(body),
+        "stream": bool(body.get("stream")),
+        "with_usage": isinstance(options, Mapping) and bool(options.get("include_usage")),
+    }
+
+
+def _max_new_tokens(body: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{name} must be a positive integer, got {_shown(value)}.", name)
+        return value
+    return None
+
+
+def _stops(stop: Any) -> list[str]:
+    if stop is None or stop == "":
+        return []
+    stops = [stop] if isinstance(stop, str) else stop
+    if not _is_list(stops) or not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(
+            f"stop must be a string or a list of strings, got {_shown(stop)}.", "stop"
+        )
+    return list(stops)
+
+
+def _check_calls(calls: Any, k: int) -> None:
+    if calls is None:
+        return
+    if not _is_list(calls) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
+    ):
+        raise RequestError(
+            f"messages[{k}].tool_calls must be a list of calls of functions, got {_shown(calls)}.",
+            "messages",
+        )
+
+
+def _alike(plain: Any) -> tuple[type, ...]:
+    """Types that a neutral value may have: ``0.0`` is a penalty of 0, ``False`` is not."""
+    return (int, float) if type(plain) in (int, float) else (type(plain),)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value as JSON, for errors."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,407 @@
+"""A server for programs that speak to an OpenAI endpoint. Every answered call of an episode is a turn.
+
+A program can do nothing but ask for completions: with the key of its episode, until the episode ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import uvicorn
+from sse_starlette.sse import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from torchrl_mt.agents.conversation import ChatTokensCache
+from torchrl_mt.agents.requests import RequestError
+from torchrl_mt.agents.responses import chunks, model_list
+from torchrl_mt.agents.session import Model, Session, ended
+from torchrl_mt.checks import check_positive, check_positive_integer
+from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
+from torchrl_mt.collectors.limits import Limits
+from torchrl_mt.collectors.recorder import Recorder
+from torchrl_mt.collectors.settings import ChatOptions
+from torchrl_mt.engines import Engine, as_engine
+
+__all__ = ["AgentServer"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+
+class AgentServer:
+    """Serve OpenAI's chat completions from an engine, and record every call as a turn of an episode.
+
+    Use it as an async context manager. :meth:`open` begins an episode and gives its address and key.
+    It answers ``POST /v1/chat/completions`` (streams, too), ``POST /v1/completions`` with token ids,
+    ``GET /v1/models`` and, without a key, ``GET /health``. It must run in the event loop that opens and
+    closes the sessions.
+
+    A request that goes on from an earlier reply continues with the tokens of that reply. Messages match
+    by role, content and tool calls (arguments as JSON values). Any other request begins a new branch of
+    the episode.
+
+    Args:
+        engine: samples the replies; a TorchRL LLM wrapper is converted.
+        tokenizer: renders messages; the engine's own if ``None``.
+        host: address to listen on. Programs on other machines need the machine's address.
+        port: port to listen on; 0 takes a free one.
+        models: further engines by model name, such as ``{"judge": engine}``; their calls are answered,
+            but are no turns. Any other name means the policy.
+        tool_parser: parses replies: ``tool_parser(text)`` returns a
+            :class:`~torchrl_mt.chat.replies.ParsedReply`. If ``None``, the tokenizer's or the model
+            family's notation is parsed. A reply that cannot be parsed is plain content.
+        limits: limits of each episode; none if ``None``.
+        chat: options of rendering messages; requests add ``tools`` and ``chat_template_kwargs``. Unless
+            they say otherwise, ``on_break`` is ``"append"``: what was sampled stays as it was.
+        max_body_bytes: maximum size of a request; larger ones get status 413.
+        max_requests: maximum number of requests in progress; further ones get status 503.
+        idle_timeout: seconds after which a connection without a request is closed, and a session of
+            :meth:`open` without a request is ended.
+
+    Raises:
+        ImportError: if the extra ``agents`` is not installed.
+        TypeError, ValueError: if an argument is of the wrong type or out of range, or the tokenizer has
+            no chat template.
+        OSError: on entering, if the address cannot be used.
+
+    Examples:
+        >>> from torchrl_mt.engines import TransformersEngine
+        >>> from torchrl_mt.testing import tiny_chat_model
+        >>> engine = TransformersEngine(*tiny_chat_model("hello"), max_new_tokens=4)
+        >>> async def main():
+        ...     async with AgentServer(engine) as server:
+        ...         session = server.open({"question": "hello"})
+        ...         request = {"messages": [{"role": "user", "content": "hello"}]}
+        ...         reply = await session.http_client.post("/chat/completions", json=request)
+        ...         return reply.json()["choices"][0]["message"]["role"], len(session.turns())
+        >>> asyncio.run(main())
+        ('assistant', 1)
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Any,
+        tokenizer: Any = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        models: Mapping[str, Engine | Any] | None = None,
+        tool_parser: Callable[[str], Any] | None = None,
+        limits: Limits | None = None,
+        chat: ChatOptions | None = None,
+        max_body_bytes: int = 32 * 2**20,
+        max_requests: int = 4096,
+        idle_timeout: float = 3600.0,
+    ) -> None:
+        check_positive_integer("max_body_bytes", max_body_bytes)
+        check_positive_integer("max_requests", max_requests)
+        check_positive("idle_timeout", idle_timeout)
+        self.engine = as_engine(engine, tokenizer)
+        self.host = host
+        self.port = port
+        self.limits = limits or Limits()
+        self._max_body_bytes = max_body_bytes
+        self._max_requests = max_requests
+        self._idle_timeout = idle_timeout
+        self._options = chat or ChatOptions()
+        self._tool_parser = tool_parser
+        if tokenizer is None:
+            tokenizer = getattr(self.engine, "tokenizer", None)
+        self._chats = self._chats_of(tokenizer)
+        self._models = {
+            name: self._model_of(given)
+            for name, given in (models or {}).items()
+            if given is not engine
+        }
+        self._sessions: dict[str, Session] = {}
+        self._secret = secrets.token_bytes(32)
+        self._opened = self._in_progress = 0
+        self._app = self._make_app()
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def origin(self) -> str:
+        """``http://host:port``.
+
+        Raises:
+            RuntimeError: if the server was not started.
+        """
+        if self._serving is None:
+            raise RuntimeError(
+                "the server is not running: use it as `async with AgentServer(...)`."
+            )
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen for requests.
+
+        Raises:
+            RuntimeError: if it runs already.
+            OSError: if the address cannot be used.
+        """
+        if self._serving is not None:
+            raise RuntimeError("the server runs already.")
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=max(1, round(self._idle_timeout)),
+            timeout_graceful_shutdown=1,
+        )
+        self._serving = asyncio.ensure_future(_Server(config).serve_until_cancelled(listener))
+
+    async def stop(self) -> None:
+        """End all sessions and close all connections."""
+        for session in list(self._sessions.values()):
+            await session.close()
+        if self._serving is not None:
+            self._serving.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._serving
+            self._serving = None
+
+    async def __aenter__(self) -> AgentServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    def open(self, data: Any = None) -> Session:
+        """Begin an episode.
+
+        Args:
+            data: the episode's item.
+
+        Returns:
+            Its session. Close it when the episode is over.
+        """
+        session = self.open_recorded(Recorder(self.engine, Episode(data), self.limits))
+        self._end_when_idle(session)
+        return session
+
+    def open_recorded(self, recorder: Recorder) -> Session:
+        """Begin a session whose calls a recorder writes into its episode."""
+        key = self._new_key()
+        base_url = f"{self.origin}/v1"
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self._app, raise_app_exceptions=False),
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=None,
+        )
+        session = Session(
+            base_url=base_url,
+            api_key=key,
+            http_client=client,
+            recorder=recorder,
+            chats=self._chats,
+            models=self._models,
+            on_close=lambda session: self._sessions.pop(session.api_key, None),
+        )
+        self._sessions[key] = session
+        return session
+
+    # Keys
+
+    def _new_key(self) -> str:
+        self._opened += 1
+        number = str(self._opened)
+        return f"sk-{number}-{self._sign(number)}"
+
+    def _sign(self, number: str) -> str:
+        """The part of a key that only this server can make, so that keys of the past need no list."""
+        return hmac.new(self._secret, number.encode(), hashlib.sha256).hexdigest()
+
+    def _session_of(self, request: Request) -> Session:
+        """The session of a request's key."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(key)
+        if scheme.lower() == "bearer" and session is not None:
+            return session
+        number, _, signature = key.removeprefix("sk-").partition("-")
+        if hmac.compare_digest(signature.encode(), self._sign(number).encode()):
+            raise ended()
+        raise RequestError(
+            "the API key is not known: use the api_key of a session as a bearer token.",
+            status=401,
+            kind="authentication_error",
+            code="invalid_api_key",
+        )
+
+    def _end_when_idle(self, session: Session) -> None:
+        """End a session once it had no request for the idle time."""
+        loop = asyncio.get_running_loop()
+        seen = session.num_calls
+
+        def look() -> None:
+            nonlocal seen
+            if session.is_closed:
+                return
+            if session.in_progress or session.num_calls != seen:
+                seen = session.num_calls
+                loop.call_later(self._idle_timeout, look)
+            else:
+                BackgroundTasks.of(loop).start(session.close(), "closing an idle session")
+
+        loop.call_later(self._idle_timeout, look)
+
+    def _model_of(self, engine: Engine | Any) -> Model:
+        engine = as_engine(engine, None)
+        return Model(engine, self._chats_of(getattr(engine, "tokenizer", None)))
+
+    def _chats_of(self, tokenizer: Any) -> ChatTokensCache:
+        return ChatTokensCache(tokenizer, self._options, self._tool_parser)
+
+    # Requests
+
+    def _make_app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._answers("chat"), methods=["POST"]),
+                Route("/v1/completions", self._answers("tokens"), methods=["POST"]),
+                Route("/v1/models", self._list_models, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+            ],
+            exception_handlers={
+                RequestError: _error_response,
+                HTTPException: _unknown_route,
+                ClientDisconnect: _client_gone,
+            },
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "sessions": len(self._sessions)})
+
+    async def _list_models(self, request: Request) -> Response:
+        self._session_of(request)
+        return JSONResponse(model_list(["policy", *(n for n in self._models if n != "policy")]))
+
+    def _answers(self, kind: str) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            session = self._session_of(request)
+            if self._in_progress >= self._max_requests:
+                raise RequestError(
+                    f"the server answers at most max_requests={self._max_requests} requests at once.",
+                    status=503,
+                    kind="server_error",
+                    code="overloaded",
+                )
+            self._in_progress += 1
+            try:
+                return await self._answer(kind, session, request)
+            finally:
+                self._in_progress -= 1
+
+        return answer
+
+    async def _answer(self, kind: str, session: Session, request: Request) -> Response:
+        try:
+            content = await asyncio.wait_for(self._read(request), self._idle_timeout)
+        except asyncio.TimeoutError:
+            raise RequestError(
+                f"the request's body did not come within idle_timeout={self._idle_timeout} seconds.",
+                status=408,
+            ) from None
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        call = session.call(kind, content, is_retry=retries.isdigit() and int(retries) > 0)
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            body = await call.wait(gone)
+        finally:
+            gone.cancel()
+        if body is None or (gone.done() and not gone.cancelled()):
+            raise ClientDisconnect
+        call.is_delivered = True
+        if not call.request.get("stream"):
+            return JSONResponse(body)
+        options = call.request.get("stream_options") or {}
+        return EventSourceResponse(
+            _events(body, with_usage=bool(options.get("include_usage"))), sep="\n"
+        )
+
+    async def _read(self, request: Request) -> bytes:
+        """Read a request's body."""
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise RequestError(
+                    f"the request must have at most max_body_bytes={self._max_body_bytes} bytes.",
+                    status=413,
+                )
+            parts.append(part)
+        return b"".join(parts)
+
+
+class _Server(uvicorn.Server):
+    """A server that is one task of its event loop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the program."""
+        yield
+
+    async def serve_until_cancelled(self, listener: socket.socket) -> None:
+        """Serve until the task is cancelled; then close all connections."""
+        try:
+            await self.serve([listener])
+        finally:
+            self.force_exit = True
+            if self.started:
+                await self.shutdown([listener])
+            for connection in list(self.server_state.connections):
+                if (transport := getattr(connection, "transport", None)) is not None:
+                    transport.abort()
+            listener.close()
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client closes its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(body: Mapping[str, Any], *, with_usage: bool) -> AsyncIterator[dict[str, str]]:
+    """The events of a stream."""
+    for chunk in chunks(body, with_usage=with_usage):
+        yield {"data": json.dumps(chunk)}
+    yield {"data": "[DONE]"}
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    # Waiting does not help, except where the server is busy.
+    again = "true" if error.status == 503 else "false"
+    return JSONResponse(error.body, error.status, headers={"x-should-retry": again})
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path} is not answered here."
+    return await _error_response(request, RequestError(message, status=error.status_code))
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

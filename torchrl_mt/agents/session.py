@@ -1,0 +1,300 @@
+"""One episode as its program sees it: an address, a key, and the record of its calls.
+
+Every call that the policy answered is one turn of the episode, with exactly the tokens that the engine
+was given and returned. A call whose reply was lost and never asked for again is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from torchrl_mt.agents.conversation import ChatTokensCache, Conversation, before_stop
+from torchrl_mt.agents.requests import (
+    ChatRequest,
+    RequestError,
+    TokensRequest,
+    read_chat,
+    read_tokens,
+)
+from torchrl_mt.agents.responses import chat_completion, text_completion
+from torchrl_mt.chat.encoding import decode
+from torchrl_mt.collectors.episode import Turn
+from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder
+from torchrl_mt.engines import Completion, Engine
+
+__all__ = ["Call", "Model", "Session"]
+
+_Body = dict[str, Any]
+
+
+class Model:
+    """A model beside the policy, whose calls are no turns.
+
+    Args:
+        engine: samples its replies.
+        chats: converts messages to its tokens.
+    """
+
+    def __init__(self, engine: Engine, chats: ChatTokensCache) -> None:
+        self.engine = engine
+        self.chats = chats
+
+
+class Call:
+    """A request in progress or answered. Requests that repeat it share it."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[_Body]
+        """Makes the body of the response."""
+        self.request: _Body = {}
+        self.response: _Body | None = None
+        self.turn: Turn | None = None
+        self.is_delivered = False
+        """Whether a client has got the response."""
+        self.num_waiting = 0
+        """Number of requests that wait for the response."""
+
+    async def wait(self, gone: asyncio.Future[Any] | None = None) -> _Body | None:
+        """Wait for the response; ``None`` if the client is gone before.
+
+        The last client that goes away or is cancelled cancels the call.
+
+        Args:
+            gone: done when the client has closed its connection.
+
+        Raises:
+            RequestError: if the request was refused.
+        """
+        self.num_waiting += 1
+        try:
+            await asyncio.wait(
+                {self.task} if gone is None else {self.task, gone},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if gone is not None and gone.done():
+                return None
+            if self.task.cancelled():
+                raise ended()
+            return self.task.result()
+        finally:
+            self.num_waiting -= 1
+            if not self.num_waiting and not self.task.done():
+                self.task.cancel()
+
+
+class Session:
+    """One episode of an :class:`AgentServer`.
+
+    Attributes:
+        base_url: the server's address for OpenAI clients, ending in ``/v1``.
+        api_key: the key of this episode.
+        http_client: an ``httpx.AsyncClient`` that reaches the server without a socket, with the key.
+        data: the episode's item.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        api_key: str,
+        http_client: httpx.AsyncClient,
+        recorder: Recorder,
+        chats: ChatTokensCache,
+        models: Mapping[str, Model],
+        on_close: Callable[[Session], object],
+    ) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self.http_client = http_client
+        self.data = recorder.episode.data
+        self.error: Exception | None = None
+        """The engine's error in the last call, if it failed."""
+        self._recorder = recorder
+        self._episode = recorder.episode
+        self._conversation = Conversation(chats)
+        self._tokenizer = recorder.tokenizer
+        self._models = models
+        self._others = {name: Conversation(model.chats) for name, model in models.items()}
+        self._calls: list[Call] = []
+        self._by_request: dict[bytes, list[Call]] = {}
+        self._last_messages: list[Any] = []
+        self._ids: dict[int, str] = {}
+        self._on_close = on_close
+        self.is_closed = False
+
+    def turns(self) -> list[Turn]:
+        """The turns so far, in the order in which their calls began."""
+        return list(self._episode.turns)
+
+    @property
+    def completion_ids(self) -> list[str]:
+        """The id of each turn's completion."""
+        return [self._ids.get(id(turn), "") for turn in self._episode.turns]
+
+    @property
+    def transcript(self) -> list[dict[str, Any]]:
+        """``{"request": body, "response": body}`` of each answered call, in the order of the calls."""
+        return [
+            {"request": call.request, "response": call.response}
+            for call in self._calls
+            if call.response is not None
+        ]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far, refused ones included."""
+        return len(self._calls)
+
+    @property
+    def in_progress(self) -> int:
+        """Number of calls that have no response yet."""
+        return sum(not call.task.done() for call in self._calls)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a response."""
+        return sum(call.num_waiting for call in self._calls)
+
+    def call(self, kind: str, content: bytes, *, is_retry: bool = False) -> Call:
+        """Begin to answer a request, or find the call that it repeats.
+
+        Args:
+            kind: ``"chat"`` or ``"tokens"``.
+            content: the request's body.
+            is_retry: whether the client has sent this request before and wants the same answer.
+
+        Raises:
+            RequestError: if the session is closed.
+        """
+        if self.is_closed:
+            raise ended()
+        key = hashlib.sha256(kind.encode() + content).digest()
+        alike = self._by_request.setdefault(key, [])
+        if is_retry:
+            known = [call for call in alike if not call.task.done() or call.response is not None]
+            lost = [call for call in known if not call.is_delivered]
+            if known:
+                return (lost or known)[-1]
+        call = Call()
+        call.task = asyncio.ensure_future(self._answer(call, kind, content))
+        # Errors are given to whoever waits; without anybody, they are not worth a log.
+        call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._calls.append(call)
+        alike.append(call)
+        return call
+
+    async def close(self) -> None:
+        """End the session: cancel the calls in progress and refuse further ones (status 409)."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._on_close(self)
+        running = [call.task for call in self._calls if not call.task.done()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for call in reversed(self._calls):
+            if call.turn is not None and not call.is_delivered:
+                self._recorder.drop(call.turn)
+        await self.http_client.aclose()
+
+    async def _answer(self, call: Call, kind: str, content: bytes) -> _Body:
+        """Answer a request; its task."""
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body must be JSON: {error}.") from None
+        if not isinstance(body, dict):
+            raise RequestError(f"the body must be a JSON object, got {type(body).__name__}.")
+        call.request = self._share_messages(body)
+        if kind == "chat":
+            call.response = await self._answer_chat(read_chat(body), call)
+        else:
+            call.response = await self._answer_tokens(read_tokens(body), call)
+        return call.response
+
+    async def _answer_chat(self, request: ChatRequest, call: Call) -> _Body:
+        other = self._models.get(request.model)
+        conversation = self._conversation if other is None else self._others[request.model]
+        prompt = await conversation.prompt(request)
+        completion = await self._generate(request, prompt.token_ids, other)
+        id = f"chatcmpl-{uuid.uuid4().hex}"
+        if other is None:
+            # The turn's prompt shares memory with those of other turns.
+            prompt = replace(prompt, token_ids=self._recorder.turn_of(completion).prompt_ids)
+        reply = conversation.read(prompt, completion, request.stops)
+        if other is None:
+            self._note(call, completion, id, [*prompt.new, reply.said])
+        return chat_completion(id, request.model, [reply], len(prompt.token_ids))
+
+    async def _answer_tokens(self, request: TokensRequest, call: Call) -> _Body:
+        other = self._models.get(request.model)
+        completion = await self._generate(request, request.prompt, other)
+        id = f"cmpl-{uuid.uuid4().hex}"
+        if other is None:
+            self._note(call, completion, id, [])
+        tokenizer = self._tokenizer if other is None else getattr(other.engine, "tokenizer", None)
+        text = ""
+        if tokenizer is not None:
+            ended = completion.stop_token is not None
+            text = decode(tokenizer, list(completion.token_ids[: -1 if ended else None]))
+            text = before_stop(text, request.sampling.get("stop", ()))
+        return text_completion(id, request.model, completion, text, len(request.prompt))
+
+    async def _generate(
+        self, request: ChatRequest | TokensRequest, prompt_ids: Sequence[int], other: Model | None
+    ) -> Completion:
+        engine = self._recorder if other is None else other.engine
+        try:
+            completion = await engine.generate(
+                prompt_ids, max_new_tokens=request.max_new_tokens, **request.sampling
+            )
+        except LimitReached as limit:
+            raise RequestError(str(limit), kind="limit_error", code=LIMIT_CODE) from limit
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error)) from error
+        except Exception as error:
+            if self._recorder.closed:  # Its time is up.
+                raise ended() from error
+            self.error = error
+            raise RequestError(
+                f"the engine failed: {type(error).__name__}: {error}",
+                status=500,
+                kind="server_error",
+            ) from error
+        self.error = None
+        return completion
+
+    def _share_messages(self, body: _Body) -> _Body:
+        """Replace messages by equal ones of the last call, so that memory grows with new ones only."""
+        messages = body.get("messages")
+        before = self._last_messages
+        if isinstance(messages, list):
+            self._last_messages = messages
+            for k, (old, new) in enumerate(zip(before, messages, strict=False)):
+                if old == new:
+                    messages[k] = old
+        return body
+
+    def _note(
+        self, call: Call, completion: Completion, id_: str, messages: list[Mapping[str, Any]]
+    ) -> None:
+        """Write into the turn of a completion what the recorder does not know."""
+        turn = self._recorder.turn_of(completion)
+        turn.messages = messages
+        turn.info = {"completion_id": id_}
+        self._ids[id(turn)] = id_
+        call.turn = turn
+
+
+def ended() -> RequestError:
+    """The error for requests of an episode that is over."""
+    return RequestError("the episode of this key has ended.", status=409, code="session_ended")
