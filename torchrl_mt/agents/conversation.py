@@ -18,10 +18,10 @@ from torchrl_mt.agents.requests import ChatRequest, RequestError
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.tokens import ChatTokens
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.stop_strings import find_stop
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply", "before_stop"]
 

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl_mt.checks import check_positive
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.workflow import Rejected
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["AgentProgram", "ProgramTimeoutError"]
 
