@@ -139,13 +139,17 @@ class Conversation:
             key, chat = await self._chats.get(request.template_kwargs)
             path = [key, *identities(request.messages)]
             known, length = self._find(path)
-            new = [for_template(message) for message in request.messages[length:]]
-            if known is None:
-                new = _in_template_form(chat, new, [], {}, {})
-                token_ids, dialogue = chat.open(new), new
-            else:
+            before: list[Mapping[str, Any]] = []
+            theirs: Mapping[str, Any] = {}
+            ours: Mapping[str, Any] = {}
+            if known is not None:
                 before = [*known.prompt.dialogue, known.in_dialogue]
-                new = _in_template_form(chat, new, before, request.messages[length - 1], known.said)
+                theirs, ours = request.messages[length - 1], known.said
+            plain = [for_template(message) for message in request.messages[length:]]
+            new = _in_template_form(chat, plain, before, theirs, ours)
+            if known is None:
+                token_ids = chat.open(new)
+            else:
                 token_ids = chat.next_prompt(
                     before,
                     new,
@@ -153,10 +157,9 @@ class Conversation:
                     known.token_ids,
                     last_token=known.last_token,
                 )
-                dialogue = [*before, *new]
         except (TypeError, ValueError) as error:
             raise RequestError(str(error), "messages") from error
-        return Prompt(chat, token_ids, dialogue, new, path, request.may_call)
+        return Prompt(chat, token_ids, [*before, *new], new, path, request.may_call)
 
     def read(self, prompt: Prompt, completion: Completion, stops: Sequence[str] = ()) -> Reply:
         """Parse a reply, and remember it for the requests that go on from it.
@@ -190,7 +193,7 @@ class Conversation:
                 }
                 for call in calls
             ]
-        reason = completion.finish_reason
+        reason: str = completion.finish_reason
         if calls and reason == "stop":
             reason = "tool_calls"
         node = self._root
