@@ -15,6 +15,8 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
+from torchrl_mt.engines import TransformersEngine  # noqa: E402
+from torchrl_mt.testing import tiny_chat_model  # noqa: E402
 
 from .helpers import (  # noqa: E402
     ask,
@@ -426,3 +428,25 @@ def test_a_server_leaves_nothing_behind():
 def test_options_out_of_range_are_named(options, match):
     with pytest.raises(ValueError, match=match):
         AgentServer(counting_engine(), **options)
+
+
+def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
+    engine = TransformersEngine(*tiny_chat_model("one two three four"), max_new_tokens=64)
+    tokenizer = engine.tokenizer
+
+    async def main():
+        async with session_of(engine) as session:
+            client = client_of(session)
+            options = {"stop": ["two", "three"], "extra_body": {"seed": 3}, "max_tokens": 40}
+            choice = (await ask(client, [user("one")], **options)).choices[0]
+            await ask(client, [user("one"), choice.message, user("four")], max_tokens=1)
+            return choice, ledger_of(session)
+
+    choice, ((prompt, answer, _), (longer, _, _)) = asyncio.run(main())
+    engine.close()
+    text = tokenizer.decode(answer)
+    assert choice.finish_reason == "stop"
+    assert text.endswith(("two", "three"))
+    assert choice.message.content == text[: -len(text.split()[-1])]
+    assert longer[: len(prompt) + len(answer)] == [*prompt, *answer]
+    assert longer[len(prompt) + len(answer)] == tokenizer.eos_token_id

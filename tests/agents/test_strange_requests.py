@@ -154,24 +154,27 @@ messages = st.lists(
     ),
     max_size=3,
 )
+fields = [
+    "messages",
+    "model",
+    "tools",
+    "stream",
+    "stream_options",
+    "stop",
+    "max_tokens",
+    "seed",
+    "n",
+]
+fields += [
+    "temperature",
+    "top_p",
+    "chat_template_kwargs",
+    "tool_choice",
+    "prompt",
+    "response_format",
+]
 bodies = some(
-    [
-        "messages",
-        "model",
-        "tools",
-        "stream",
-        "stream_options",
-        "stop",
-        "max_tokens",
-        "seed",
-        "n",
-        "temperature",
-        "top_p",
-        "chat_template_kwargs",
-        "tool_choice",
-        "prompt",
-        "response_format",
-    ],
+    fields,
     messages=messages,
     tools=st.lists(some(["type", "function"], function=functions), max_size=2),
 )
