@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections import Counter, deque
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import psutil
@@ -96,7 +97,7 @@ class Script:
     Requests are ``(content, headers)`` to send, ``(bytes,)`` to send raw and leave, or ``"hang"``.
     """
 
-    ended = deque(maxlen=200)
+    ended: ClassVar[deque[Any]] = deque(maxlen=200)
     lock = threading.Lock()
     num_over = 0
     """Number of episodes that are over, of those that do not hang."""
