@@ -250,6 +250,8 @@ def _in_template_form(
         ours: the same with our ids.
     """
     written: list[Any] = []
+    # Ids of calls follow from the number of calls before.
+    calls = [call for message in before for call in message.get("tool_calls") or ()]
     for is_result, run in groupby(new, key=lambda message: message["role"] == "tool"):
         messages = list(run)
         if is_result:
@@ -265,8 +267,9 @@ def _in_template_form(
             continue
         for message in messages:
             if message["role"] == "assistant":
-                theirs, message = message, chat.write(message, [*before, *written])
+                theirs, message = message, chat.write(message, [{"tool_calls": calls}])
                 ours = message
+                calls += message.get("tool_calls") or ()
             written.append(message)
     return written
 

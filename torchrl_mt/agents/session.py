@@ -301,7 +301,7 @@ class Session:
         if isinstance(messages, list):
             self._last_messages = messages
             for k, (old, new) in enumerate(zip(before, messages, strict=False)):
-                if old == new and repr(old) == repr(new):  # True equals 1, but is another value.
+                if old == new and _is_same(old, new):
                     messages[k] = old
         return body
 
@@ -333,6 +333,12 @@ def _decoded(content: bytes) -> _Body:
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}.")
     return body
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether equal JSON values are the same: ``True`` equals 1, but is another value."""
+    is_flat = isinstance(old, Mapping) and all(type(value) is str for value in old.values())
+    return is_flat or repr(old) == repr(new)
 
 
 def _refuse_constant(name: str) -> None:
