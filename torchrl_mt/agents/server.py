@@ -74,8 +74,7 @@ class AgentServer:
 
     Raises:
         ImportError: if the extra ``agents`` is not installed.
-        TypeError, ValueError: if an argument is of the wrong type or out of range, or the tokenizer has
-            no chat template.
+        TypeError, ValueError: if an argument is of the wrong type or out of range.
         OSError: on entering, if the address cannot be used.
 
     Examples:
