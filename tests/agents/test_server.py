@@ -15,8 +15,7 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
-from torchrl_mt.engines import TransformersEngine  # noqa: E402
-from torchrl_mt.testing import tiny_chat_model  # noqa: E402
+from torchrl_mt.engines import Completion  # noqa: E402
 
 from .helpers import (  # noqa: E402
     ask,
@@ -431,26 +430,28 @@ def test_options_out_of_range_are_named(options, match):
 
 
 def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
-    engine = TransformersEngine(*tiny_chat_model("one two three four"), max_new_tokens=64)
+    engine = counting_engine()
     tokenizer = engine.tokenizer
+    sampled = tokenizer("one four two")["input_ids"]
+
+    async def generate(prompt_ids, **sampling):
+        engine.calls.append((list(prompt_ids), sampling))
+        return Completion(sampled, [-1.0] * 3, [0] * 3, "stop", stop_string="two")
+
+    engine.generate = generate
 
     async def main():
-        for seed in range(100):  # The model is random: it may end its turn before it says a word.
-            async with session_of(engine) as session:
-                client = client_of(session)
-                options = {"stop": ["two", "three"], "seed": seed, "max_tokens": 40}
-                choice = (await ask(client, [user("one")], **options)).choices[0]
-                await ask(client, [user("one"), choice.message, user("four")], max_tokens=1)
-                ledger = ledger_of(session)
-                if tokenizer.decode(ledger[0][1]).endswith(("two", "three")):
-                    break
-        return choice, ledger
+        async with session_of(engine) as session:
+            client = client_of(session)
+            choice = (await ask(client, [user("one")], stop=["three", "two"])).choices[0]
+            await ask(client, [user("one"), choice.message, user("four")])
+            done = await client.completions.create(model="any", prompt=[3], stop="two")
+            return choice, done.choices[0], ledger_of(session)
 
-    choice, ((prompt, answer, _), (longer, _, _)) = asyncio.run(main())
-    engine.close()
-    text = tokenizer.decode(answer)
+    choice, text, ((prompt, answer, _), (longer, _, _), _) = asyncio.run(main())
+    assert engine.calls[0][1]["stop"] == ["three", "two"]
     assert choice.finish_reason == "stop"
-    assert text.endswith(("two", "three"))
-    assert choice.message.content == text[: -len(text.split()[-1])]
-    assert longer[: len(prompt) + len(answer)] == [*prompt, *answer]
-    assert longer[len(prompt) + len(answer)] == tokenizer.eos_token_id
+    assert choice.message.content == text.text == "one four "
+    assert answer == text.model_extra["token_ids"] == sampled
+    assert longer[:-1][: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    assert longer[len(prompt) + len(sampled)] == tokenizer.eos_token_id
