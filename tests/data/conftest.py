@@ -1,3 +1,4 @@
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -139,3 +140,10 @@ def _meanwhile(*works):
 def meanwhile():
     """A context in which other threads are at work."""
     return _meanwhile
+
+
+@pytest.fixture
+def said(caplog):
+    """What the library has warned of so far."""
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        yield lambda: [record.getMessage() for record in caplog.records]

@@ -1,6 +1,5 @@
 """A storage in files: exactly what was stored, whatever it is loaded into, and damage is found."""
 
-import logging
 import os
 import random
 import subprocess
@@ -33,13 +32,6 @@ from torchrl_mt.data._store.files.manifest import hash_of
 
 KINDS = ["vectors", "turns", "odd"]
 HOW = ["dumps", "state_dict", "load_memmap"]
-
-
-@pytest.fixture
-def said(caplog):
-    """What the library has warned of so far."""
-    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        yield lambda: [record.getMessage() for record in caplog.records]
 
 
 def episodes(make, kind, lengths, seed=0):

@@ -1,6 +1,5 @@
 """Episodes that disagree with the rows that an entry shares come back as they were written."""
 
-import logging
 import pickle
 
 import pytest
@@ -14,13 +13,6 @@ from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 NEXT = ("next", "observation")
-
-
-@pytest.fixture
-def said(caplog):
-    """What the library has warned of so far."""
-    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        yield lambda: [record.getMessage() for record in caplog.records]
 
 
 def episode(length, number, odd=False, *, lazy=False, size=3):

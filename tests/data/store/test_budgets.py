@@ -1,5 +1,4 @@
 import copy
-import logging
 import pickle
 
 import pytest
@@ -242,13 +241,6 @@ def test_the_budget_of_episodes_comes_through_saving_and_a_refused_write(tmp_pat
     small.append(dense([5], first_id=9))
     small.load_state_dict(storage.state_dict())
     assert small.lengths.tolist() == [2]
-
-
-@pytest.fixture
-def said(caplog):
-    """What the library has warned of so far."""
-    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        yield lambda: [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.parametrize(

@@ -7,26 +7,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.prompt_column import Additions, additions, expand
-
-PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")
-
-tokens = st.lists(st.integers(0, 2), max_size=5)
-turns = st.tuples(tokens, tokens, st.sampled_from(["extend", "cut", "alone"]), st.integers(0, 12))
-conversations = st.lists(turns, min_size=1, max_size=6)
-
-
-def play(conversation):
-    """Prompts and responses: each prompt extends what came before, a part of it, or nothing."""
-    history, prompts, responses = [], [], []
-    for added, response, how, cut in conversation:
-        base = {"extend": history, "cut": history[:cut], "alone": []}[how]
-        prompts.append(torch.tensor(base + added, dtype=torch.int64))
-        responses.append(torch.tensor(response, dtype=torch.int64))
-        history = base + added + response
-    return prompts, responses
 
 
 def episode(prompts, responses, identity=0, parents=None):
@@ -44,10 +28,6 @@ def episode(prompts, responses, identity=0, parents=None):
             for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
     )
-
-
-def listed(data, key):
-    return [step.tolist() for step in data.get(key, as_list=True)]
 
 
 def plain(tensors):
