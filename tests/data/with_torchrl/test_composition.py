@@ -49,18 +49,6 @@ from torchrl_mt.data import (
 )
 
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
-# What a sampler of slices marks anew, and a TensorDictReplayBuffer adds.
-MARKS = {
-    ("is_init",),
-    ("next", "done"),
-    ("next", "terminated"),
-    ("next", "truncated"),
-    ("index",),
-    ("index", "index"),
-    ("index", "buffer_ids"),
-    ("staleness",),
-    ("priority_weight",),
-}
 KEY = "episode"
 
 
@@ -74,20 +62,16 @@ def buffer(sampler=None, *, cls=ReplayBuffer, max_steps=40, batch_size=12, **kwa
     )
 
 
-def unmarked(steps):
-    return [{key: leaf for key, leaf in step.items() if key not in MARKS} for step in steps]
-
-
 def check(make, rb, sample, span=1):
     """The sample holds stored steps, in runs of ``span`` that follow each other in one episode."""
     stored = {
         (int(step[KEY]), int(step["step"])): leaves
         for episode in rb.storage.episodes()
-        for step, leaves in zip(episode, unmarked(make.steps(episode)), strict=True)
+        for step, leaves in zip(episode, make.unmarked(make.steps(episode)), strict=True)
     }
     where = list(zip(sample[KEY].tolist(), sample["step"].tolist(), strict=True))
     assert where
-    assert unmarked(make.steps(sample)) == [stored[each] for each in where]
+    assert make.unmarked(make.steps(sample)) == [stored[each] for each in where]
     assert (sample[KEY].view(-1, span).diff() == 0).all()
     assert (sample["step"].view(-1, span).diff() == 1).all()
 
@@ -349,8 +333,8 @@ def test_an_ensemble_keeps_its_buffers_apart(make, turns):
         if not turns:
             check(make, rb, sample[k], 2)
             continue
-        stored = unmarked(make.steps(rb[:]))
-        clips = unmarked(make.steps(sample[k]))
+        stored = make.unmarked(make.steps(rb[:]))
+        clips = make.unmarked(make.steps(sample[k]))
         for first, second in zip(clips[::2], clips[1::2], strict=True):
             at = stored.index(first)
             assert stored[at + 1] == second
