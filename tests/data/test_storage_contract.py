@@ -168,7 +168,7 @@ def across(*names):
     values = {"kind": KINDS, "how": [*HOW, "load_memmap"], "sampler": list(SAMPLERS)}
     others = [values[name] for name in names]
     fast = {
-        (one, *(other[(j + 1) * i % len(other)] for j, other in enumerate(others)))
+        (one, *(other[(i + j * (i + 4 + i // 5)) % 5] for j, other in enumerate(others)))
         for i, one in enumerate(KITS)
     }
     table = some_fast(fast, product(KITS, *others))
@@ -341,21 +341,17 @@ def test_many_episodes_at_once_are_stored_as_one_by_one(make, kit, episodes):
 
 def breakages(episode):
     n = len(episode)
-    shape, dtype, kind, longer, meta, sparse = (episode.clone() for _ in range(6))
+    shape, dtype, kind, longer = (episode.clone() for _ in range(4))
     shape["next", "reward"] = torch.zeros(n, 2)
     dtype["next", "reward"] = dtype["next", "reward"].double()
     kind["next", "reward"] = ["a"] * n
     longer["zzz"] = torch.zeros(n)
-    meta["observation"] = torch.zeros(n, 3, device="meta")
-    sparse["observation"] = torch.eye(n, 3).to_sparse()
     return {
         "keys of the first one: 'zzz'": longer,
         "'action' is missing": episode.exclude("action"),
         r"\('next', 'reward'\).*\(1,\).*\(2,\)": shape,
         r"\('next', 'reward'\).*float32.*float64": dtype,
         r"\('next', 'reward'\).*Python object": kind,
-        "'observation'.*on device meta": meta,
-        "'observation'.*sparse": sparse,
     }
 
 
@@ -368,10 +364,7 @@ def test_a_refused_write_changes_nothing(make, kit):
     refused["9 steps does not fit in max_steps=8"] = make.vectors([9], first_id=2)
     for message, bad in refused.items():
         with pytest.raises(ValueError, match=message):
-            held.append(bad) if kit.cls is None else held.extend(bad)
-        assert everything(make, held) == before
-        if "observation" in message:
-            continue
+            write(make, held, bad)
         # Made by a transform, it is refused with all that was written together.
         writer = EpisodeWriter(transform=lambda e, bad=bad: bad if e["episode"][0] else e)
         rb = ReplayBuffer(storage=storage, writer=writer)
@@ -429,7 +422,9 @@ def test_a_handle_is_of_its_step_for_good(make, kit, how, tmp_path):
         with pytest.raises(IndexError, match="not stored"):
             storage.get(handle)
     same = saved(held, how, tmp_path, kit.new(9))
-    assert make.steps(same[second]) == make.steps(held[second]) == steps
+    assert make.steps(same[second]) == steps
+    write(make, same, make.vectors([9], seed=1, first_id=1))
+    assert make.steps(held[second]) == steps
     # What is loaded over other steps, or over the same, has other handles.
     storage.load_state_dict(storage.state_dict())
     assert make.steps(held[:])[:5] == steps
@@ -524,18 +519,16 @@ def test_samples_are_stored_steps(make, kit, sampler, kind):
         rb.empty()
 
 
-@across("sampler", "kind")
-def test_a_sample_can_be_written_back(make, kit, sampler, kind):
-    if sampler == "steps":
-        pytest.skip("single steps are no episodes")
-    rb = kit.buffer(SAMPLERS[sampler](), 50)
-    write(make, rb, maker(make, kind)([3, 6, 2]))
-    before = make.steps(rb[:])
-    sample = rb.sample()
-    expected = make.unmarked(make.steps(sample))
-    rb.extend(sample)
-    assert make.steps(rb[:11]) == before
-    assert make.unmarked(make.steps(rb[11:])) == expected
+@each_kind
+def test_a_sample_can_be_written_back(make, kit, episodes):
+    for sampler in SAMPLERS.keys() - {"steps"}:  # single steps are no episodes
+        rb = kit.buffer(SAMPLERS[sampler](), 50)
+        write(make, rb, episodes([3, 6, 2]))
+        before, sample = make.steps(rb[:]), rb.sample()
+        expected = make.unmarked(make.steps(sample))
+        rb.extend(sample)
+        assert make.steps(rb[:11]) == before
+        assert make.unmarked(make.steps(rb[11:])) == expected
 
 
 def test_torchrls_take_a_sample_too(make, peer):

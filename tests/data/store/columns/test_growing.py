@@ -5,11 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import ReplayBuffer
 
 from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
 from tests.tiers import examples
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.columns.prompt_column import Additions, additions, expand
 
 
@@ -185,33 +184,3 @@ def test_a_state_that_was_saved_without_what_prompts_go_on_from():
     again.load_state_dict(state)
     again.append(episode(prompts, responses))
     assert listed(again[:], PROMPT) == plain(prompts) * 2
-
-
-def test_a_sample_of_whole_conversations():
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(50),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(),
-        batch_size=8,
-    )
-    written = {}
-    for i in range(5):
-        prompts, responses = play([([i, t], [i] * t, "extend", 0) for t in range(i + 1)])
-        rb.extend(episode(prompts, responses, i))
-        written[i] = plain(prompts)
-    sample = rb.sample()
-    at = 0
-    while at < len(sample):
-        identity = int(sample[at]["episode"])
-        length = identity + 1
-        assert listed(sample[at : at + length], PROMPT) == written[identity]
-        at += length
-
-
-def test_changing_a_sample_changes_nothing_stored():
-    storage = EpisodeStorage(9)
-    prompts, responses = play([([1], [2], "extend", 0), ([3], [4], "extend", 0)])
-    storage.append(episode(prompts, responses))
-    for prompt in storage[:].get(PROMPT, as_list=True):
-        prompt.fill_(9)
-    assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]
