@@ -14,8 +14,6 @@ from torchrl.data import (
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
-lengths_of_writes = st.lists(st.integers(1, 12), min_size=1, max_size=40)
-
 
 @pytest.mark.parametrize("flushed", [True, False])
 def test_tensorclasses_below_the_root_have_memory_of_their_own(flushed):

@@ -346,12 +346,15 @@ def breakages(episode):
     dtype["next", "reward"] = dtype["next", "reward"].double()
     kind["next", "reward"] = ["a"] * n
     longer["zzz"] = torch.zeros(n)
+    as_before = (
+        r"\('next', 'reward'\) must be as in the first episode: expected \(1,\) torch.float32"
+    )
     return {
-        "keys of the first one: 'zzz'": longer,
-        "'action' is missing": episode.exclude("action"),
-        r"\('next', 'reward'\).*\(1,\).*\(2,\)": shape,
-        r"\('next', 'reward'\).*float32.*float64": dtype,
-        r"\('next', 'reward'\).*Python object": kind,
+        "must have the keys of the first one: 'zzz' is not among them": longer,
+        "must have the keys of the first one: 'action' is missing": episode.exclude("action"),
+        rf"{as_before} per step, got \(2,\) torch.float32": shape,
+        rf"{as_before} per step, got \(1,\) torch.float64": dtype,
+        rf"{as_before} .*got a Python object": kind,
     }
 
 
@@ -361,7 +364,7 @@ def test_a_refused_write_changes_nothing(make, kit):
     storage, before = storage_of(held), everything(make, held)
     revision = storage.revision
     refused = breakages(make.vectors([4], first_id=2))
-    refused["9 steps does not fit in max_steps=8"] = make.vectors([9], first_id=2)
+    refused["an episode of 9 steps does not fit in max_steps=8"] = make.vectors([9], first_id=2)
     for message, bad in refused.items():
         with pytest.raises(ValueError, match=message):
             write(make, held, bad)
