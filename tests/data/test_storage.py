@@ -77,12 +77,15 @@ def test_one_disagreement_in_a_batch_of_episodes_is_read_as_written(make):
         assert make.steps(rb[:]) == make.steps(data) + make.steps(wrong)
 
 
-def test_zeros_of_different_sign_do_not_agree(make):
-    storage = EpisodeStorage(10)
-    here = torch.tensor([0.0, 0.0])
-    episode = TensorDict({"x": here, "next": {"x": -here, "done": torch.tensor([0, 1]) > 0}}, [2])
+@pytest.mark.parametrize(
+    ("here", "there", "agree"), [(0.0, -0.0, False), (float("nan"), float("nan"), True)]
+)
+def test_rows_are_shared_where_bits_agree(make, here, there, agree):
+    storage, done = EpisodeStorage(10), torch.tensor([False, True])
+    following = {"x": torch.full((2,), there), "done": done}
+    episode = TensorDict({"x": torch.full((2,), here), "next": following}, [2])
     storage.append(episode)
-    assert ("next", "x") not in storage.shared_keys
+    assert (("next", "x") in storage.shared_keys) == agree
     assert make.steps(storage[:]) == make.steps(episode)
 
 

@@ -250,7 +250,9 @@ def test_every_index_form_reads_the_same_steps(make, kit, episodes):
     assert make.steps(storage[range(3)]) == stored[:3]
     assert make.steps(storage[torch.tensor([1, 3]).numpy()]) == [stored[1], stored[3]]
     assert make.steps(storage[(torch.tensor([4]),)]) == [stored[4]]
-    assert make.steps(storage[torch.tensor([[1, 2], [3, 4]])].reshape(-1)) == stored[1:5]
+    square = storage[torch.tensor([[1, 2], [3, 4]])]
+    assert square.batch_size == (2, 2)
+    assert make.steps(square.reshape(-1)) == stored[1:5]
     assert [make.steps(step.unsqueeze(0))[0] for step in storage] == stored
     assert make.steps(storage[3].unsqueeze(0)) == stored[3:4]
     keys = set(held[:].keys(True, True))
