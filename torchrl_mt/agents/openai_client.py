@@ -15,7 +15,7 @@ import httpx
 
 from torchrl_mt.agents.conversation import ChatTokensCache, Conversation
 from torchrl_mt.agents.requests import ChatRequest, RequestError, read_chat
-from torchrl_mt.agents.responses import chat_completion, chunks, model_list
+from torchrl_mt.agents.responses import chat_completion, event_stream, model_list
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion, Engine
@@ -97,9 +97,8 @@ class _InProcess(httpx.AsyncBaseTransport):
         body = await self._complete(chat)
         if not chat.stream:
             return httpx.Response(200, json=body)
-        events = [json.dumps(chunk) for chunk in chunks(body, with_usage=chat.with_usage)]
-        text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-        return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=text)
+        events = event_stream(body, with_usage=chat.with_usage)
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=events)
 
     async def _complete(self, request: ChatRequest) -> Mapping[str, Any]:
         prompt = await self._conversation.prompt(request)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sse_starlette import ServerSentEvent
+
 from torchrl_mt.agents.conversation import Reply
 from torchrl_mt.engines import Completion
 
-__all__ = ["chat_completion", "chunks", "model_list", "text_completion"]
+__all__ = ["chat_completion", "event_stream", "model_list", "text_completion"]
 
 
 def chat_completion(
@@ -86,6 +89,12 @@ def chunks(completion: Mapping[str, Any], *, with_usage: bool = False) -> Iterat
         yield {**head, "choices": [{**end, "delta": {}}]}
     if with_usage:
         yield {**head, "choices": [], "usage": completion["usage"]}
+
+
+def event_stream(completion: Mapping[str, Any], *, with_usage: bool = False) -> bytes:
+    """The chunks of a completion as server-sent events."""
+    events = [json.dumps(chunk) for chunk in chunks(completion, with_usage=with_usage)]
+    return b"".join(ServerSentEvent(event, sep="\n").encode() for event in [*events, "[DONE]"])
 
 
 def model_list(names: Sequence[str]) -> dict[str, Any]:

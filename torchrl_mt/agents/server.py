@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import secrets
 import socket
@@ -27,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchrl_mt.agents.conversation import ChatTokensCache
 from torchrl_mt.agents.requests import RequestError
-from torchrl_mt.agents.responses import chunks, model_list
+from torchrl_mt.agents.responses import event_stream, model_list
 from torchrl_mt.agents.session import Model, Session, ended
 from torchrl_mt.checks import check_positive, check_positive_integer
 from torchrl_mt.collectors.episode import Episode
@@ -438,9 +437,7 @@ async def _disconnected(request: Request) -> None:
 def _stream(body: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
     """A completion as the events of a stream."""
     with_usage = bool((request.get("stream_options") or {}).get("include_usage"))
-    events = [json.dumps(chunk) for chunk in chunks(body, with_usage=with_usage)]
-    text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-    return Response(text, media_type="text/event-stream")
+    return Response(event_stream(body, with_usage=with_usage), media_type="text/event-stream")
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
