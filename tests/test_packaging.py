@@ -14,11 +14,18 @@ ROOT = Path(__file__).parents[1]
 def test_everything_is_imported_without_the_extras():
     code = """
 import importlib, pkgutil, sys
-for name in ("gymnasium", "httpx", "matplotlib", "psutil", "tenacity"):
+for name in ("gymnasium", "httpx", "matplotlib", "mcp", "psutil", "starlette", "tenacity", "uvicorn"):
     sys.modules[name] = None  # its import fails
 import torchrl_mt
 for module in pkgutil.walk_packages(torchrl_mt.__path__, "torchrl_mt."):
-    importlib.import_module(module.name)
+    if not module.name.startswith("torchrl_mt.agents"):
+        importlib.import_module(module.name)
+try:
+    import torchrl_mt.agents
+except ImportError as error:
+    assert str(error).endswith("pip install 'torchrl-mt[agents]'."), error
+else:
+    raise AssertionError("torchrl_mt.agents was imported")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

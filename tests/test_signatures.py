@@ -13,6 +13,7 @@ import pytest
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, PrioritizedClipSampler
 
 PACKAGES = (
+    "agents",
     "collectors",
     "data",
     "engines",

@@ -146,8 +146,7 @@ def test_a_limit_that_is_dealt_with_gives_its_reward():
             try:
                 return await super().run(data, **connection)
             except openai.BadRequestError as error:
-                assert error.code == "limit_reached"
-                return 0.5
+                return 0.5 if error.code == "limit_reached" else None
 
     batch, stats = batch_of(Stops(), turns=5, episodes=1, limits=Limits(max_turns=2))
     assert rewards(batch) == [0, 0.5]

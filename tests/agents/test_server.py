@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
+from torchrl_mt.engines import Completion  # noqa: E402
 
 from .helpers import (  # noqa: E402
     ask,
@@ -427,3 +428,31 @@ def test_a_server_leaves_nothing_behind():
 def test_options_out_of_range_are_named(options, match):
     with pytest.raises(ValueError, match=match):
         AgentServer(counting_engine(), **options)
+
+
+def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
+    engine = counting_engine()
+    tokenizer = engine.tokenizer
+    sampled = tokenizer("one four two")["input_ids"]
+
+    async def generate(prompt_ids, **sampling):
+        engine.calls.append((list(prompt_ids), sampling))
+        return Completion(sampled, [-1.0] * 3, [0] * 3, "stop", stop_string="two")
+
+    engine.generate = generate
+
+    async def main():
+        async with session_of(engine) as session:
+            client = client_of(session)
+            choice = (await ask(client, [user("one")], stop=["three", "two"])).choices[0]
+            await ask(client, [user("one"), choice.message, user("four")])
+            done = await client.completions.create(model="any", prompt=[3], stop="two")
+            return choice, done.choices[0], ledger_of(session)
+
+    choice, text, ((prompt, answer, _), (longer, _, _), _) = asyncio.run(main())
+    assert engine.calls[0][1]["stop"] == ["three", "two"]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == text.text == "one four "
+    assert answer == text.model_extra["token_ids"] == sampled
+    assert longer[:-1][: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    assert longer[len(prompt) + len(sampled)] == tokenizer.eos_token_id

@@ -170,6 +170,16 @@ def test_a_stop_token_within_the_messages_is_no_end_of_the_answer(tokenizer):
     assert chat.extend([user("higher")], last_token=sampled) == cut
 
 
+def test_an_end_of_turn_that_did_not_end_the_answer_is_not_written_twice():
+    """A base model's engine knows another stop token; a stop string names the template's."""
+    talk = Talk(replace(CHATML, eos="<|endoftext|>", special=IM), user("guess"))
+    (end,) = talk.ids("<|im_end|>")
+    answer = [*talk.encode("8"), end]
+    talk.turn(answer, user("higher"), cut=True)
+    assert talk.extends
+    assert talk.tokenizer.decode(talk.prompt) == talk.rendered
+
+
 def test_the_stop_token_of_the_engine_is_no_text_whichever_it_is(tokenizer):
     chat = ChatTokens(tokenizer)
     ids = tokenizer.convert_tokens_to_ids(["8", "higher"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.faulty_server import FaultyServer
@@ -18,8 +18,13 @@ def weights_after(token: int) -> list[int]:
     return [1 + (3 * following + token) % 7 for following in range(VOCABULARY)]
 
 
-def sampled(prompt: list[int], max_tokens: int) -> tuple[list[int], list[float], str]:
-    """An answer, the same for the same prompt."""
+def sampled(
+    prompt: list[int],
+    max_tokens: int,
+    stop: Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
+) -> tuple[list[int], list[float], str]:
+    """An answer, the same for the same prompt; with stop strings, its beginning."""
     rng = random.Random(str(prompt))
     last, tokens, log_probs = prompt[-1], [], []
     while len(tokens) < max_tokens:
@@ -29,12 +34,18 @@ def sampled(prompt: list[int], max_tokens: int) -> tuple[list[int], list[float],
         log_probs.append(math.log(weights[last] / sum(weights)))
         if last == STOP:
             return tokens, log_probs, "stop"
+        if decode is not None and any(string in decode(tokens) for string in stop):
+            return tokens, log_probs, "stop"
     return tokens, log_probs, "length"
 
 
-def completion(body: dict[str, Any]) -> dict[str, Any]:
+def completion(
+    body: dict[str, Any], decode: Callable[[list[int]], str] | None = None
+) -> dict[str, Any]:
     """What vLLM would send."""
-    tokens, log_probs, reason = sampled(body["prompt"], body["max_tokens"])
+    stop = body.get("stop") or []
+    tokens, log_probs, reason = sampled(body["prompt"], body["max_tokens"], stop, decode)
+    found = [string for string in stop if decode is not None and string in decode(tokens)]
     return {
         "id": "cmpl-1",
         "model": body["model"],
@@ -43,6 +54,7 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
                 "index": 0,
                 "text": "not to be used",
                 "finish_reason": reason,
+                "stop_reason": found[0] if found and tokens[-1] != STOP else None,
                 "token_ids": tokens,
                 "logprobs": {
                     "tokens": [f"token_id:{token}" for token in tokens],
@@ -58,6 +70,8 @@ class CompletionsServer(FaultyServer):
     """Answers as vLLM does; ``change`` has the last word."""
 
     change: Callable[[dict[str, Any]], Any] = staticmethod(lambda answer: answer)
+    decode: Callable[[list[int]], str] | None = None
+    """Decodes tokens, for stop strings."""
     models: Any = None
     """The answer to ``GET /v1/models``; without one, there is no such page."""
     asked_for_models = 0
@@ -73,4 +87,4 @@ class CompletionsServer(FaultyServer):
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path != "/v1/completions":
             return 404, {"error": {"message": f"no {path}"}}
-        return 200, self.change(completion(body))
+        return 200, self.change(completion(body, self.decode))

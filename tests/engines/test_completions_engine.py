@@ -157,6 +157,49 @@ def test_a_stop_that_is_not_among_the_token_ids_is_not_made_up(engine, server):
     assert answer.token_ids == sampled([5, 6], 256)[0][:-1]
 
 
+@pytest.mark.parametrize(
+    ("named", "expected", "ends"),
+    [
+        ({"stop_reason": " guess"}, " guess", False),  # vLLM: a string
+        ({"stop_reason": 7}, None, True),  # a stop token
+        ({"stop_reason": None}, "guess", False),  # an end-of-sequence token, but there is none
+        ({"matched_stop": "guess"}, "guess", False),  # SGLang
+        ({"matched_stop": 7}, None, True),
+        ({}, "guess", False),
+        ({"stop_reason": None, "finish_reason": "length"}, None, False),
+    ],
+)
+def test_a_stop_string_is_the_one_that_the_server_names_or_that_is_found(
+    make, server, tokenizer, named, expected, ends
+):
+    def change(answer):
+        choice = choice_of(answer)
+        del choice["stop_reason"]
+        choice |= {"finish_reason": "stop"} | named
+        return answer
+
+    def decode(tokens):
+        return tokenizer.decode(tokens)
+
+    server.decode, server.change = decode, change
+    for engine, own in ((make(), {"stop": "guess"}), (make(extra_body={"stop": ["guess"]}), {})):
+        answer = asyncio.run(engine.generate([5, 6], max_new_tokens=250, **own))
+        assert server.seen[-1]["stop"] == ["guess"]
+        assert answer.token_ids == sampled([5, 6], 250, ["guess"], decode)[0]
+        assert answer.token_ids[-1] == tokenizer("guess")["input_ids"][0]
+        assert answer.stop_string == expected
+        assert answer.stop_token == (answer.token_ids[-1] if ends else None)
+        asyncio.run(engine.generate([5, 6], stop=None))
+        assert "stop" not in server.seen[-1]
+
+
+def test_an_end_of_sequence_token_is_no_stop_string(engine, server, tokenizer):
+    end = tokenizer.eos_token
+    server.change = set_in(["stop_reason"], None)
+    answer = ask(engine, stop=[end])
+    assert (answer.stop_string, answer.stop_token) == (None, tokenizer.eos_token_id)
+
+
 def set_in(path, value):
     """A change of one field of an answer; ``None`` as value is JSON's null."""
 
@@ -718,6 +761,7 @@ def test_bad_requests_are_refused(make, server, prompt, kwargs, error, message):
         ({"max_connections": 0}, "max_connections must be positive"),
         ({"extra_body": {"n": 2}}, r"extra_body must leave out .* got \['n'\]"),
         ({"extra_body": {"top_k": -5}}, "top_k must not be negative"),
+        ({"extra_body": {"stop": ""}}, "stop must hold no empty string"),
         ({"vocab_size": 0}, "vocab_size must be positive"),
         ({"logprobs_mode": "raw"}, "logprobs_mode must be .* got 'raw'"),
         ({"base_url": "localhost:8000"}, "base_url must begin with http"),

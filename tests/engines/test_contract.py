@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.engines.completions_server import STOP, CompletionsServer, weights_af
 from tests.engines.helpers import changed_copy, generate_all, plain_logits, prompts, until
 from tests.faulty_server import running, silent
 from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.chat.encoding import decode
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import (
     Completion,
@@ -22,6 +24,7 @@ from torchrl_mt.engines import (
     PolicyEngine,
     TransformersEngine,
 )
+from torchrl_mt.engines.stop_strings import find_stop
 from torchrl_mt.envs import GuessNumber
 
 THREADS = ("torchrl_mt-generation", "torchrl_mt-policy")
@@ -70,6 +73,7 @@ class OnServer:
 
     def __init__(self, server, tokenizer):
         self.server, self.tokenizer = server, tokenizer
+        server.decode = partial(decode, tokenizer)
         self.source, self.taken = "checkpoint-1", []
 
     def make(self, **kwargs):
@@ -157,6 +161,46 @@ def test_an_answer_ends_with_a_stop_token_or_at_its_limit(engine):
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("stop", ["guess", ["higher 1", "r c", "> <", "2 3"]])
+def test_an_answer_ends_where_its_text_first_contains_a_stop_string(kit, engine, tokenizer, stop):
+    strings = [stop] if isinstance(stop, str) else stop
+    requests = prompts(60)
+    limits = [1 + i % 20 for i in range(60)]
+
+    async def run():
+        asked = enumerate(zip(requests, limits, strict=True))
+        return await asyncio.gather(
+            *(
+                engine.generate(p, max_new_tokens=n, **({"stop": stop} if i % 4 else {}))
+                for i, (p, n) in asked
+            )
+        )
+
+    answers = asyncio.run(run())
+    reasons = set()
+    for i, (prompt, limit, answer) in enumerate(zip(requests, limits, answers, strict=True)):
+        tokens = answer.token_ids
+        ends = [find_stop(decode(tokenizer, tokens[: n + 1]), strings) for n in range(len(tokens))]
+        asked, stopped = i % 4 > 0, tokens[-1] == STOP
+        found = ends[-1] if asked and not stopped else None
+        assert answer.stop_string == found
+        assert not asked or not any(ends[:-1])
+        assert STOP not in tokens[:-1]
+        assert answer.finish_reason == ("stop" if stopped or found else "length")
+        assert len(tokens) == limit or stopped or found
+        assert answer.stop_token == (STOP if stopped else None)
+        assert_sampled(kit, prompt, answer)
+        assert answer.sampling == {}
+        reasons.add((answer.finish_reason, found is not None, len(tokens) < limit))
+    assert reasons >= {("stop", True, True), ("stop", False, True), ("length", False, False)}
+
+
+@pytest.mark.parametrize("stop", [None, []])
+def test_no_stop_string_is_none(engine, stop):
+    (answer,) = generate_all(engine, prompts(1), stop=stop)
+    assert answer.stop_string is None
+
+
 def test_without_a_limit_of_its_own_an_answer_has_the_engines_and_what_room_there_is(kit):
     engine = kit.make(max_new_tokens=3)
     answers = generate_all(engine, [*prompts(30), [5] * 1022])
@@ -198,6 +242,8 @@ def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
         ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+        ([5], {"stop": 7}, TypeError, "stop must be a string or a list of strings, got 7"),
+        ([5], {"stop": ["a", ""]}, ValueError, "stop must hold no empty string"),
         ([5] * 1020, {"max_new_tokens": 5}, ValueError, "1020 tokens and max_new_tokens=5 exceed"),
         ([5] * 1024, {}, ValueError, "1024 tokens and .* exceed .*1024"),
         ([5], {"temperature": -1.0}, ValueError, "temperature must be .* not negative, got -1.0"),

@@ -775,6 +775,18 @@ def test_the_models_own_mode_is_left_alone(model, tokenizer):
 # Refusals
 
 
+def test_stop_strings_are_refused_where_nothing_can_look_for_them(model, tokenizer):
+    engine = PolicyEngine(Fake(model, tokenizer, lambda plain: plain))
+    with pytest.raises(TypeError, match=r"takes no \['stop'\]"):
+        generate_all(engine, [[5]], stop="guess")
+    engine.close()
+    engine = PolicyEngine(wrapper(model, tokenizer))
+    engine.tokenizer = None
+    with pytest.raises(TypeError, match=r"stop=\['guess'\] needs a tokenizer"):
+        generate_all(engine, [[5]], stop="guess")
+    engine.close()
+
+
 def test_other_arguments_of_a_request_are_refused(model, tokenizer):
     engine = PolicyEngine(wrapper(model, tokenizer))
     with pytest.raises(TypeError, match=r"takes no \['min_p', 'seed'\]"):

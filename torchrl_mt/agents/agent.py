@@ -11,8 +11,9 @@ import httpx
 
 from torchrl_mt.agents.server import AgentServer
 from torchrl_mt.agents.session import Session
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.recorder import LimitReached, Recorder
+from torchrl_mt.collectors.workflow import Rejected
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["Agent", "AgentPlayer"]
 
@@ -76,6 +77,8 @@ class AgentPlayer:
         session = self._server.open_recorded(recorder)
         try:
             result = await _run(agent, session)
+        except Rejected:
+            raise
         except Exception as error:
             if recorder.reached is not None:
                 raise LimitReached(recorder.reached) from error

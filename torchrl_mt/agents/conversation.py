@@ -18,11 +18,12 @@ from torchrl_mt.agents.requests import ChatRequest, RequestError
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.tokens import ChatTokens
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion
+from torchrl_mt.engines.stop_strings import find_stop
+from torchrl_mt.threads import call_in_thread
 
-__all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply"]
+__all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply", "before_stop"]
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,17 @@ class Conversation:
             key, chat = await self._chats.get(request.template_kwargs)
             path = [key, *identities(request.messages)]
             known, length = self._find(path)
-            new = [for_template(message) for message in request.messages[length:]]
-            if known is None:
-                new = _in_template_form(chat, new, [], {}, {})
-                token_ids, dialogue = chat.open(new), new
-            else:
+            before: list[Mapping[str, Any]] = []
+            theirs: Mapping[str, Any] = {}
+            ours: Mapping[str, Any] = {}
+            if known is not None:
                 before = [*known.prompt.dialogue, known.in_dialogue]
-                new = _in_template_form(chat, new, before, request.messages[length - 1], known.said)
+                theirs, ours = request.messages[length - 1], known.said
+            plain = [for_template(message) for message in request.messages[length:]]
+            new = _in_template_form(chat, plain, before, theirs, ours)
+            if known is None:
+                token_ids = chat.open(new)
+            else:
                 token_ids = chat.next_prompt(
                     before,
                     new,
@@ -152,10 +157,9 @@ class Conversation:
                     known.token_ids,
                     last_token=known.last_token,
                 )
-                dialogue = [*before, *new]
         except (TypeError, ValueError) as error:
             raise RequestError(str(error), "messages") from error
-        return Prompt(chat, token_ids, dialogue, new, path, request.may_call)
+        return Prompt(chat, token_ids, [*before, *new], new, path, request.may_call)
 
     def read(self, prompt: Prompt, completion: Completion, stops: Sequence[str] = ()) -> Reply:
         """Parse a reply, and remember it for the requests that go on from it.
@@ -166,8 +170,7 @@ class Conversation:
             stops: strings at which the text ends.
         """
         token_ids = list(completion.token_ids)
-        stopped = completion.finish_reason == "stop" and bool(token_ids)
-        last = token_ids[-1] if stopped else None
+        last = completion.stop_token
         answer = prompt.chat.read(
             token_ids, prompt_ids=prompt.token_ids, messages=prompt.dialogue, last_token=last
         )
@@ -175,7 +178,7 @@ class Conversation:
         calls = said.get("tool_calls") if prompt.may_call else None
         if not prompt.may_call and said.get("tool_calls"):
             said = {"role": "assistant", "content": answer.text}
-        said = _before_stop(said, stops)
+        said = {**said, "content": before_stop(said["content"], stops)}
         message = {key: value for key, value in said.items() if key != "tool_calls"}
         if calls:
             message["content"] = message["content"] or None
@@ -190,7 +193,9 @@ class Conversation:
                 }
                 for id, call in zip(_new_ids(calls, prompt.dialogue), calls, strict=True)
             ]
-        reason = "tool_calls" if calls and stopped else completion.finish_reason
+        reason: str = completion.finish_reason
+        if calls and reason == "stop":
+            reason = "tool_calls"
         node = self._root
         for identity in [*prompt.path, *identities([message])]:
             node = node.after.setdefault(identity, _Node())
@@ -262,8 +267,12 @@ def _new_ids(
     return ids
 
 
-def _before_stop(message: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
-    """Cut the content before the first of the strings."""
-    content = message["content"]
-    ends = [place for stop in stops if (place := content.find(stop)) >= 0]
-    return {**message, "content": content[: min(ends)]} if ends else dict(message)
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut a text before the first of the strings.
+
+    Examples:
+        >>> before_stop("one, two. three", [".", ","])
+        'one'
+    """
+    stop = find_stop(text, stops)
+    return text if stop is None else text[: text.index(stop)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from torchrl_mt.agents.conversation import ChatTokensCache, Conversation
+from torchrl_mt.agents.conversation import ChatTokensCache, Conversation, before_stop
 from torchrl_mt.agents.requests import (
     ChatRequest,
     RequestError,
@@ -25,6 +25,7 @@ from torchrl_mt.agents.requests import (
     read_tokens,
 )
 from torchrl_mt.agents.responses import chat_completion, text_completion
+from torchrl_mt.chat.encoding import decode
 from torchrl_mt.collectors.episode import Turn
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder
 from torchrl_mt.engines import Completion, Engine
@@ -241,7 +242,11 @@ class Session:
         if other is None:
             self._note(call, completion, id, [])
         tokenizer = self._tokenizer if other is None else getattr(other.engine, "tokenizer", None)
-        text = "" if tokenizer is None else tokenizer.decode(completion.token_ids)
+        text = ""
+        if tokenizer is not None:
+            ended = completion.stop_token is not None
+            text = decode(tokenizer, list(completion.token_ids[: -1 if ended else None]))
+            text = before_stop(text, request.sampling.get("stop", ()))
         return text_completion(id, request.model, completion, text, len(request.prompt))
 
     async def _generate(

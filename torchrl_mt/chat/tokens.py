@@ -252,6 +252,8 @@ class ChatTokens:
                 f"the roles {[message.get('role') for message in messages]}."
             )
         text = self.text(answer_ids, last_token=last_token)
+        if last_token is None and len(answer_ids) and answer_ids[-1] in self._stop_ids:
+            last_token = answer_ids[-1]  # A stop string may name the token that ends a turn.
         stop = "" if last_token is None else decode(self._tokenizer, [last_token])
         # A prefix-stable template may still have no field for a part of this answer.
         stable = self.stable and not self._template.answers.loses(messages[-1])

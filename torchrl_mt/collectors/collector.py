@@ -26,7 +26,6 @@ from torchrl_mt.checks import check_at_least, check_choice
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopThread
-from torchrl_mt.collectors.event_loop.threads import WatchedThread
 from torchrl_mt.collectors.items.curriculum import Curriculum
 from torchrl_mt.collectors.items.items import Items
 from torchrl_mt.collectors.limits import Limits
@@ -56,6 +55,7 @@ from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
+from torchrl_mt.threads import WatchedThread
 
 if TYPE_CHECKING:
     from torchrl_mt.agents import Agent

@@ -21,10 +21,14 @@ class Completion:
         token_ids: the sampled tokens, including the stop token if one was sampled.
         log_probs: log-probability of each token under the distribution that it was sampled from.
         versions: weight version that sampled each token.
-        finish_reason: ``"stop"`` if the model ended its answer, ``"length"`` if the answer was cut.
+        finish_reason: ``"stop"`` if the model or a stop string ended the answer, ``"length"`` if it was
+            cut.
         sampling: sampling parameters that differ from plain sampling at temperature 1, such as
             ``temperature``, ``top_k`` and ``top_p``. An engine also records here if its
             log-probabilities are of another distribution.
+        stop_string: the stop string that ended the answer, the first in its text; ``None`` if a stop
+            token or the limit did. ``token_ids`` keep all tokens that spell it, and what the last of
+            them adds behind it.
 
     Raises:
         ValueError: if the lists differ in length.
@@ -32,6 +36,10 @@ class Completion:
     Examples:
         >>> Completion([5, 2], [-0.1, -0.2], [0, 0], "stop").token_ids
         [5, 2]
+        >>> Completion([5, 2], [-0.1, -0.2], [0, 0], "stop").stop_token
+        2
+        >>> Completion([5, 2], [-0.1, -0.2], [0, 0], "stop", stop_string=".").stop_token is None
+        True
     """
 
     token_ids: Sequence[int]
@@ -39,6 +47,7 @@ class Completion:
     versions: Sequence[int]
     finish_reason: Literal["stop", "length"]
     sampling: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    stop_string: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
@@ -46,6 +55,13 @@ class Completion:
                 "token_ids, log_probs and versions must have one entry per sampled token, got "
                 f"{len(self.token_ids)}, {len(self.log_probs)} and {len(self.versions)}."
             )
+
+    @property
+    def stop_token(self) -> int | None:
+        """The stop token that the answer ends with; ``None`` if it was cut or a stop string ended it."""
+        if self.finish_reason != "stop" or self.stop_string is not None or not len(self.token_ids):
+            return None
+        return self.token_ids[-1]
 
 
 @runtime_checkable
@@ -71,7 +87,9 @@ class Engine(Protocol):
             prompt_ids: at least one token.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
-            **sampling: sampling parameters of this request, such as ``temperature``.
+            **sampling: sampling parameters of this request, such as ``temperature``. ``stop``, a string
+                or a list of strings, ends the answer with the first token at which its decoded text
+                contains one of them.
 
         Raises:
             ValueError: if the prompt is empty or not in the vocabulary, prompt and answer together are

@@ -4,7 +4,10 @@ from torchrl_mt.envs.games.arithmetic import Arithmetic, play_arithmetic
 from torchrl_mt.envs.games.calculator import CalculatorError, calculate
 from torchrl_mt.envs.games.game import Game
 from torchrl_mt.envs.games.guess_number import GuessNumber, optimal_return, play_guess_number
+from torchrl_mt.envs.mcp_tools import MCPTools
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.tool_env import ToolEnv
+from torchrl_mt.envs.tools import Tool
 from torchrl_mt.envs.torchrl_env import ChatEnvAdapter
 
 __all__ = [
@@ -13,9 +16,12 @@ __all__ = [
     "ChatEnvAdapter",
     "Game",
     "GuessNumber",
+    "MCPTools",
     "Message",
     "TextEnv",
     "TextStep",
+    "Tool",
+    "ToolEnv",
     "calculate",
     "optimal_return",
     "play_arithmetic",

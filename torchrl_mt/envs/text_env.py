@@ -92,6 +92,10 @@ class TextEnv(ABC):
     """Whether ``response`` is the whole text without the stop token, including thoughts and tool calls
     in the model's notation, instead of the message's content. Useful to reward the format, say."""
 
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the tools that the model may call. Collectors read them after :meth:`reset` and
+    give them to the chat template as ``tools``."""
+
     @abstractmethod
     def reset(self, data: Any = None) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Begin an episode.

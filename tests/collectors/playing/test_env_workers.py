@@ -141,7 +141,9 @@ def test_bad_input_is_named(engine):
 
     with pytest.raises(TypeError, match="pickling it raised"):
         MultiTurnCollector(Local, engine, [{}], episodes_per_batch=1, env_workers=1)
-    with pytest.raises(TypeError, match=r"env_workers runs environments.*got the workflow"):
+    with pytest.raises(
+        TypeError, match=r"env_workers runs environments.*got .*which calls the engine"
+    ):
         MultiTurnCollector(Flow(), engine, [{}], episodes_per_batch=1, env_workers=1)
     with pytest.raises(ValueError, match="env_workers must be at least 1 process, got 0"):
         MultiTurnCollector(Tells, engine, [{}], episodes_per_batch=1, env_workers=0)

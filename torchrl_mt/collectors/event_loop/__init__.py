@@ -1,1 +1,1 @@
-"""An event loop in a background thread, and threads for blocking calls."""
+"""An event loop in a background thread, and its background tasks."""

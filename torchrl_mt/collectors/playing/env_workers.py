@@ -25,10 +25,10 @@ from typing import Any
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.context import EpisodeContext
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
-from torchrl_mt.collectors.event_loop.threads import settle, start_daemon
 from torchrl_mt.collectors.playing.env_factory import is_agent, is_workflow, resolve
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
+from torchrl_mt.threads import settle, start_daemon
 
 __all__ = ["EnvWorkerError", "EnvWorkers"]
 
@@ -103,8 +103,8 @@ class _Proxy(TextEnv):
         worker.envs.add(number)
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
-        whole_text, messages = await self._worker.call(self._number, "reset", data)
-        self.whole_text = whole_text  # type: ignore[misc]
+        whole_text, schemas, messages = await self._worker.call(self._number, "reset", data)
+        self.whole_text, self.tool_schemas = whole_text, schemas  # type: ignore[misc]
         return messages
 
     async def step(self, response: str, message: Message) -> TextStep:  # type: ignore[override]
@@ -314,7 +314,9 @@ class _ServedEnvs:
         else:
             self._replies.send(number, False, result)
 
-    def _reset(self, number: int, data: Any) -> tuple[bool, list[Message]]:
+    def _reset(
+        self, number: int, data: Any
+    ) -> tuple[bool, Sequence[Mapping[str, Any]], list[Message]]:
         env = self._make()
         if not isinstance(env, TextEnv):
             raise _no_environment(f"a {type(env).__name__}")
@@ -326,7 +328,8 @@ class _ServedEnvs:
         if is_over:
             self._close(number)
             raise asyncio.CancelledError
-        return env.whole_text, list(self._finished(env.reset(data)))
+        messages = list(self._finished(env.reset(data)))
+        return env.whole_text, env.tool_schemas, messages
 
     def _step(self, number: int, response: str, message: Message) -> TextStep:
         env = self._envs[number]

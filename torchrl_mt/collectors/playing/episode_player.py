@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
 from torchrl_mt.collectors.playing.env_workers import EnvWorkers
@@ -25,8 +28,13 @@ from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["EpisodePlayer"]
+
+_CHATS_KEPT = 64
+
+_logger = logging.getLogger("torchrl_mt")
 
 
 class EpisodePlayer:
@@ -65,8 +73,10 @@ class EpisodePlayer:
         self._chat_options = chat
         self._agent_options = agents or AgentOptions()
         self._agent_player: Any = None
-        self._chat: ChatTokens | None = None
-        if isinstance(env, TextEnv) or (isinstance(env, type) and issubclass(env, TextEnv)):
+        self._chats: OrderedDict[str, ChatTokens] = OrderedDict()
+        if isinstance(env, TextEnv):
+            self._get_chat(env.tool_schemas)
+        elif isinstance(env, type) and issubclass(env, TextEnv):
             self._get_chat()
         if getattr(self._make_player, "is_agent", False):
             self._get_agent_player()
@@ -123,13 +133,9 @@ class EpisodePlayer:
     def _get_agent_player(self) -> Any:
         """Make the player of agents, with their server, on first use."""
         if self._agent_player is None:
-            try:
-                from torchrl_mt.agents.agent import AgentPlayer
-                from torchrl_mt.agents.server import AgentServer
-            except ModuleNotFoundError as error:
-                raise ImportError(
-                    f"agents need the package {error.name}: pip install 'torchrl-mt[agents]'."
-                ) from error
+            from torchrl_mt.agents.agent import AgentPlayer
+            from torchrl_mt.agents.server import AgentServer
+
             server = AgentServer(
                 self.engine,
                 self.tokenizer,
@@ -139,12 +145,38 @@ class EpisodePlayer:
             self._agent_player = AgentPlayer(server)
         return self._agent_player
 
-    def _get_chat(self) -> ChatTokens:
-        """Make the :class:`~torchrl_mt.collectors.ChatTokens` on first use."""
-        if self._chat is None:
-            self._chat = self._chat_options.tokens(self.tokenizer)
-            self._chat.announce()
-        return self._chat
+    def _get_chat(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatTokens:
+        """The :class:`~torchrl_mt.collectors.ChatTokens` with tools of these schemas.
+
+        It is made on first use. The last are kept, since items may have tools of their own.
+
+        Raises:
+            ValueError: if ``template_kwargs`` has tools, too.
+        """
+        key = json.dumps(tools, default=repr) if tools else ""
+        if key in self._chats:
+            self._chats.move_to_end(key)
+            return self._chats[key]
+        options = self._chat_options
+        if tools:
+            kwargs = options.template_kwargs or {}
+            if kwargs.get("tools"):
+                raise ValueError(
+                    'template_kwargs["tools"] must not be given with an environment that has tools of '
+                    "its own, whose schemas are given to the chat template: leave it out."
+                )
+            options = replace(options, template_kwargs={**kwargs, "tools": list(tools)})
+        chat = options.tokens(self.tokenizer)
+        chat.announce()
+        if tools and "tools" not in chat.source:
+            _logger.warning(
+                "the chat template reads no tools, so the model is not told of those of the "
+                "environment: say in the messages what they are and how they are called."
+            )
+        self._chats[key] = chat
+        if len(self._chats) > _CHATS_KEPT:
+            self._chats.popitem(last=False)
+        return chat
 
 
 async def _call(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -18,7 +18,6 @@ from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player, is_workflow
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
@@ -26,8 +25,12 @@ from torchrl_mt.collectors.workflow import Rejected, enter_result
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["PlayAgent", "play_chat", "play_episode"]
+
+ChatOf: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], ChatTokens]
+"""Makes the tokens of dialogues in which the model may call tools of these schemas."""
 
 _T = TypeVar("_T")
 PlayAgent: TypeAlias = Callable[[Any, Recorder], Awaitable[Any]]
@@ -37,7 +40,7 @@ _logger = logging.getLogger("torchrl_mt")
 async def play_episode(
     make_player: MakePlayer,
     engine: Engine,
-    make_chat: Callable[[], ChatTokens],
+    chat_of: ChatOf,
     limits: Limits,
     episode: Episode,
     sampling: Mapping[str, Any] | None = None,
@@ -48,7 +51,8 @@ async def play_episode(
     Args:
         make_player: makes the environment, workflow or agent of the episode.
         engine: samples the responses.
-        make_chat: makes the :class:`~torchrl_mt.collectors.ChatTokens`; called for environments only.
+        chat_of: makes the :class:`~torchrl_mt.collectors.ChatTokens`, given the schemas of the
+            environment's tools; called for environments only.
         limits: limits of the episode.
         episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
@@ -75,7 +79,7 @@ async def play_episode(
     )
     try:
         await within(
-            _play(make_player, recorder, make_chat, episode, play_agent),
+            _play(make_player, recorder, chat_of, episode, play_agent),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
             time_is_up=recorder.close,
@@ -94,7 +98,7 @@ async def play_episode(
 async def _play(
     make_player: MakePlayer,
     recorder: Recorder,
-    make_chat: Callable[[], ChatTokens],
+    chat_of: ChatOf,
     episode: Episode,
     play_agent: PlayAgent | None,
 ) -> None:
@@ -111,7 +115,7 @@ async def _play(
         await _play_workflow(result, what, recorder, episode)
         return
     try:
-        await play_chat(player, recorder, make_chat(), episode)
+        await play_chat(player, recorder, chat_of, episode)
     finally:
         _close(player)
 
@@ -141,7 +145,7 @@ async def _play_workflow(
     episode.stop_reason = reached or StopReason.DONE
 
 
-async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode: Episode) -> None:
+async def play_chat(env: TextEnv, recorder: Recorder, chat_of: ChatOf, episode: Episode) -> None:
     """Play the episode in an environment of its own, with the recorder as the engine."""
     limits = recorder.limits
     answered = True
@@ -152,6 +156,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
             )
         new = _messages(opening, "TextEnv.reset must return", env, "reset")
         dialogue = list(new)
+        chat = chat_of(env.tool_schemas)
         prompt: Sequence[int] = chat.open(new)
         if limits.response_budget(len(prompt))[0] == 0:
             raise ValueError(
@@ -169,8 +174,7 @@ async def play_chat(env: TextEnv, recorder: Recorder, chat: ChatTokens, episode:
                     episode.turns[-1].messages.extend(new)
                 raise
             turn = episode.turns[-1]
-            stopped = answer.finish_reason == "stop" and len(answer.token_ids) > 0
-            last = answer.token_ids[-1] if stopped else None
+            last = answer.stop_token
             said = chat.read(
                 answer.token_ids, prompt_ids=prompt, messages=dialogue, last_token=last
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
 from torchrl_mt.collectors.items.items import Item, Items
+from torchrl_mt.threads import call_in_thread
 
 __all__ = ["ItemReader"]
 

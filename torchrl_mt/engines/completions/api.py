@@ -46,6 +46,8 @@ class Answer:
     finish_reason: Literal["stop", "length"]
     versions: list[int] | None
     """Weight version that sampled each token; ``None`` if the server does not report it."""
+    stopped_by: Any = None
+    """The stop string or stop token that ended it, as far as the server says."""
 
 
 def completions_url(base_url: str) -> str:
@@ -168,7 +170,9 @@ def parse_answer(
     versions = None
     if version_key is not None:
         versions = _versions(payload, choice, version_key, len(token_ids))
-    return Answer(token_ids, log_probs, reason, versions)
+    # vLLM's name, and SGLang's.
+    stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
+    return Answer(token_ids, log_probs, reason, versions, stopped_by)
 
 
 def _require(holds: bool, field: str, expected: str, got: Any, advice: str = "") -> None:

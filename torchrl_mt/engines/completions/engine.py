@@ -15,8 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
+from torchrl_mt.chat.encoding import decode
 from torchrl_mt.engines.completions.api import (
     OWN_FIELDS,
+    Answer,
     completions_url,
     max_model_len,
     parse_answer,
@@ -25,6 +27,7 @@ from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling_params import TruncationWarning, sampling_record
+from torchrl_mt.engines.stop_strings import checked_stop, find_stop
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
 
@@ -70,6 +73,10 @@ class CompletionsEngine:
     **Stop tokens.** An answer includes its stop token if the server's token ids do, as vLLM's do. If
     they do not, ``finish_reason`` is still ``"stop"``, and the stop token is part of the next prompt: it
     is not trained on.
+
+    **Stop strings.** ``stop`` of a request or of ``extra_body`` is sent to the server, which ends the
+    answer. ``Completion.stop_string`` is what the server names (vLLM's ``stop_reason``, SGLang's
+    ``matched_stop``), or else the first of them in the decoded answer.
 
     **Distribution.** Sampling is from the model's own distribution unless ``temperature``,
     ``extra_body`` or a request changes it. Neutral values of ``top_p``, ``top_k``, ``min_p`` and
@@ -164,6 +171,7 @@ class CompletionsEngine:
             )
         _require_free("extra_body", extra_body or {})
         sampling_record({"temperature": temperature, **(extra_body or {})})
+        checked_stop((extra_body or {}).get("stop"))
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self._max_total_tokens = max_total_tokens
@@ -226,7 +234,7 @@ class CompletionsEngine:
             prompt_ids: at least one token.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
-            **sampling: further fields of this request, such as ``temperature`` or ``seed``.
+            **sampling: further fields of this request, such as ``temperature``, ``seed`` or ``stop``.
 
         Returns:
             The sampled tokens with their log-probabilities and weight versions.
@@ -234,7 +242,8 @@ class CompletionsEngine:
         Raises:
             ValueError: if an argument is out of range (see :meth:`Engine.generate`), or ``sampling`` has
                 a field that the engine sets.
-            TypeError: if ``prompt_ids`` are no integers, or ``sampling`` has a value that JSON lacks.
+            TypeError: if ``prompt_ids`` are no integers, ``sampling`` has a value that JSON lacks, or
+                ``stop`` is neither a string nor a list of strings.
             CompletionsError: if the server refuses, keeps failing, or sends a malformed answer.
             RuntimeError: if the engine is closed.
         """
@@ -250,7 +259,10 @@ class CompletionsEngine:
         )
         _require_free("sampling arguments", sampling)
         asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
+        asked["stop"] = strings = list(checked_stop(asked.get("stop")))
         body = {name: value for name, value in asked.items() if value is not None}
+        if not strings:
+            del body["stop"]
         if body.get("top_k") == 0:
             body["top_k"] = _PLAIN["top_k"]  # some servers refuse 0
         record = sampling_record(body, self._vocab_size)
@@ -269,6 +281,7 @@ class CompletionsEngine:
             answer.versions or begun[-1:] * len(answer.token_ids),
             answer.finish_reason,
             sampling=record,
+            stop_string=self._stop_string(answer, strings) if strings else None,
         )
 
     def update_weights(self, source: Any = None) -> int:
@@ -347,6 +360,7 @@ class CompletionsEngine:
             greedy = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
             # After one token, hardly any model's own distribution is certain.
             asked = {**body, **greedy, "prompt": body["prompt"][:1], "max_tokens": _PROBE_TOKENS}
+            asked.pop("stop", None)  # it may leave too few tokens
             try:
                 answer = await self._client.post(
                     asked, partial(self._parse, max_new_tokens=_PROBE_TOKENS)
@@ -357,6 +371,17 @@ class CompletionsEngine:
             is_raw = min(answer.log_probs) < _CERTAIN
             self._logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
             _logger.info("the server gives %s, as a probe has shown.", self._logprobs_mode)
+
+    def _stop_string(self, answer: Answer, strings: Sequence[str]) -> str | None:
+        """The stop string that ended an answer; ``None`` if a stop token or the limit did."""
+        if answer.finish_reason != "stop" or isinstance(answer.stopped_by, int):
+            return None
+        if isinstance(answer.stopped_by, str):
+            return answer.stopped_by
+        # Servers name no end-of-sequence token, and some name nothing.
+        if self.tokenizer is None or answer.token_ids[-1] == self.tokenizer.eos_token_id:
+            return None
+        return find_stop(decode(self.tokenizer, answer.token_ids), strings)
 
     def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
         """Add the log-probability mode to a record if it matters; warns once."""

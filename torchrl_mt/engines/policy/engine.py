@@ -30,13 +30,14 @@ from torchrl_mt.engines.policy.sampler import (
 from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import TruncationWarning, altering_arguments, sampling_of
+from torchrl_mt.engines.stop_strings import checked_stop, watch
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
 
 __all__ = ["PolicyEngine", "as_engine"]
 
 _MAX_NEW_TOKENS = 256
-_PARAMS = {"temperature", "top_k", "top_p"}
-"""Sampling parameters that requests to a ``TransformersWrapper`` may set."""
+_PARAMS = {"temperature", "top_k", "top_p", "stop"}
+"""Arguments that requests to a ``TransformersWrapper`` may set."""
 
 
 class PolicyEngine:
@@ -161,7 +162,7 @@ class PolicyEngine:
         log_probs = LogProbs(
             policy, view, check=check, tolerance=tolerance, max_tokens=max_forward_tokens
         )
-        self._answerer = _Answerer(sampler, log_probs, ends, self.max_total_tokens)
+        self._answerer = _Answerer(sampler, log_probs, self.tokenizer, ends, self.max_total_tokens)
         self._batcher: MicroBatcher[_Request, Completion] = MicroBatcher(
             self._answerer.answer,
             self._answerer.fits,
@@ -188,8 +189,10 @@ class PolicyEngine:
                 that the prompt leaves, whichever is less.
             **sampling: with a ``TransformersWrapper``, ``temperature``, ``top_k`` and ``top_p`` instead
                 of the policy's (at temperature 0 the likeliest token is chosen, with log-probability 0).
-                Requests that differ in these are in different batches. No other argument is supported,
-                and none with another policy.
+                Requests that differ in these are in different batches. ``stop``, a string or several,
+                ends the answer with the first token at which its decoded text, special tokens included,
+                contains one of them; ``Completion.stop_string`` says which. No other argument is
+                supported, and none with another policy.
 
         Returns:
             The sampled tokens with their log-probabilities and the weight version, one for all tokens.
@@ -204,7 +207,7 @@ class PolicyEngine:
         if unknown:
             raise TypeError(
                 f"PolicyEngine.generate takes no {unknown}: sampling arguments are set on the policy; "
-                "of a request to a TransformersWrapper one may set temperature, top_k and top_p."
+                "of a request to a TransformersWrapper one may set temperature, top_k, top_p and stop."
             )
         total = self.max_total_tokens
         prompt, limit = checked_request(
@@ -215,12 +218,18 @@ class PolicyEngine:
             bound=f"the {total} tokens that the model's positions allow",
             vocab_size=self._vocab_size,
         )
+        strings = checked_stop(sampling.pop("stop", None))
+        if strings and self.tokenizer is None:
+            raise TypeError(
+                f"stop={list(strings)} needs a tokenizer, and the policy has none: make the engine with "
+                "tokenizer=."
+            )
         asked = sampling_of(sampling, self._vocab_size)
         given = (name for name, value in sampling.items() if value is not None)
         params = self._params.changed(**{name: getattr(asked, name) for name in given})
         record = params.record() | self._other_arguments
         self._warn(record)
-        return await self._batcher.ask(_Request(prompt, limit, params, record))
+        return await self._batcher.ask(_Request(prompt, limit, params, record, strings))
 
     def update_weights(
         self, source: nn.Module | TensorDictBase | Mapping[str, torch.Tensor] | None = None
@@ -278,6 +287,8 @@ class _Request:
     params: Sampling
     record: dict[str, Any]
     """``Completion.sampling``."""
+    strings: tuple[str, ...]
+    """Stop strings."""
 
 
 class _Answerer:
@@ -287,12 +298,14 @@ class _Answerer:
         self,
         sampler: PolicySampler,
         log_probs: LogProbs,
+        tokenizer: PreTrainedTokenizerBase | None,
         stop_ids: frozenset[int],
         max_total_tokens: int | None,
     ) -> None:
         self.version = 0
         self._sampler = sampler
         self._log_probs = log_probs
+        self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._max_total_tokens = max_total_tokens
 
@@ -308,7 +321,8 @@ class _Answerer:
     def answer(self, requests: list[_Request]) -> list[Completion]:
         """Sample an answer to every request."""
         prompts, params = [request.prompt for request in requests], requests[0].params
-        sampled = self._sampler(prompts, [request.limit for request in requests], params)
+        stops = [watch(request.strings, self._tokenizer) for request in requests]
+        sampled = self._sampler(prompts, [request.limit for request in requests], params, stops)
         log_probs = self._log_probs(
             prompts,
             [answer.token_ids for answer in sampled],
@@ -320,8 +334,11 @@ class _Answerer:
                 answer.token_ids,
                 scores,
                 [self.version] * len(answer.token_ids),
-                "stop" if answer.token_ids[-1] in self._stop_ids else "length",
+                "stop"
+                if answer.stop_string or answer.token_ids[-1] in self._stop_ids
+                else "length",
                 sampling=request.record,
+                stop_string=answer.stop_string,
             )
             for request, answer, scores in zip(requests, sampled, log_probs, strict=True)
         ]

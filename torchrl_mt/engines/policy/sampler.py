@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from torchrl_mt._hosts.torchrl import min_batch_size
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import altering_arguments
+from torchrl_mt.engines.stop_strings import StopStrings
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
@@ -30,9 +31,12 @@ class Drawn:
     """One answer, as sampled."""
 
     token_ids: list[int]
-    """Tokens up to the limit, or up to and including the first stop token."""
+    """Tokens up to the limit, or up to and including the first stop token, or the token that completes
+    a stop string."""
     reported: list[float] | None
     """Log-probability of each token as the policy reports it; ``None`` if it reports none."""
+    stop_string: str | None = None
+    """The stop string that ended it."""
 
 
 class PolicySampler:
@@ -73,6 +77,7 @@ class PolicySampler:
         if isinstance(policy, TransformersWrapper):
             assert model is not None
             policy = _rebuilt(policy, model, tokenizer, stop_ids, self._pad_id, closing)
+            self._criteria = policy.generate_kwargs["stopping_criteria"]
         elif self._ragged and (policy.input_mode != "tokens" or policy.pad_output):
             policy = policy.get_new_version(
                 input_mode="tokens",
@@ -90,6 +95,7 @@ class PolicySampler:
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
         params: Sampling = Sampling(),  # noqa: B008 - it is frozen
+        stops: Sequence[StopStrings | None] = (),
     ) -> list[Drawn]:
         """Sample an answer to every prompt.
 
@@ -97,14 +103,18 @@ class PolicySampler:
             prompts: at least one token each.
             limits: maximum length of each answer.
             params: sampling parameters, used if the policy takes arguments.
+            stops: for each answer its stop strings or ``None``, used if the policy takes arguments; may
+                be empty.
 
         Raises:
             RuntimeError: if the policy does not return one answer to each of the prompts.
         """
         if self.takes_arguments:
             # The rebuilt policy is private, so its arguments may be changed.
-            kwargs = {"max_new_tokens": max(limits), **_hf_kwargs(params)}
-            self._policy.generate_kwargs.update(kwargs)  # type: ignore[attr-defined]
+            own: dict[str, Any] = self._policy.generate_kwargs  # type: ignore[attr-defined]
+            own.update({"max_new_tokens": max(limits), **_hf_kwargs(params)})
+            strings = [_Strings(stops, self._stop_ids)] if any(stops) else []
+            own["stopping_criteria"] = StoppingCriteriaList([*self._criteria, *strings])
         batch = self._batch(prompts)
         with torch.no_grad(), _evaluating(self._policy):
             out = self._policy(batch)
@@ -113,10 +123,8 @@ class PolicySampler:
                 f"the policy must return a TensorDict with {len(prompts)} answers, got "
                 f"{type(out).__name__} {tuple(getattr(out, 'batch_size', ()))}."
             )
-        return [
-            self._read(row, prompt, limit)
-            for row, prompt, limit in zip(out.unbind(0), prompts, limits, strict=True)
-        ]
+        answers = zip(out.unbind(0), prompts, limits, stops or [None] * len(prompts), strict=True)
+        return [self._read(*answer) for answer in answers]
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
         """Prompts in the policy's format: rows, or a left-padded batch with its mask."""
@@ -135,7 +143,9 @@ class PolicySampler:
             batch_size=[len(rows)],
         )
 
-    def _read(self, row: TensorDictBase, prompt: Sequence[int], limit: int) -> Drawn:
+    def _read(
+        self, row: TensorDictBase, prompt: Sequence[int], limit: int, stops: StopStrings | None
+    ) -> Drawn:
         """Read one answer, without padding or tokens after its end."""
         response = _numbers(row, (self._tokens, "response"))
         if response is None:
@@ -156,10 +166,13 @@ class PolicySampler:
                 f"{len(reported)} for {len(response)} tokens."
             )
         end = next((i for i, token in enumerate(response, 1) if token in self._stop_ids), None)
+        string = None
+        if stops is not None and stops.found is not None and stops.num_tokens <= limit:
+            end, string = stops.num_tokens, stops.found
         size = min(limit, len(response) if end is None else end)
         if size == 0:
             raise RuntimeError("the policy returned an answer without a token.")
-        return Drawn(response[:size], None if reported is None else reported[:size])
+        return Drawn(response[:size], None if reported is None else reported[:size], string)
 
 
 def generate_kwargs_of(policy: Any) -> Mapping[str, Any]:
@@ -290,6 +303,28 @@ class _Closing:
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each row is finished."""
         return input_ids.new_full(input_ids.shape[:1], self._closing.is_set(), dtype=torch.bool)
+
+
+class _Strings:
+    """Stopping criterion that ends each row with its stop strings.
+
+    Args:
+        stops: the stop strings of each row, or ``None``.
+        stop_ids: tokens that end a row, after which it has padding only.
+    """
+
+    def __init__(self, stops: Sequence[StopStrings | None], stop_ids: frozenset[int]) -> None:
+        self._open = {i: row for i, row in enumerate(stops) if row is not None}
+        self._stop_ids = stop_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether a string ended each row with its last token."""
+        last: list[int] = input_ids[:, -1].tolist()
+        ended = [i for i, row in self._open.items() if last[i] in self._stop_ids]
+        found = [i for i, row in self._open.items() if i not in ended and row.ended_by(last[i])]
+        for i in (*ended, *found):
+            del self._open[i]
+        return torch.tensor([i in found for i in range(len(last))], device=input_ids.device)
 
 
 @contextmanager

@@ -310,7 +310,11 @@ class BatchScheduler:
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             request.versions.append(self.version)
-            if token in request.stop_ids or len(request.tokens) == request.limit:
+            if (
+                token in request.stop_ids
+                or (request.stops is not None and request.ended_by_string(token))
+                or len(request.tokens) == request.limit
+            ):
                 finished.append(request)
         self._finished += finished
         self._leave(finished)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchrl_mt.engines.sampling import Sampling
+from torchrl_mt.engines.stop_strings import StopStrings
 from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.padded_cache import PaddedCache
 
@@ -31,6 +32,18 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cancelled: bool = False
+    stops: StopStrings | None = None
+    failure: Exception | None = None
+    """Why it could not be completed, while others go on."""
+
+    def ended_by_string(self, token: int) -> bool:
+        """Look for the stop strings; a tokenizer's error ends this request alone."""
+        assert self.stops is not None
+        try:
+            return self.stops.ended_by(token)
+        except Exception as error:
+            self.failure = error
+            return True
 
 
 @dataclass(eq=False, slots=True)

@@ -25,6 +25,7 @@ from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, 
 from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
 from torchrl_mt.engines.sampling import Sampling, random_word
 from torchrl_mt.engines.sampling_params import TruncationWarning
+from torchrl_mt.engines.stop_strings import checked_stop, watch
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel
@@ -148,6 +149,7 @@ class TransformersEngine:
         top_k: int | None = None,
         top_p: float | None = None,
         stop_token_ids: Iterable[int] | None = None,
+        stop: str | Sequence[str] | None = None,
         seed: int | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -161,7 +163,9 @@ class TransformersEngine:
             top_k: replaces the engine's; 0 is off.
             top_p: replaces the engine's; 1 is off.
             stop_token_ids: tokens that end this answer, instead of :attr:`stop_token_ids`; if empty,
-                only its length does.
+                only its length or ``stop`` does.
+            stop: a string or several; the answer ends with the first token at which its decoded text,
+                special tokens included, contains one of them. ``Completion.stop_string`` says which.
             seed: the same prompt, arguments and seed give the same answer, up to rounding. If ``None``,
                 the next from the engine's seed.
             **sampling: no other argument is supported.
@@ -176,7 +180,7 @@ class TransformersEngine:
         if sampling:
             raise TypeError(
                 f"TransformersEngine.generate takes no {sorted(sampling)}: of a request one may set "
-                "max_new_tokens, temperature, top_k, top_p, stop_token_ids and seed."
+                "max_new_tokens, temperature, top_k, top_p, stop_token_ids, stop and seed."
             )
         self._check_open()
         total = self.max_total_tokens
@@ -196,6 +200,7 @@ class TransformersEngine:
         ends = self._stop_ids
         if stop_token_ids is not None:
             ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
+        stops = watch(checked_stop(stop), self.tokenizer)
         number = next(self._num_requests)
         loop = asyncio.get_running_loop()
         request = Request(
@@ -206,6 +211,7 @@ class TransformersEngine:
             random_word(self._seed, number) if seed is None else seed,
             loop.create_future(),
             loop,
+            stops=stops,
         )
         size = len(prompt)
         self._generation.submit(request)
@@ -215,8 +221,16 @@ class TransformersEngine:
             self._generation.withdraw(request)
             raise
         token_ids = request.tokens[size:]
-        reason: Any = "stop" if token_ids[-1] in ends else "length"
-        return Completion(token_ids, request.log_probs, request.versions, reason, sampling=record)
+        stop_string = None if stops is None else stops.found
+        stopped = token_ids[-1] in ends or stop_string is not None
+        return Completion(
+            token_ids,
+            request.log_probs,
+            request.versions,
+            "stop" if stopped else "length",
+            sampling=record,
+            stop_string=stop_string,
+        )
 
     def update_weights(
         self,

@@ -81,7 +81,10 @@ class Generation(EngineThread):
             finally:
                 finished = self._scheduler.take_finished()
                 self._num_answered = len(finished)
-                settle((request, None) for request in finished)
+                settle(
+                    (request, None if request.failure is None else _failed(request.failure))
+                    for request in finished
+                )
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
@@ -104,7 +107,7 @@ class Generation(EngineThread):
 
 
 def _failed(cause: BaseException) -> RuntimeError:
-    """An error for one request of a failed step."""
+    """An error for a request that failed, or whose step did."""
     error = RuntimeError(f"generation failed: {cause}")
     error.__cause__ = cause
     return error

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.waiting import wait_until
-from torchrl_mt.collectors.event_loop.threads import call_in_thread
+from torchrl_mt.threads import call_in_thread
 
 seen: contextvars.ContextVar[int] = contextvars.ContextVar("seen", default=0)
 

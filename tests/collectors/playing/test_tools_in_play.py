@@ -1,0 +1,347 @@
+"""Environments of tools in a collector: schemas, calls and results in every family's template."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+
+import pytest
+
+from tests.chat import families as f
+from tests.chat.families_in_play import call, stop_of, tokenizer_of
+from tests.collectors.scripted import ScriptedEngine
+from tests.collectors.test_pages import code_of
+from tests.envs.some_tools import Sums, add, look, says_seven
+from tests.idle_clock import LIMIT, hang
+from tests.tiers import first_fast
+from torchrl_mt.collectors import ChatOptions, Limits, MultiTurnCollector, context
+from torchrl_mt.collectors.playing import episode_player
+from torchrl_mt.envs import Arithmetic, TextEnv, TextStep, Tool, ToolEnv, calculate
+from torchrl_mt.testing import tiny_chat_tokenizer
+
+ITEM = {"messages": [{"role": "user", "content": "3 + 4?"}], "answer": "7"}
+
+
+def says(family, content="", *calls):
+    message = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+    return {**message, **({"reasoning_content": "so"} if family.opens else {})}
+
+
+def play(family, env, messages, data=ITEM, **collector):
+    """An episode in which a model of a family answers so: the batch, the prompts, the stats."""
+    tokenizer = tokenizer_of(family)
+    texts = iter([family.say(message) + stop_of(family, message) for message in messages])
+    stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
+    engine = ScriptedEngine(
+        tokenizer,
+        lambda prompt: tokenizer(next(texts), add_special_tokens=False)["input_ids"],
+        stops,
+    )
+    settings = {"episodes_per_batch": 1, "total_episodes": 1, "max_consecutive_failures": 1}
+    with MultiTurnCollector(env, engine, [data], **{**settings, **collector}) as made:
+        (batch,) = made
+        return batch, [tokenizer.decode(prompt) for prompt, _ in engine.calls], made.stats()
+
+
+def rewards(batch):
+    return batch["next", "reward"].flatten().tolist()
+
+
+FAMILIES = [
+    *(f.QWEN25, f.LLAMA31, f.MISTRAL, f.GPT_OSS, f.DEEPSEEK_R1),
+    *(each for each in f.FAMILIES if each.calls),
+]
+FAMILIES = list(dict.fromkeys(FAMILIES))
+
+
+@pytest.mark.parametrize("family", first_fast(FAMILIES, 5), ids=lambda family: family.name)
+def test_an_episode_of_tools(family):
+    dialogues = []
+
+    def judge(messages, data):
+        dialogues.append(messages)
+        return float(messages[-1]["content"] == data["answer"])
+
+    several = [call("add", a=3, b=4), call("look", q="é b", n=2)]
+    if not family.several:
+        several = several[:1]
+    env = ToolEnv([add, look], reward=judge)
+    batch, prompts, stats = play(
+        family,
+        env,
+        [
+            says(family, "", *several),
+            says(family, "", call("find", q="x")),
+            says(family, "7"),
+        ],
+    )
+    assert rewards(batch) == [0.0, 0.0, 1.0]
+    assert stats["accepted"] == stats["started"] == 1
+    assert batch["info"][-1] == {"calls": len(several) + 1, "errors": 1}
+    results = ["7", '{"found": ["é b", "é b"]}'][: len(several)]
+    error = "error: there is no tool 'find'; the tools are add, look"
+    (dialogue,) = dialogues
+    assert [m["content"] for m in dialogue if m["role"] == "tool"] == [*results, error]
+    assert [m["role"] for m in dialogue] == [
+        *("user", "assistant", *["tool"] * len(several), "assistant", "tool", "assistant")
+    ]
+    # What the template writes of a result: as it is, or as JSON.
+    for prompt, shown in ((prompts[1], results), (prompts[2], [error])):
+        behind = prompt[len(prompts[0]) :]
+        places = [
+            max(behind.find(text), behind.find(json.dumps(text, ensure_ascii=False)))
+            for text in shown
+        ]
+        assert min(places) >= 0
+        assert places == sorted(places)
+
+
+def test_the_schemas_reach_the_prompt():
+    family, schemas = f.QWEN25, ToolEnv([add, look], reward=says_seven).tool_schemas
+    env = ToolEnv([add, look], reward=says_seven)
+    for made in (env, lambda: env, Sums):
+        _, (prompt,), _ = play(family, made, [says(family, "7")])
+        told = prompt.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
+        assert list(map(json.loads, told))[:2] == schemas
+    # Arguments without quotes have the types that the schemas declare.
+    coder = f.QWEN3_CODER
+    said = [says(coder, "", call("look", q="3", n=2)), says(coder, "7")]
+    _, prompts, _ = play(coder, env, said)
+    assert '{"found": ["3", "3"]}' in prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs"),
+    [
+        (Sums(max_calls=1), None),
+        (Sums, {"max_calls": 1}),
+        ("tests.envs.some_tools.Sums", {"max_calls": 1}),
+        (lambda: Sums(max_calls=1), None),
+    ],
+    ids=["instance", "class", "name", "callable"],
+)
+def test_every_form_of_an_environment(env, kwargs):
+    family = f.QWEN25
+    said = [says(family, "", call("add", a=3, b=4), call("add", a=1, b=2)), says(family, "7")]
+    batch, prompts, _ = play(family, env, said, workflow_kwargs=kwargs)
+    assert rewards(batch) == [0.0, 1.0]
+    assert batch["info"][-1] == {"calls": 2, "errors": 1}
+    assert "only 1 calls are allowed" in prompts[1]
+
+
+def test_copies_of_an_environment_do_not_mix_up_their_episodes():
+    family = f.QWEN25
+    tokenizer = tokenizer_of(family)
+
+    def rule(prompt):
+        text = tokenizer.decode(prompt)
+        asked = text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        if "<tool_response>" in text:
+            message = says(
+                family, text.split("<tool_response>\n")[1].split("\n</tool_response>")[0]
+            )
+        else:
+            message = says(family, "", call("add", a=int(asked), b=1))
+        return tokenizer(family.say(message) + family.stop, add_special_tokens=False)["input_ids"]
+
+    env = ToolEnv([add], reward=says_seven)
+    data = [
+        {"messages": [{"role": "user", "content": str(k)}], "answer": str(k + 1)} for k in range(8)
+    ]
+    with MultiTurnCollector(
+        env, ScriptedEngine(tokenizer, rule), data, episodes_per_batch=16, group_size=2, cycle=False
+    ) as collector:
+        batch = next(iter(collector))
+    assert rewards(batch) == [0.0, 1.0] * 16
+    assert list(batch["info"]) == [{"calls": 1, "errors": 0}] * 32
+
+
+def test_a_tool_that_hangs_is_told_and_the_episode_goes_on(idle_clock):
+    async def stuck():
+        """Never end."""
+        await hang()
+
+    family, env = f.QWEN25, ToolEnv([stuck], reward=says_seven, tool_timeout=LIMIT / 2)
+    said = [says(family, "", call("stuck")), says(family, "7")]
+    batch, prompts, _ = play(family, env, said, limits=Limits(tool_timeout=5 * LIMIT))
+    assert rewards(batch) == [0.0, 1.0]
+    assert f"error: stuck did not answer within {LIMIT / 2:g} seconds" in prompts[1]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+@pytest.mark.parametrize("is_async", first_fast([False, True]))
+def test_an_exit_of_a_tool_rejects_the_episode(error, is_async):
+    tries = []
+
+    def leave():
+        """Leave, the first time."""
+        tries.append(1)
+        if len(tries) == 1:
+            raise error
+        return "stayed"
+
+    async def leave_async():
+        return leave()
+
+    tool = Tool(leave_async, {"name": "leave"}) if is_async else leave
+    family, env = f.QWEN25, ToolEnv([tool], reward=says_seven)
+    asks = says(family, "", call("leave"))
+    batch, _, stats = play(
+        family, env, [asks, asks, says(family, "7")], max_consecutive_failures=2, max_retries=1
+    )
+    assert rewards(batch) == [0.0, 1.0]
+    assert stats["rejected"] == stats[f"rejected/{type(error).__name__}"] == 1
+
+
+def test_tools_know_their_episode():
+    seen = []
+
+    def who():
+        """Tell the episode."""
+        seen.append((context.get().task_id, threading.current_thread() is threading.main_thread()))
+
+    async def who_async():
+        """Tell the episode."""
+        seen.append((context.get().task_id, False))
+
+    family, env = f.QWEN25, ToolEnv([who, who_async], reward=says_seven)
+    said = [says(family, "", call("who"), call("who_async")), says(family, "7")]
+    play(family, env, said, {**ITEM, "task_id": "t-7"})
+    assert seen == [("t-7", False)] * 2
+
+
+def test_the_page_on_environments_has_a_task_that_can_be_solved():
+    family = f.QWEN25
+    tokenizer = tokenizer_of(family)
+
+    def rule(prompt):
+        text = tokenizer.decode(prompt)
+        if "<tool_response>" in text:
+            said = says(family, text.split("<tool_response>\n")[1].split("\n</tool_response>")[0])
+        else:
+            said = says(
+                family, "", call("compute", expression=text.split("What is ")[1].split("?")[0])
+            )
+        return tokenizer(family.say(said) + family.stop, add_special_tokens=False)["input_ids"]
+
+    names = {each.__name__: each for each in (Arithmetic, MultiTurnCollector, ToolEnv, calculate)}
+    names["engine"] = ScriptedEngine(tokenizer, rule)
+    exec(code_of("environments.rst", "Tools"), names)
+    with names["collector"] as collector:
+        batch = next(iter(collector))
+    assert rewards(batch) == [0.0, 1.0] * 64
+
+
+# ---- the schemas and the chat template ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_tools_may_not_be_given_twice(late):
+    env = ToolEnv([add], reward=says_seven)
+    given = (lambda: env) if late else env
+    with pytest.raises(
+        RuntimeError if late else ValueError,
+        match=r'template_kwargs\["tools"\] must not be given with an environment that has tools .*\.$',
+    ):
+        play(f.QWEN25, given, [says(f.QWEN25, "7")], template_kwargs={"tools": [look]})
+
+
+def test_other_variables_of_the_template_stay():
+    family, env = f.QWEN3, ToolEnv([add], reward=says_seven)
+    for enable in (True, False):
+        kwargs = {"tools": None, "enable_thinking": enable}
+        _, (prompt,), _ = play(family, env, [says(family, "7")], template_kwargs=kwargs)
+        assert '"name": "add"' in prompt
+        assert prompt.endswith("<think>\n\n</think>\n\n") == (not enable)
+
+
+class Offers(TextEnv):
+    """Every item says what the model may call."""
+
+    def reset(self, data=None):
+        self.tool_schemas = data["tools"]
+        return data["messages"]
+
+    def step(self, response):
+        return TextStep(done=True)
+
+
+def test_every_episode_may_have_tools_of_its_own():
+    family = f.QWEN25
+    tokenizer = tokenizer_of(family)
+    answer = tokenizer("7<|im_end|>")["input_ids"]
+    engine = ScriptedEngine(tokenizer, lambda prompt: answer)
+    named = [[], [Tool(add).schema], [Tool(look).schema, Tool(add).schema]]
+    data = [{**ITEM, "tools": tools} for tools in named]
+    with MultiTurnCollector(Offers(), engine, data, episodes_per_batch=6) as collector:
+        batch = next(iter(collector))
+    prompts = [tokenizer.decode(row["tokens", "prompt"]) for row in batch.unbind(0)]
+    assert len(prompts) == 6
+    for k, prompt in enumerate(prompts):
+        for tool in ("add", "look"):
+            offered = tool in [schema["function"]["name"] for schema in named[k % 3]]
+            assert (f'"name": "{tool}"' in prompt) == offered
+
+
+def test_the_last_tokens_of_many_tools_are_kept(monkeypatch):
+    monkeypatch.setattr(episode_player, "_CHATS_KEPT", 2)
+    made = []
+
+    class Counted(ChatOptions):
+        def tokens(self, tokenizer):
+            made.append(self.template_kwargs["tools"][0]["function"]["name"])
+            return super().tokens(tokenizer)
+
+    player = episode_player.EpisodePlayer(
+        lambda: None, ScriptedEngine(tokenizer_of(f.QWEN25), list), limits=Limits(), chat=Counted()
+    )
+    for name in "abbacab":
+        player._get_chat([Tool(lambda: None, {"name": name}).schema])
+    assert made == ["a", "b", "c", "b"]
+
+
+def test_it_is_said_if_the_template_reads_no_tools(caplog):
+    tokenizer = tiny_chat_tokenizer("add 3 4 7", extra_roles="tool")
+    answers = iter(["add 3 4<end>", "7<end>"])
+    engine = ScriptedEngine(tokenizer, lambda prompt: tokenizer(next(answers))["input_ids"])
+
+    def parse(text):
+        name, *numbers = text.split()
+        if name != "add":
+            return []
+        return [{"name": "add", "arguments": dict(zip("ab", map(int, numbers), strict=True))}]
+
+    env = ToolEnv([add], reward=says_seven, parser=parse)
+    item = {"messages": [{"role": "user", "content": "3 4"}]}
+    with (
+        caplog.at_level(logging.WARNING, "torchrl_mt"),
+        MultiTurnCollector(env, engine, [item], episodes_per_batch=1) as collector,
+    ):
+        batch = next(iter(collector))
+    assert rewards(batch) == [0.0, 1.0]
+    assert tokenizer.decode(engine.calls[1][0]) == (
+        "<user> 3 4 <end> <assistant> add 3 4 <end> <tool> 7 <end> <assistant>"
+    )
+    assert sum("reads no tools" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [Sums, Sums()], ids=["class", "instance"])
+def test_tools_run_in_other_processes(env):
+    family = f.QWEN25
+    said = [
+        says(family, "", call("add", a=3, b=4), call("whereabouts"), call("find")),
+        says(family, "7"),
+    ]
+    batch, prompts, _ = play(family, env, said, env_workers=1)
+    assert rewards(batch) == [0.0, 1.0]
+    assert batch["info"][-1] == {"calls": 3, "errors": 1}
+    assert '"name": "whereabouts"' in prompts[0]
+    shown = [
+        part.split("\n</tool_response>")[0] for part in prompts[1].split("<tool_response>\n")[1:]
+    ]
+    assert shown[0] == "7"
+    assert int(shown[1]) != os.getpid()
+    assert shown[2].startswith("error: there is no tool 'find'")

@@ -1,0 +1,319 @@
+"""An environment in which the model calls tools until it answers.
+
+Whatever a tool does, the episode goes on: an error is a message that the model can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torchrl_mt.checks import check_at_least, check_positive_finite
+from torchrl_mt.envs.mcp_tools import MCPSession, MCPTools, is_session
+from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
+from torchrl_mt.envs.tools import CallableTool, Tool, ToolError, call_tool
+from torchrl_mt.threads import call_in_thread
+
+__all__ = ["ToolEnv"]
+
+
+class ToolEnv(TextEnv):
+    """An environment of tools: it answers the model's calls, and rewards the whole dialogue.
+
+    The episode's data has the opening messages as ``data["messages"]``. The chat template is given the
+    tools' schemas as ``tools``. Every call in a response is answered by a message of role ``"tool"``, in
+    the order of the calls, which run at the same time. A response without a call ends the episode, and
+    ``reward`` judges it. An episode that ends otherwise, by a limit of the collector, has reward 0.
+
+    The result of a call is text as it is, or else JSON. A call without a result is answered with
+    ``"error: "`` and the reason: an unknown tool, missing, unknown or mistyped arguments, an exception,
+    a result that JSON cannot hold, time that ran out, or too many calls. ``SystemExit`` and
+    ``KeyboardInterrupt`` in a tool reject the episode, as do all errors of ``reward``.
+
+    ``info`` has the numbers of ``calls`` and of ``errors`` in the episode so far.
+
+    A copy shares the tools and sessions. To give each episode a state of its own, make a subclass whose
+    methods are the tools and whose ``reset`` begins the state: methods of a copy are called on the copy.
+    Calls of a response that change a state are safe in ``async`` methods, between one ``await`` and the
+    next.
+
+    Args:
+        tools: functions, each plain or ``async``, with type hints and a docstring in Google's style, of
+            which ``transformers.utils.get_json_schema`` makes a schema;
+            :class:`~torchrl_mt.envs.Tool`, with a schema or a time limit of its own; open sessions with
+            MCP servers, all of whose tools may be called; or :class:`~torchrl_mt.envs.MCPTools`, which
+            opens a session for each episode. Plain functions run in threads, several at a time.
+        reward: called with all messages of the dialogue and the data; returns the reward. Plain (run
+            in a thread) or ``async``.
+        max_calls: maximum number of calls in an episode; further ones are answered with an error.
+            Any number if ``None``.
+        tool_timeout: maximum seconds of a call; unlimited if ``None``. The ``tool_timeout`` of
+            :class:`~torchrl_mt.collectors.Limits` is for all that a response brings about, and rejects
+            the episode.
+        parser: called with the whole text of a response, at once and in the event loop. It returns a
+            :class:`~torchrl_mt.chat.ParsedReply`, or a list of calls ``{"name": ..., "arguments":
+            {...}}``, empty for a response that ends the episode. Its ``ValueError`` is told to the model
+            in a user's message. ``None`` parses by the notation of the model's family.
+
+    Raises:
+        TypeError: if ``tools`` is not a list of these, or ``reward`` or ``parser`` is not callable.
+        ValueError: if no schema can be made from a function, two tools have the same name, ``max_calls``
+            is negative, or ``tool_timeout`` is not positive.
+        RuntimeError: if an open session is given outside of an event loop.
+
+    Examples:
+        >>> def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: the first.
+        ...         b: the second.
+        ...     '''
+        ...     return a + b
+        >>> env = ToolEnv([add], reward=lambda messages, data: messages[-1]["content"] == data["sum"])
+        >>> call = {"id": "1", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+        >>> async def play():
+        ...     await env.reset({"messages": [{"role": "user", "content": "3 + 4?"}], "sum": "7"})
+        ...     step = await env.step("", {"role": "assistant", "content": "", "tool_calls": [call]})
+        ...     print(step.messages)
+        ...     return await env.step("7")
+        >>> asyncio.run(play()).reward
+        [{'role': 'tool', 'tool_call_id': '1', 'name': 'add', 'content': '7'}]
+        True
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Any],
+        *,
+        reward: Callable[[list[dict[str, Any]], Any], Any],
+        max_calls: int | None = None,
+        tool_timeout: float | None = None,
+        parser: Callable[[str], Any] | None = None,
+    ) -> None:
+        if isinstance(tools, (str, Mapping)) or not isinstance(tools, Iterable):
+            raise TypeError(
+                f"tools must be a list of functions, got {type(tools).__name__} ({str(tools)[:80]})."
+            )
+        for name, function in (("reward", reward), ("parser", parser)):
+            if not callable(function) and (name == "reward" or function is not None):
+                raise TypeError(f"{name} must be a function, got {function!r}.")
+        if max_calls is not None:
+            check_at_least("max_calls", max_calls, 0)
+        if tool_timeout is not None:
+            check_positive_finite("tool_timeout", tool_timeout)
+        self.max_calls = max_calls
+        self.tool_timeout = tool_timeout
+        self.whole_text = parser is not None  # type: ignore[misc]
+        self._reward = reward
+        self._parser = parser
+        self._given = [_as_tool(tool) for tool in tools]
+        self._tools: dict[str, CallableTool] = {}
+        self._offer([tool for tool in self._given if isinstance(tool, Tool)])
+        self._sessions: list[MCPSession] = []
+        self._data: Any = None
+        self._dialogue: list[dict[str, Any]] | None = None
+        """All messages so far; ``None`` if no episode is under way."""
+        self._calls = self._errors = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ToolEnv:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        own = (
+            "_reward",
+            "_parser",
+            "_given",
+            "_tools",
+            "tool_schemas",
+            "_sessions",
+            "_dialogue",
+            "_data",
+        )
+        for name in vars(self).keys() - set(own):
+            setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
+        copied._sessions, copied._dialogue, copied._data = [], None, None
+        copied._reward = _method_of(copied, self, self._reward)
+        copied._parser = _method_of(copied, self, self._parser)
+        copied._given = [_tool_of(copied, self, tool) for tool in self._given]
+        copied._offer([tool for tool in copied._given if isinstance(tool, Tool)])
+        return copied
+
+    async def reset(self, data: Any = None) -> Sequence[Message]:
+        """Begin an episode with ``data["messages"]``; open its sessions with MCP servers.
+
+        Raises:
+            TypeError: if the data has no list of messages.
+            ValueError: if two tools have the same name.
+            Exception: the error of a server.
+        """
+        messages = data.get("messages") if isinstance(data, Mapping) else None
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+            raise TypeError(
+                "data must be a mapping with the opening messages, {'messages': [{'role': 'user', "
+                f"'content': '...'}}], ...}}, got {str(data)[:80]}."
+            )
+        opening = list(messages)
+        self._dialogue = None
+        await self.close()
+        offered: list[CallableTool] = []
+        for tool in self._given:
+            if isinstance(tool, Tool):
+                offered.append(tool)
+                continue
+            session = MCPSession(tool)
+            self._sessions.append(session)
+            offered += await session.open()
+        self._offer(offered)
+        self._data = data
+        self._dialogue = copy.deepcopy(opening)
+        self._calls = self._errors = 0
+        return opening
+
+    async def step(self, response: str, message: Message | None = None) -> TextStep:
+        """Answer the calls of a response, or reward the dialogue if there are none.
+
+        Raises:
+            RuntimeError: if no episode is under way.
+            TypeError: if the parser returns something else.
+            Exception: the error of ``reward``.
+        """
+        if self._dialogue is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step was called with no episode under way: call reset first."
+            )
+        try:
+            said = self._read(response, message)
+        except ValueError as error:
+            said = {"role": "assistant", "content": response}
+            new = [{"role": "user", "content": f"error: {error}"}]
+            self._errors += 1
+        else:
+            new = await self._answers(said.get("tool_calls", ()))
+        self._dialogue += [said, *new]
+        info = {"calls": self._calls, "errors": self._errors}
+        if new:
+            return TextStep(copy.deepcopy(new), info=info)
+        dialogue, self._dialogue = self._dialogue, None
+        if inspect.iscoroutinefunction(self._reward):
+            reward = await self._reward(dialogue, self._data)
+        else:
+            reward = await call_in_thread(self._reward, dialogue, self._data)
+            reward = await reward if inspect.isawaitable(reward) else reward
+        return TextStep(reward=reward, done=True, info=info)
+
+    async def close(self) -> None:
+        """Close the sessions that the episode opened."""
+        sessions, self._sessions = self._sessions, []
+        closed = await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
+        for error in closed:
+            if error is not None:
+                raise error
+
+    def _offer(self, tools: Sequence[CallableTool]) -> None:
+        """Set the tools that the model may call."""
+        by_name = {tool.name: tool for tool in tools}
+        if len(by_name) < len(tools):
+            names = [tool.name for tool in tools]
+            raise ValueError(
+                "tools must have different names, got several that are named "
+                f"{next(name for name in names if names.count(name) > 1)!r}."
+            )
+        self._tools = by_name
+        self.tool_schemas = [tool.schema for tool in tools]
+
+    def _read(self, response: str, message: Message | None) -> dict[str, Any]:
+        """The response as a message whose calls have ids."""
+        said: dict[str, Any] = {"role": "assistant", "content": response}
+        calls: Any
+        if self._parser is None:
+            said.update(message or {})
+            calls = said.pop("tool_calls", None) or ()
+        else:
+            calls = self._parser(response)
+            if hasattr(calls, "tool_calls"):
+                said = dict(calls.message())
+                calls = said.pop("tool_calls", ())
+        if isinstance(calls, (str, Mapping)) or not isinstance(calls, Iterable):
+            raise TypeError(
+                "parser must return a torchrl_mt.chat.ParsedReply or a list of calls, got "
+                f"{type(calls).__name__} ({str(calls)[:80]})."
+            )
+        named = [_in_chat_form(call, self._calls + k) for k, call in enumerate(calls)]
+        return {**said, **({"tool_calls": named} if named else {})}
+
+    async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages that answer the calls, in their order."""
+        first, self._calls = self._calls, self._calls + len(calls)
+        tasks = [
+            asyncio.ensure_future(self._answer(call["function"], first + k))
+            for k, call in enumerate(calls)
+        ]
+        try:
+            contents = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": call["function"]["name"],
+                "content": content,
+            }
+            for call, content in zip(calls, contents, strict=True)
+        ]
+
+    async def _answer(self, function: Mapping[str, Any], number: int) -> str:
+        """The result of a call, or its error."""
+        try:
+            if self.max_calls is not None and number >= self.max_calls:
+                raise ToolError(
+                    f"only {self.max_calls} calls are allowed, and all are used; answer without tools"
+                )
+            tool = self._tools.get(function["name"])
+            if tool is None:
+                raise ToolError(
+                    f"there is no tool {function['name']!r}; the tools are {', '.join(self._tools)}"
+                )
+            return await call_tool(tool, function["arguments"], self.tool_timeout)
+        except ToolError as error:
+            self._errors += 1
+            return f"error: {error}"
+
+
+def _as_tool(tool: Any) -> Tool | MCPTools:
+    """A tool in any form as one of two classes."""
+    if isinstance(tool, (Tool, MCPTools)):
+        return tool
+    return MCPTools(tool) if is_session(tool) else Tool(tool)
+
+
+def _tool_of(copied: ToolEnv, env: ToolEnv, tool: Tool | MCPTools) -> Tool | MCPTools:
+    """A tool of an environment as a tool of its copy, on which its own methods are called."""
+    if isinstance(tool, MCPTools):
+        return tool
+    function = _method_of(copied, env, tool.function)
+    return tool if function is tool.function else Tool(function, tool.schema, tool.timeout)
+
+
+def _method_of(copied: ToolEnv, env: ToolEnv, function: Any) -> Any:
+    """A method of an environment as a method of its copy; any other function as it is."""
+    if getattr(function, "__self__", None) is env:
+        return MethodType(function.__func__, copied)
+    return function
+
+
+def _in_chat_form(call: Any, number: int) -> dict[str, Any]:
+    """A call as chat templates take it, with an id."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TypeError(
+            "calls must be such as {'name': ..., 'arguments': {...}}, got "
+            f"{type(call).__name__} ({str(call)[:80]})."
+        )
+    named = {"name": function["name"], "arguments": function.get("arguments") or {}}
+    return {"type": "function", "id": call.get("id") or f"call{number:05}", "function": named}
