@@ -14,7 +14,12 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.collectors.test_pages import DOCS, code_of  # noqa: E402
 from tests.tiers import slow  # noqa: E402
-from torchrl_mt.agents import AgentServer, export_interactions, requests  # noqa: E402
+from torchrl_mt.agents import (  # noqa: E402
+    AgentProgram,
+    AgentServer,
+    export_interactions,
+    requests,
+)
 from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
 
 from .helpers import counting_engine, user  # noqa: E402
@@ -141,11 +146,10 @@ def test_a_command_of_the_shell(tmp_path):
 
 
 def test_a_command_of_the_shell_as_an_agent(tmp_path, monkeypatch):
-    program = pytest.importorskip("torchrl_mt.agents.program")
     engine = counting_engine()
     (tmp_path / "ask.sh").write_text(code("Frameworks", language="sh"))
     monkeypatch.chdir(tmp_path)
-    run = {"ANSWERS": {"one": "two"}, "AgentProgram": program.AgentProgram}
+    run = {"ANSWERS": {"one": "two"}, "AgentProgram": AgentProgram}
     exec(code("Frameworks", number=2), run)
     with few(run["agent"], engine, ["one"]) as collector:
         batch = next(iter(collector))
