@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -401,3 +403,35 @@ def test_an_id_that_the_model_uses_again_is_a_new_one_for_the_client():
     last = tokenizer.decode(engine.calls[-1][0])
     assert last.count("functions.look:0") == 4  # Two calls as sampled, and their results.
     assert given[1] not in last
+
+
+def test_the_cost_of_messages_that_are_new_is_linear():
+    """A client may come with thousands: they must not hold up the others."""
+    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
+    chats = ChatTokensCache(tokenizer_of(family), ChatOptions())
+
+    def messages(number):
+        for k in range(number):
+            said = {"role": "assistant", "content": "", "tool_calls": [call("look", q="x")]}
+            said["tool_calls"][0]["id"] = f"c{k}"
+            yield from (said, {"role": "tool", "tool_call_id": f"c{k}", "content": "found"})
+
+    async def cost_of(number):
+        request = read_chat({"messages": [user("q"), *messages(number)]})
+        events = itertools.count()
+        sys.setprofile(lambda *args: next(events))
+        try:
+            prompt = await Conversation(chats).prompt(request)
+        finally:
+            sys.setprofile(None)
+        calls = [m["tool_calls"][0]["id"] for m in prompt.dialogue if m.get("tool_calls")]
+        results = [m["tool_call_id"] for m in prompt.dialogue if m["role"] == "tool"]
+        assert results == calls == [f"call{k:05}" for k in range(number)]
+        return next(events)
+
+    async def main():
+        await cost_of(1)  # What is made once.
+        return [await cost_of(number) for number in (50, 100, 200)]
+
+    few, more, many = asyncio.run(main())
+    assert many - more < 2.5 * (more - few)

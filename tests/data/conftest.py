@@ -1,3 +1,4 @@
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -6,10 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, is_tensorclass, lazy_stack
 from tensordict.utils import is_non_tensor
-
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _vectors(lengths, seed=0, first_id=0):
@@ -94,8 +93,28 @@ def _leaves(node, path=()):
         elif is_non_tensor(value):
             out[where] = value.tolist() if isinstance(value, NonTensorStack) else value.data
         else:
-            out.update(_leaves(value, where))
+            out |= {where: type(value)} if is_tensorclass(value) else {}
+            out |= _leaves(value, where)
     return out
+
+
+# What a sampler of slices marks anew, and a TensorDictReplayBuffer adds.
+MARKS = {
+    ("is_init",),
+    ("next", "done"),
+    ("next", "terminated"),
+    ("next", "truncated"),
+    ("index",),
+    ("index", "index"),
+    ("index", "buffer_ids"),
+    ("staleness",),
+    ("priority_weight",),
+}
+
+
+def _unmarked(steps):
+    """The steps without what sampling marks or adds."""
+    return [{key: leaf for key, leaf in step.items() if key not in MARKS} for step in steps]
 
 
 def _split(data):
@@ -109,7 +128,12 @@ def _split(data):
 def make():
     """Makers of episodes, and what to compare them by."""
     return SimpleNamespace(
-        vectors=_vectors, turns=_turns, steps=_steps, split=_split, lazy=LazyStackedTensorDict
+        vectors=_vectors,
+        turns=_turns,
+        steps=_steps,
+        unmarked=_unmarked,
+        split=_split,
+        lazy=LazyStackedTensorDict,
     )
 
 
@@ -139,3 +163,10 @@ def _meanwhile(*works):
 def meanwhile():
     """A context in which other threads are at work."""
     return _meanwhile
+
+
+@pytest.fixture
+def said(caplog):
+    """What the library has warned of so far."""
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        yield lambda: [record.getMessage() for record in caplog.records]

@@ -76,41 +76,10 @@ WRITES = {
         ValueError,
         r'tell where episodes end: \("next", "done"\) .* is missing; the keys are .*observation',
     ),
-    "another dtype": (
-        lambda: changed(("next", "reward"), torch.ones(10, 1, dtype=torch.float64)),
-        ValueError,
-        r"\('next', 'reward'\) must be as in the first episode: expected \(1,\) torch.float32 per "
-        r"step, got \(1,\) torch.float64",
-    ),
-    "another shape": (
-        lambda: changed("observation", torch.ones(10, 3)),
-        ValueError,
-        r"'observation' must be as in the first episode: expected \(2,\) .*, got \(3,\)",
-    ),
-    "another key": (
-        lambda: changed("zzz", torch.ones(10)),
-        ValueError,
-        "must have the keys of the first one: 'zzz' is not among them",
-    ),
-    "a key too few": (
-        lambda: changed("zzz", torch.ones(10)).exclude("zzz", "observation"),
-        ValueError,
-        "must have the keys of the first one: 'observation' is missing",
-    ),
-    "an object for a tensor": (
-        lambda: changed("observation", "red"),
-        ValueError,
-        "'observation' must be as in the first episode: expected .* got a Python object",
-    ),
     "a device without values": (
         lambda: changed("observation", torch.ones(10, 2, device="meta")),
         ValueError,
         "'observation' must be a dense tensor with values, got .* on device meta",
-    ),
-    "an episode too long": (
-        lambda: batch(*[False] * MAX_STEPS, True, ids=[5] * 13),
-        ValueError,
-        f"an episode of 13 steps does not fit in max_steps={MAX_STEPS}",
     ),
     "an open episode too long": (
         lambda: batch(*[False] * (MAX_STEPS + 1), ids=[5] * 13),
@@ -126,11 +95,6 @@ WRITES = {
         lambda: changed(("collector", "traj_ids"), torch.ones(10)),
         ValueError,
         r"must hold one integer id per step, got \(10,\) torch.float32",
-    ),
-    "steps unlike those of their open episode": (
-        lambda: batch(True, ids=[9], observation=torch.ones(1, 7)),
-        ValueError,
-        r"'observation' must .*expected \(2,\).* got \(7,\)",
     ),
     "the second of two episodes": (
         lambda: lazy_stack(
@@ -171,16 +135,6 @@ def test_rewards_that_are_no_numbers_are_kept():
     assert stored[1] == -float("inf")
 
 
-def test_an_id_that_comes_back_starts_another_episode():
-    rb = buffer()
-    rb.extend(batch(False, True, True, ids=[3, 3, 3]))
-    assert rb.storage.lengths.tolist() == [3, 5, 2, 1]
-
-
-def selector(result):
-    return ClipSampler(slice_len=2, selector=lambda step, storage, num, span: result)
-
-
 SAMPLES = {
     "clips longer than every episode": (
         lambda: ClipSampler(slice_len=6),
@@ -213,42 +167,6 @@ SAMPLES = {
         ValueError,
         "batch_size counts episodes and must be positive, got -1",
     ),
-    "a selector's floats": (
-        lambda: selector(torch.tensor([0.0, 1.0])),
-        4,
-        ValueError,
-        r"integers of shape \(2,\), got torch.float32 and \(2,\)",
-    ),
-    "a selector's booleans": (
-        lambda: selector(torch.tensor([True, False])),
-        4,
-        ValueError,
-        "integers of shape .* got torch.bool",
-    ),
-    "a selector's shape": (
-        lambda: selector(torch.tensor([[0, 1]])),
-        4,
-        ValueError,
-        r"shape \(2,\), got torch.int64 and \(1, 2\)",
-    ),
-    "a selector's negative clips": (
-        lambda: selector(torch.tensor([0, -1])),
-        4,
-        ValueError,
-        r"clip indices in \[0, 6\)",
-    ),
-    "a selector's clips that are not stored": (
-        lambda: selector(torch.tensor([0, 6])),
-        4,
-        ValueError,
-        r"clip indices in \[0, 6\)",
-    ),
-    "a selector's list": (
-        lambda: selector([0, 1]),
-        4,
-        TypeError,
-        "clip indices as a tensor or array of integers, got list",
-    ),
 }
 
 
@@ -269,22 +187,6 @@ def test_samples(name, cls):
         rb.sample()
     assert everything(rb) == before
     assert rb.sampler.state_dict() == sampler
-
-
-@pytest.mark.parametrize("sampler", [ClipSampler(slice_len=2), EpisodeSampler()])
-@pytest.mark.parametrize("how", ["new", "emptied"])
-def test_sampling_an_empty_buffer(sampler, how):
-    if how == "new":
-        rb = ReplayBuffer(
-            storage=EpisodeStorage(9), writer=EpisodeWriter(), sampler=sampler, batch_size=4
-        )
-    else:
-        rb = buffer(sampler)
-        rb.empty()
-    with pytest.raises(RuntimeError, match="nothing is stored yet"):
-        rb.sample()
-    rb.extend(batch(False, True, ids=[1, 1]))
-    assert len(rb.sample()) in (4, 8)
 
 
 @pytest.mark.parametrize(

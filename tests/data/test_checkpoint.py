@@ -33,6 +33,8 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Transform
 
+from tests.data import versions
+from tests.data.saving import HOW, saved
 from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
@@ -43,8 +45,6 @@ from torchrl_mt.data import (
     PrioritizedClipSampler,
 )
 from torchrl_mt.data._store.handles import HANDLES
-
-from . import versions
 
 
 class Count(Transform):
@@ -79,7 +79,6 @@ SAMPLERS = {
     "each slice": lambda: SliceSamplerWithoutReplacement(slice_len=2, strict_length=False),
     "prompt groups": lambda: PromptGroupSampler(num_groups=2, group_key="group"),
 }
-HOW = ["dumps", "state_dict", "pickle", "deepcopy"]
 
 
 def buffer(sampler="clips", *, cls=ReplayBuffer, max_steps=30, seed=0, **kwargs):
@@ -92,18 +91,6 @@ def buffer(sampler="clips", *, cls=ReplayBuffer, max_steps=30, seed=0, **kwargs)
         generator=None if seed is None else torch.Generator().manual_seed(seed),
         **kwargs,
     )
-
-
-def saved(rb, how, path, other):
-    """A buffer that holds what ``rb`` does; ``other`` is there to be loaded."""
-    if how == "dumps":
-        rb.dumps(path)
-        other.loads(path)
-        return other
-    if how == "state_dict":
-        other.load_state_dict(rb.state_dict())
-        return other
-    return pickle.loads(pickle.dumps(rb)) if how == "pickle" else copy.deepcopy(rb)
 
 
 def parts(make, rb):

@@ -18,6 +18,7 @@ from torchrl_mt.agents.requests import ChatRequest, RequestError
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.tokens import ChatTokens
+from torchrl_mt.collectors.event_loop.background_tasks import cancel_all
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.stop_strings import find_stop
@@ -95,12 +96,12 @@ class ChatTokensCache:
         self._options = replace(options, on_break=options.on_break or "append")
         self._parse = parse
         self._size = size
-        self._chats: dict[Hashable, asyncio.Future[ChatTokens]] = {}
+        self._chats: dict[Hashable, asyncio.Task[ChatTokens]] = {}
 
     async def get(self, template_kwargs: Mapping[str, Any]) -> tuple[Hashable, ChatTokens]:
         """Return a key of the variables, and the :class:`~torchrl_mt.collectors.ChatTokens`."""
         kwargs = {**(self._options.template_kwargs or {}), **template_kwargs}
-        key = canonical(kwargs) if template_kwargs else None
+        key = canonical(template_kwargs) if template_kwargs else None
         if key not in self._chats:
             if len(self._chats) >= self._size:
                 del self._chats[next(iter(self._chats))]
@@ -111,11 +112,20 @@ class ChatTokensCache:
                     self._parse,
                 )
             )
+            # Those who asked may be gone when it fails.
+            self._chats[key].add_done_callback(lambda made: made.cancelled() or made.exception())
         try:
             return key, await asyncio.shield(self._chats[key])
         except Exception:
             self._chats.pop(key, None)
             raise
+
+    async def close(self) -> None:
+        """Cancel what is being made."""
+        making = {key: chat for key, chat in self._chats.items() if not chat.done()}
+        for key in making:
+            del self._chats[key]
+        await cancel_all(making.values())
 
 
 class Conversation:
@@ -137,6 +147,13 @@ class Conversation:
         """
         try:
             key, chat = await self._chats.get(request.template_kwargs)
+        except (TypeError, ValueError) as error:
+            if not request.template_kwargs:  # It is not the request's fault.
+                raise
+            has_tools = "tools" in request.template_kwargs
+            name = "tools" if has_tools else "chat_template_kwargs"
+            raise RequestError(str(error), name) from error
+        try:
             path = [key, *identities(request.messages)]
             known, length = self._find(path)
             before: list[Mapping[str, Any]] = []
@@ -233,6 +250,8 @@ def _in_template_form(
         ours: the same with our ids.
     """
     written: list[Any] = []
+    # Ids of calls follow from the number of calls before.
+    calls = [call for message in before for call in message.get("tool_calls") or ()]
     for is_result, run in groupby(new, key=lambda message: message["role"] == "tool"):
         messages = list(run)
         if is_result:
@@ -248,8 +267,9 @@ def _in_template_form(
             continue
         for message in messages:
             if message["role"] == "assistant":
-                theirs, message = message, chat.write(message, [*before, *written])
+                theirs, message = message, chat.write(message, [{"tool_calls": calls}])
                 ours = message
+                calls += message.get("tool_calls") or ()
             written.append(message)
     return written
 

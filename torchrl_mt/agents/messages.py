@@ -73,7 +73,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> Hashable:
-    """A JSON value in hashable form; the order of keys does not matter, and 1 equals 1.0.
+    """A JSON value as text that does not depend on the order of keys; 1 equals 1.0.
 
     Examples:
         >>> canonical({"a": 1, "b": [True]}) == canonical({"b": [True], "a": 1.0})
@@ -81,11 +81,13 @@ def canonical(value: Any) -> Hashable:
         >>> canonical(1) == canonical(True)
         False
     """
-    if isinstance(value, Mapping):
-        return ("object", frozenset((str(key), canonical(entry)) for key, entry in value.items()))
-    if isinstance(value, (list, tuple)):
-        return ("array", tuple(map(canonical, value)))
-    return (type(value), value) if isinstance(value, (bool, str)) else value
+    return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> int | float:
+    """A number, whose value and not its notation counts."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _role(message: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ A request is either understood as a whole or refused with an error that names th
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +136,7 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
         except ValueError as error:
             raise RequestError(f"messages[{k}]: {error}", "messages") from None
         _check_calls(message.get("tool_calls"), k)
+        _check_text(message.get("tool_call_id"), f"messages[{k}].tool_call_id")
     kwargs = body.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, Mapping):
         raise RequestError(
@@ -149,7 +150,10 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
             )
         kwargs = {"reasoning_effort": effort, **kwargs}
     tools = body.get("tools")
-    if tools is not None and not (_is_list(tools) and all(isinstance(t, Mapping) for t in tools)):
+    if tools is not None and not (
+        _is_list(tools)
+        and all(isinstance(t, Mapping) and isinstance(t.get("function", t), Mapping) for t in tools)
+    ):
         raise RequestError(f"tools must be a list of JSON schemas, got {_shown(tools)}.", "tools")
     n = body.get("n") if several else None
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
@@ -210,13 +214,21 @@ def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> d
     stops = _stops(sampling.pop("stop", None))
     if stops:
         sampling["stop"] = stops
+    if not isinstance(body.get("model") or "", str):
+        raise RequestError(f"model must be a name, got {_shown(body['model'])}.", "model")
+    if not isinstance(body.get("stream") or False, bool):
+        raise RequestError(f"stream must be true or false, got {_shown(body['stream'])}.", "stream")
     options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise RequestError(
+            f"stream_options must be a mapping, got {_shown(options)}.", "stream_options"
+        )
     return {
-        "model": str(body.get("model") or ""),
+        "model": body.get("model") or "",
         "sampling": sampling,
         "max_new_tokens": _max_new_tokens(body),
         "stream": bool(body.get("stream")),
-        "with_usage": isinstance(options, Mapping) and bool(options.get("include_usage")),
+        "with_usage": bool(options.get("include_usage")),
     }
 
 
@@ -252,6 +264,15 @@ def _check_calls(calls: Any, k: int) -> None:
             f"messages[{k}].tool_calls must be a list of calls of functions, got {_shown(calls)}.",
             "messages",
         )
+    for c, call in enumerate(calls):
+        _check_text(call.get("id"), f"messages[{k}].tool_calls[{c}].id")
+        name = call["function"].get("name")
+        _check_text(name or [], f"messages[{k}].tool_calls[{c}].function.name")
+
+
+def _check_text(value: Any, what: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{what} must be text, got {_shown(value)}.", "messages")
 
 
 def _alike(plain: Any) -> tuple[type, ...]:
@@ -264,7 +285,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:

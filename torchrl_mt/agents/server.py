@@ -12,18 +12,18 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 import uvicorn
-from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchrl_mt.agents.conversation import ChatTokensCache
 from torchrl_mt.agents.requests import RequestError
@@ -31,7 +31,7 @@ from torchrl_mt.agents.responses import chunks, model_list
 from torchrl_mt.agents.session import Model, Session, ended
 from torchrl_mt.checks import check_positive, check_positive_integer
 from torchrl_mt.collectors.episode import Episode
-from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
+from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks, cancel_all
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.collectors.settings import ChatOptions
@@ -69,13 +69,12 @@ class AgentServer:
             they say otherwise, ``on_break`` is ``"append"``: what was sampled stays as it was.
         max_body_bytes: maximum size of a request; larger ones get status 413.
         max_requests: maximum number of requests in progress; further ones get status 503.
-        idle_timeout: seconds after which a connection without a request is closed, and a session of
-            :meth:`open` without a request is ended.
+        idle_timeout: seconds after which a connection without a request is closed, a request whose body
+            has not come is refused, and a session of :meth:`open` without a request is ended.
 
     Raises:
         ImportError: if the extra ``agents`` is not installed.
-        TypeError, ValueError: if an argument is of the wrong type or out of range, or the tokenizer has
-            no chat template.
+        TypeError, ValueError: if an argument is of the wrong type or out of range.
         OSError: on entering, if the address cannot be used.
 
     Examples:
@@ -129,6 +128,8 @@ class AgentServer:
             if given is not engine
         }
         self._sessions: dict[str, Session] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Of the sessions that end when idle."""
         self._secret = secrets.token_bytes(32)
         self._opened = self._in_progress = 0
         self._app = self._make_app()
@@ -166,15 +167,20 @@ class AgentServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            timeout_keep_alive=max(1, round(self._idle_timeout)),
+            http=_Connection,
+            timeout_keep_alive=self._idle_timeout,  # type: ignore[arg-type]  # It may be a fraction.
             timeout_graceful_shutdown=1,
         )
         self._serving = asyncio.ensure_future(_Server(config).serve_until_cancelled(listener))
+        # Also if it is cancelled before it has begun.
+        self._serving.add_done_callback(lambda _: listener.close())
 
     async def stop(self) -> None:
         """End all sessions and close all connections."""
         for session in list(self._sessions.values()):
             await session.close()
+        for chats in (self._chats, *(model.chats for model in self._models.values())):
+            await chats.close()
         if self._serving is not None:
             self._serving.cancel()
             with suppress(asyncio.CancelledError):
@@ -218,10 +224,16 @@ class AgentServer:
             recorder=recorder,
             chats=self._chats,
             models=self._models,
-            on_close=lambda session: self._sessions.pop(session.api_key, None),
+            on_close=self._forget,
         )
         self._sessions[key] = session
         return session
+
+    def _forget(self, session: Session) -> None:
+        """Forget a session that ends."""
+        del self._sessions[session.api_key]
+        if timer := self._timers.pop(session.api_key, None):
+            timer.cancel()
 
     # Keys
 
@@ -237,12 +249,13 @@ class AgentServer:
     def _session_of(self, request: Request) -> Session:
         """The session of a request's key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(key)
-        if scheme.lower() == "bearer" and session is not None:
-            return session
-        number, _, signature = key.removeprefix("sk-").partition("-")
-        if hmac.compare_digest(signature.encode(), self._sign(number).encode()):
-            raise ended()
+        if scheme.lower() == "bearer":
+            session = self._sessions.get(key)
+            if session is not None:
+                return session
+            number, _, signature = key.removeprefix("sk-").partition("-")
+            if hmac.compare_digest(signature.encode(), self._sign(number).encode()):
+                raise ended()
         raise RequestError(
             "the API key is not known: use the api_key of a session as a bearer token.",
             status=401,
@@ -257,15 +270,16 @@ class AgentServer:
 
         def look() -> None:
             nonlocal seen
-            if session.is_closed:
-                return
             if session.in_progress or session.num_calls != seen:
                 seen = session.num_calls
-                loop.call_later(self._idle_timeout, look)
+                look_later()
             else:
                 BackgroundTasks.of(loop).start(session.close(), "closing an idle session")
 
-        loop.call_later(self._idle_timeout, look)
+        def look_later() -> None:
+            self._timers[session.api_key] = loop.call_later(self._idle_timeout, look)
+
+        look_later()
 
     def _model_of(self, engine: Engine | Any) -> Model:
         engine = as_engine(engine, None)
@@ -311,6 +325,15 @@ class AgentServer:
             self._in_progress += 1
             try:
                 return await self._answer(kind, session, request)
+            except (RequestError, ClientDisconnect):
+                raise
+            except Exception as error:
+                _logger.exception("answering a request failed.")
+                raise RequestError(
+                    f"the server failed: {type(error).__name__}: {error}",
+                    status=500,
+                    kind="server_error",
+                ) from error
             finally:
                 self._in_progress -= 1
 
@@ -324,8 +347,9 @@ class AgentServer:
                 f"the request's body did not come within idle_timeout={self._idle_timeout} seconds.",
                 status=408,
             ) from None
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        call = session.call(kind, content, is_retry=retries.isdigit() and int(retries) > 0)
+        retries = request.headers.get("x-stainless-retry-count", "")
+        is_retry = retries.isascii() and retries.isdigit() and retries.strip("0") != ""
+        call = session.call(kind, content, is_retry=is_retry)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             body = await call.wait(gone)
@@ -333,13 +357,9 @@ class AgentServer:
             gone.cancel()
         if body is None or (gone.done() and not gone.cancelled()):
             raise ClientDisconnect
+        response = _stream(body, call.request) if call.request.get("stream") else JSONResponse(body)
         call.is_delivered = True
-        if not call.request.get("stream"):
-            return JSONResponse(body)
-        options = call.request.get("stream_options") or {}
-        return EventSourceResponse(
-            _events(body, with_usage=bool(options.get("include_usage"))), sep="\n"
-        )
+        return response
 
     async def _read(self, request: Request) -> bytes:
         """Read a request's body."""
@@ -369,12 +389,44 @@ class _Server(uvicorn.Server):
             await self.serve([listener])
         finally:
             self.force_exit = True
-            if self.started:
-                await self.shutdown([listener])
             for connection in list(self.server_state.connections):
                 if (transport := getattr(connection, "transport", None)) is not None:
                     transport.abort()
-            listener.close()
+            if self.started:
+                await self.shutdown([listener])
+            await cancel_all(self.server_state.tasks)
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed when it is idle: before, in and after the head of a request."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _seen: Any = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to look after it."""
+        super().connection_made(transport)
+        self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End to look after it."""
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_later(self) -> None:
+        self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+
+    def _look(self) -> None:
+        """Close it, unless a request came since the last look, or one waits for its response."""
+        if self.cycle is not None and not self.cycle.response_started:
+            self._seen = None
+        elif self._seen is (self.cycle or self):
+            self.transport.abort()
+            return
+        else:
+            self._seen = self.cycle or self
+        self._look_later()
 
 
 async def _disconnected(request: Request) -> None:
@@ -383,11 +435,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(body: Mapping[str, Any], *, with_usage: bool) -> AsyncIterator[dict[str, str]]:
-    """The events of a stream."""
-    for chunk in chunks(body, with_usage=with_usage):
-        yield {"data": json.dumps(chunk)}
-    yield {"data": "[DONE]"}
+def _stream(body: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
+    """A completion as the events of a stream."""
+    with_usage = bool((request.get("stream_options") or {}).get("include_usage"))
+    events = [json.dumps(chunk) for chunk in chunks(body, with_usage=with_usage)]
+    text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    return Response(text, media_type="text/event-stream")
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from torchrl_mt.engines import Completion, Engine
 __all__ = ["Call", "Model", "Session"]
 
 _Body = dict[str, Any]
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Model:
@@ -61,6 +63,13 @@ class Call:
         """Whether a client has got the response."""
         self.num_waiting = 0
         """Number of requests that wait for the response."""
+        self.is_abandoned = False
+        """Whether nobody waited any more, so that it was cancelled."""
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether it has a response or is about to get one."""
+        return self.response is not None or not (self.is_abandoned or self.task.done())
 
     async def wait(self, gone: asyncio.Future[Any] | None = None) -> _Body | None:
         """Wait for the response; ``None`` if the client is gone before.
@@ -87,6 +96,7 @@ class Call:
         finally:
             self.num_waiting -= 1
             if not self.num_waiting and not self.task.done():
+                self.is_abandoned = True
                 self.task.cancel()
 
 
@@ -178,11 +188,13 @@ class Session:
             raise ended()
         key = hashlib.sha256(kind.encode() + content).digest()
         alike = self._by_request.setdefault(key, [])
-        if is_retry:
-            known = [call for call in alike if not call.task.done() or call.response is not None]
-            lost = [call for call in known if not call.is_delivered]
-            if known:
-                return (lost or known)[-1]
+        if is_retry and alike:
+            # What nobody got is asked for again, rather than what somebody has.
+            lost = [call for call in alike if not call.is_delivered]
+            repeated = (lost or alike)[-1]
+            if repeated.can_be_shared:
+                return repeated
+            alike.remove(repeated)
         call = Call()
         call.task = asyncio.ensure_future(self._answer(call, kind, content))
         # Errors are given to whoever waits; without anybody, they are not worth a log.
@@ -209,38 +221,38 @@ class Session:
     async def _answer(self, call: Call, kind: str, content: bytes) -> _Body:
         """Answer a request; its task."""
         try:
-            body = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body must be JSON: {error}.") from None
-        if not isinstance(body, dict):
-            raise RequestError(f"the body must be a JSON object, got {type(body).__name__}.")
-        call.request = self._share_messages(body)
-        if kind == "chat":
-            call.response = await self._answer_chat(read_chat(body), call)
-        else:
-            call.response = await self._answer_tokens(read_tokens(body), call)
+            body = _decoded(content)
+            call.request = self._share_messages(body)
+            if kind == "chat":
+                call.response = await self._answer_chat(read_chat(body), call)
+            else:
+                call.response = await self._answer_tokens(read_tokens(body), call)
+        except RecursionError:
+            raise RequestError("the body must not be nested so deeply.") from None
+        except asyncio.CancelledError as error:
+            if self.is_closed or call.is_abandoned:
+                raise
+            raise self._engine_failed(RuntimeError("the engine cancelled the call.")) from error
         return call.response
 
     async def _answer_chat(self, request: ChatRequest, call: Call) -> _Body:
         other = self._models.get(request.model)
         conversation = self._conversation if other is None else self._others[request.model]
         prompt = await conversation.prompt(request)
-        completion = await self._generate(request, prompt.token_ids, other)
+        completion = await self._generate(request, prompt.token_ids, other, call)
         id = f"chatcmpl-{uuid.uuid4().hex}"
-        if other is None:
+        if call.turn is not None:
             # The turn's prompt shares memory with those of other turns.
-            prompt = replace(prompt, token_ids=self._recorder.turn_of(completion).prompt_ids)
+            prompt = replace(prompt, token_ids=call.turn.prompt_ids)
         reply = conversation.read(prompt, completion, request.stops)
-        if other is None:
-            self._note(call, completion, id, [*prompt.new, reply.said])
+        self._note(call.turn, id, [*prompt.new, reply.said])
         return chat_completion(id, request.model, [reply], len(prompt.token_ids))
 
     async def _answer_tokens(self, request: TokensRequest, call: Call) -> _Body:
         other = self._models.get(request.model)
-        completion = await self._generate(request, request.prompt, other)
+        completion = await self._generate(request, request.prompt, other, call)
         id = f"cmpl-{uuid.uuid4().hex}"
-        if other is None:
-            self._note(call, completion, id, [])
+        self._note(call.turn, id, [])
         tokenizer = self._tokenizer if other is None else getattr(other.engine, "tokenizer", None)
         text = ""
         if tokenizer is not None:
@@ -250,28 +262,37 @@ class Session:
         return text_completion(id, request.model, completion, text, len(request.prompt))
 
     async def _generate(
-        self, request: ChatRequest | TokensRequest, prompt_ids: Sequence[int], other: Model | None
+        self,
+        request: ChatRequest | TokensRequest,
+        prompt_ids: Sequence[int],
+        other: Model | None,
+        call: Call,
     ) -> Completion:
-        engine = self._recorder if other is None else other.engine
+        """Sample a reply; the policy's is a turn from here on."""
+        sampling = {"max_new_tokens": request.max_new_tokens, **request.sampling}
         try:
-            completion = await engine.generate(
-                prompt_ids, max_new_tokens=request.max_new_tokens, **request.sampling
-            )
+            if other is None:
+                call.turn = await self._recorder.take_turn(prompt_ids, **sampling)
+                completion = call.turn.completion
+            else:
+                completion = await other.engine.generate(prompt_ids, **sampling)
         except LimitReached as limit:
             raise RequestError(str(limit), kind="limit_error", code=LIMIT_CODE) from limit
         except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
+            named = [name for name in request.sampling if str(error).startswith(name)]
+            raise RequestError(str(error), *named[:1]) from error
         except Exception as error:
             if self._recorder.closed:  # Its time is up.
                 raise ended() from error
-            self.error = error
-            raise RequestError(
-                f"the engine failed: {type(error).__name__}: {error}",
-                status=500,
-                kind="server_error",
-            ) from error
+            raise self._engine_failed(error) from error
         self.error = None
         return completion
+
+    def _engine_failed(self, error: Exception) -> RequestError:
+        self.error = error
+        return RequestError(
+            f"the engine failed: {type(error).__name__}: {error}", status=500, kind="server_error"
+        )
 
     def _share_messages(self, body: _Body) -> _Body:
         """Replace messages by equal ones of the last call, so that memory grows with new ones only."""
@@ -280,21 +301,45 @@ class Session:
         if isinstance(messages, list):
             self._last_messages = messages
             for k, (old, new) in enumerate(zip(before, messages, strict=False)):
-                if old == new:
+                if old == new and _is_same(old, new):
                     messages[k] = old
         return body
 
-    def _note(
-        self, call: Call, completion: Completion, id_: str, messages: list[Mapping[str, Any]]
-    ) -> None:
-        """Write into the turn of a completion what the recorder does not know."""
-        turn = self._recorder.turn_of(completion)
-        turn.messages = messages
-        turn.info = {"completion_id": id_}
-        self._ids[id(turn)] = id_
-        call.turn = turn
+    def _note(self, turn: Turn | None, id_: str, messages: list[Mapping[str, Any]]) -> None:
+        """Write into a turn what the recorder does not know."""
+        if turn is not None:
+            turn.messages = messages
+            turn.info = {"completion_id": id_}
+            self._ids[id(turn)] = id_
 
 
 def ended() -> RequestError:
     """The error for requests of an episode that is over."""
     return RequestError("the episode of this key has ended.", status=409, code="session_ended")
+
+
+def _decoded(content: bytes) -> _Body:
+    """Decode a request's body.
+
+    Raises:
+        RequestError: if it is no JSON object.
+    """
+    try:
+        body = json.loads(content.decode(), parse_constant=_refuse_constant)
+        if _SURROGATE.search(content):  # Half a character, which nothing can encode.
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body must be JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}.")
+    return body
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether equal JSON values are the same: ``True`` equals 1, but is another value."""
+    is_flat = isinstance(old, Mapping) and all(type(value) is str for value in old.values())
+    return is_flat or repr(old) == repr(new)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")

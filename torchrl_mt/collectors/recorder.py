@@ -114,7 +114,14 @@ class Recorder:
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
     ) -> Completion:
-        """Sample an answer from the engine and record it as a turn.
+        """Sample an answer from the engine and record it as a turn; see :meth:`take_turn`."""
+        turn = await self.take_turn(prompt_ids, max_new_tokens=max_new_tokens, **sampling)
+        return turn.completion
+
+    async def take_turn(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+    ) -> Turn:
+        """Sample an answer from the engine and return the turn that records it.
 
         Args:
             prompt_ids: every token that the model is to see.
@@ -164,7 +171,7 @@ class Recorder:
             self.reached = None  # The player has found a way around the limit.
         if len(prompt.line) == len(prompt):
             prompt.line.extend(answer.token_ids)
-        return answer
+        return turn
 
     def continued(self, tokens: Sequence[int]) -> Sequence[int]:
         """The prompt of the last turn, its response, and further tokens, as the next prompt."""
@@ -172,20 +179,20 @@ class Recorder:
         line.extend(tokens)
         return Prompt(line, len(line))
 
-    def turn_of(self, answer: Completion) -> Turn:
-        """The turn of a response of :meth:`generate`."""
-        return next(turn for turn in reversed(self.episode.turns) if turn.completion is answer)
-
     def drop_last(self) -> None:
         """Remove the last turn."""
         self.drop(self.episode.turns[-1])
 
     def drop(self, turn: Turn) -> None:
-        """Remove a turn, unless another went on from it."""
+        """Remove a turn, unless another went on from it and from no other like it."""
         turns = self.episode.turns
         place = next(k for k, other in enumerate(turns) if other is turn)
-        if any(later.parent == place for later in turns[place + 1 :]):
+        children = [later for later in turns[place + 1 :] if later.parent == place]
+        parents = [_parent(child, turns[:place]) for child in children]
+        if -1 in parents:
             return
+        for child, parent in zip(children, parents, strict=True):
+            child.parent = parent
         del self._order[place], turns[place]
         for later in turns[place:]:
             assert later.parent is not None
@@ -225,13 +232,18 @@ class Recorder:
         turns, place = self.episode.turns, bisect(self._order, call)
         self._order.insert(place, call)
         turns.insert(place, turn)
-        turn.parent = next((k for k in reversed(range(place)) if _continues(turn, turns[k])), -1)
+        turn.parent = _parent(turn, turns[:place])
         for later in turns[place + 1 :]:  # Their calls began later and ended earlier.
             assert later.parent is not None
             if later.parent >= place:
                 later.parent += 1
             elif _continues(later, turn):
                 later.parent = place
+
+
+def _parent(turn: Turn, earlier: Sequence[Turn]) -> int:
+    """Index of the last earlier turn that a turn went on from; -1 if there is none."""
+    return next((k for k in reversed(range(len(earlier))) if _continues(turn, earlier[k])), -1)
 
 
 def _continues(turn: Turn, before: Turn) -> bool:

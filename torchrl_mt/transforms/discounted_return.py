@@ -208,19 +208,45 @@ def discounted_returns(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
     if not reward.numel():
         return reward.detach()
     steps = len(reward)
-    # Wide enough that sums of finite rewards do not overflow.
-    wide = torch.float32 if reward.device.type == "mps" else torch.float64
-    total = reward.detach().reshape(steps, -1).to(wide, copy=True)
-    end = end.reshape(steps, -1)
-    # After a pass, total[t] is the sum of k rewards from t on, or of all to its episode's end;
-    # has_ended[t] is true if the episode of t ends before t + k. Each pass doubles k.
-    k, discount, has_ended, longest = 1, float(gamma), end[:-1], _longest(end)
+    total, end = reward.detach().reshape(steps, -1), end.reshape(steps, -1)
+    narrow = torch.promote_types(reward.dtype, torch.float32)
+    if reward.device.type == "cpu" and bool(total.abs().max() < torch.finfo(narrow).max / steps):
+        returns = _add_up(total.to(narrow), end, float(gamma))
+    else:
+        # Wide enough that sums of finite rewards do not overflow.
+        wide = torch.float32 if reward.device.type == "mps" else torch.float64
+        returns = _add_up_any(total.to(wide), end, float(gamma))
+    return returns.reshape(reward.shape).to(reward.dtype)
+
+
+def _add_up(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    """Add up rewards ``[N, D]`` whose sums are finite; ``end`` is ``[N, 1 or D]``.
+
+    After a pass, ``total[t]`` is the sum of ``k`` rewards from ``t`` on, or of all to its episode's end;
+    ``goes_on[t]`` is 1 if the episode of ``t`` goes on at ``t + k``, else 0. Each pass doubles ``k``.
+    """
+    k, discount, longest = 1, gamma, _longest(end)
+    total, other = reward.clone(), torch.empty_like(reward)
+    goes_on = (~end[:-1]).to(reward.dtype)
     while k < longest and discount > 0:
-        # masked_fill_(), not a product with 0: another episode's rewards may be infinite.
+        torch.addcmul(total[:-k], goes_on, total[k:], value=discount, out=other[:-k])
+        other[-k:] = total[-k:]
+        total, other = other, total
+        goes_on = goes_on[:-k] * goes_on[k:]
+        k, discount = 2 * k, discount * discount
+    return total
+
+
+def _add_up_any(reward: Tensor, end: Tensor, gamma: float) -> Tensor:
+    """Add up rewards like :func:`_add_up`, of which some may be infinite."""
+    k, discount, longest = 1, gamma, _longest(end)
+    total, has_ended = reward.clone(), end[:-1]
+    while k < longest and discount > 0:
+        # A mask, not a product with 0: another episode's rewards may be infinite.
         total[:-k] += (discount * total[k:]).masked_fill_(has_ended, 0.0)
         has_ended = has_ended[:-k] | has_ended[k:]
         k, discount = 2 * k, discount * discount
-    return total.reshape(reward.shape).to(reward.dtype)
+    return total
 
 
 def _longest(end: Tensor) -> int:

@@ -32,16 +32,6 @@ def interrupts_deferred() -> Iterator[None]:
 
     A write overwrites rows of evicted episodes, which cannot be undone. Python raises Ctrl-C in the
     main thread only, so in other threads this does nothing.
-
-    Examples:
-        >>> import os, signal
-        >>> try:
-        ...     with interrupts_deferred():
-        ...         os.kill(os.getpid(), signal.SIGINT)
-        ...         done = True
-        ... except KeyboardInterrupt:
-        ...     done
-        True
     """
     before = getsignal(SIGINT)
     if isinstance(before, _Pending):  # An outer context already defers them.

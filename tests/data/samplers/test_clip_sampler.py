@@ -313,16 +313,6 @@ def test_a_selector_may_give_any_integers(make, clips):
     assert rb.sample(6)["step"].tolist() == [4, 5, 6, 0, 1, 2]
 
 
-def test_the_count_of_samples_is_saved(make, tmp_path):
-    rb = buffer(slice_len=3)
-    rb.extend(make.vectors([9]))
-    rb.sample(6)
-    rb.dumps(tmp_path)
-    other = buffer(slice_len=3)
-    other.loads(tmp_path)
-    assert other.sampler.state_dict() == rb.sampler.state_dict() == {"step": 1}
-
-
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("form", [{"slice_len": 4}, {"num_slices": 5}])
 def test_marks_are_those_of_slice_sampler(make, cls, form):
@@ -553,15 +543,7 @@ def test_selections_that_are_not_read_are_forgotten(make):
     assert len(rb.storage._selections) == 0
 
 
-def test_prefetching_gives_whole_clips(make):
-    rb = buffer(slice_len=3, batch_size=12, prefetch=3)
-    rb.extend(make.vectors([9, 4, 6]))
-    for _ in range(20):
-        clips = rb.sample().view(4, 3)
-        assert (clips["episode"] == clips["episode"][:, :1]).all()
-
-
-def test_bad_arguments_are_refused(make):
+def test_bad_arguments_are_refused():
     for kwargs in ({}, {"slice_len": 2, "num_slices": 2}):
         with pytest.raises(TypeError, match="exactly one of slice_len and num_slices"):
             ClipSampler(**kwargs)
@@ -581,16 +563,6 @@ def test_bad_arguments_are_refused(make):
     for kwargs in ({"strict_length": False}, {"weighting": "episode"}):
         with pytest.raises(ValueError, match="selector chooses among the clips of full length"):
             ClipSampler(slice_len=2, selector=lambda *_: None, **kwargs)
-    rb = buffer(slice_len=4)
-    with pytest.raises(RuntimeError, match="nothing is stored"):
-        rb.sample(8)
-    rb.extend(make.vectors([3]))
-    with pytest.raises(RuntimeError, match="batch_size=6 and slice_len=4"):
-        rb.sample(6)
-    with pytest.raises(RuntimeError, match="a clip of 4 steps: the longest has 3"):
-        rb.sample(8)
-    with pytest.raises(TypeError, match="EpisodeStorage, got LazyTensorStorage"):
-        ClipSampler(slice_len=2).sample(LazyTensorStorage(10), 4)
 
 
 ENDS = torch.arange(6) == 5

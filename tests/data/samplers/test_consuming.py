@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.saving import saved
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
@@ -97,16 +98,11 @@ def test_groups_are_used_up_whole(make):
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
 def test_what_was_used_up_is_saved(make, how, tmp_path):
-    rb, copy = buffer(2), buffer(2)
+    rb = buffer(2)
     rb.extend(make.vectors([2] * 5))
     for _ in range(3):
         rb.sample()
-    if how == "dumps":
-        rb.dumps(tmp_path)
-        copy.loads(tmp_path)
-    else:
-        copy.load_state_dict(rb.state_dict())
-    for each in (rb, copy):
+    for each in (rb, saved(rb, how, tmp_path, buffer(2))):
         seen = []
         while each.sampler.can_sample(each.storage, 3):
             seen += episodes(each.sample())

@@ -1,7 +1,6 @@
 """No stored episode holds steps of two, whoever writes, and none is cut but as documented."""
 
 import logging
-import pickle
 from itertools import pairwise
 
 import pytest
@@ -13,6 +12,7 @@ from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import InitTracker, PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
+from tests.data.saving import saved
 from tests.tiers import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
@@ -205,15 +205,9 @@ def test_two_collectors_on_one_buffer(batched, frames):
 
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "dumps"])
 def test_a_second_run_does_not_go_on_with_the_episodes_of_the_first(how, tmp_path):
-    rb, other = buffer(), buffer()
+    rb = buffer()
     rb.extend(trajectory(1, 8, ids=0, done=False))
-    if how == "pickle":
-        other = pickle.loads(pickle.dumps(rb))
-    elif how == "state_dict":
-        other.load_state_dict(rb.state_dict())
-    else:
-        rb.dumps(tmp_path)
-        other.loads(tmp_path)
+    other = saved(rb, how, tmp_path, buffer())
     again = trajectory(2, 12, ids=0)
     other.extend(again[:1])
     other.extend(again[1:5])

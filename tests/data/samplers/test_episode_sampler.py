@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer
 
 from tests.tiers import examples, in_fast_tier
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -27,27 +27,6 @@ def ids(make, sample):
         steps = episode["step"]
         assert torch.equal(steps, torch.arange(len(steps)))
     return [int(e["episode"][0]) for e in split]
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("replacement", [True, False])
-def test_samples_are_whole_episodes(make, cls, replacement):
-    rb = buffer(cls, replacement=replacement)
-    data = make.vectors([3, 1, 4, 2])
-    rb.extend(data.clone())
-    sample = rb.sample(3)
-    assert len(ids(make, sample)) == 3
-    stored = make.steps(data)
-    keys = [k for k in data.keys(True, True) if k != "index"]
-    assert all(step in stored for step in make.steps(sample.select(*keys)))
-
-
-def test_turns_are_sampled_whole(make):
-    rb = buffer(replacement=False, batch_size=2)
-    data = make.turns([3, 1, 4, 2])
-    rb.extend(data)
-    got = [make.steps(e) for batch in rb for e in make.split(batch)]
-    assert sorted(map(str, got)) == sorted(str(make.steps(e)) for e in make.split(data))
 
 
 def test_draws_with_replacement_are_uniform(make):
@@ -317,38 +296,10 @@ def test_a_group_needs_one_value_per_step(make):
         rb.sample(1)
 
 
-@pytest.mark.parametrize("group_key", [None, "episode"])
-def test_state_continues_the_epoch(make, tmp_path, group_key):
-    rb = buffer(replacement=False, group_key=group_key)
-    rb.extend(make.vectors([2, 3, 1, 4, 2, 2, 5]))
-    first = ids(make, rb.sample(3))
-    state = rb.state_dict()
-    rb.dumps(tmp_path)
-    rest = [ids(make, rb.sample(2)) for _ in range(3)]
-    for load in (lambda rb: rb.load_state_dict(state), lambda rb: rb.loads(tmp_path)):
-        other = buffer(replacement=False, group_key=group_key)
-        load(other)
-        assert [ids(make, other.sample(2)) for _ in range(3)] == rest
-    assert sorted(first + rest[0] + rest[1]) == list(range(7))
-
-
 def test_replacement_is_kept_by_the_metaclass():
     assert type(EpisodeSampler(replacement=False)) is EpisodeSampler
     assert not EpisodeSampler(replacement=False).replacement
     assert EpisodeSampler(replacement=True).replacement
-
-
-def test_bad_calls_are_refused(make):
-    rb = buffer()
-    with pytest.raises(RuntimeError, match="nothing is stored"):
-        rb.sample(1)
-    assert not rb.can_sample(1)
-    rb.extend(make.vectors([2]))
-    assert rb.can_sample(1)
-    with pytest.raises(ValueError, match="must be positive"):
-        rb.sample(0)
-    with pytest.raises(TypeError, match="EpisodeStorage, got LazyTensorStorage"):
-        EpisodeSampler().sample(LazyTensorStorage(10), 4)
 
 
 def test_a_group_that_cannot_be_hashed_is_refused():

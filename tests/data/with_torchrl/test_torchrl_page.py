@@ -12,7 +12,7 @@ from torchrl.objectives.llm import GRPOLoss
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.transforms import MergeTurns
 
-PAGE = Path(__file__).parents[2] / "docs" / "torchrl.rst"
+PAGE = Path(__file__).parents[3] / "docs" / "torchrl.rst"
 
 
 def snippets(title):

@@ -13,7 +13,6 @@ from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.columns import DenseColumn, NextColumn, RaggedColumn
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record
-from torchrl_mt.data._store.steps import unpack
 
 
 class Failing:
@@ -119,20 +118,6 @@ def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch, column):
     with pytest.raises(KeyboardInterrupt):
         storage.append(new)
     assert make.steps(storage[:]) == make.steps(new)
-
-
-def test_episodes_that_leave_as_they_come_are_counted(make):
-    storage, one_by_one = EpisodeStorage(6), EpisodeStorage(6)
-    data = make.vectors([3, 4, 2, 1, 3])
-    lengths = torch.tensor([3, 4, 2, 1, 3])
-    storage.append_all(unpack(data), lengths)
-    for episode in make.split(data):
-        one_by_one.append(episode)
-    assert make.steps(storage[:]) == make.steps(one_by_one[:])
-    assert storage.lengths.tolist() == [2, 1, 3]
-    assert storage.table.oldest == one_by_one.table.oldest == 2
-    assert storage.table.first == one_by_one.table.first == 7
-    assert storage.table.end == one_by_one.table.end == 13
 
 
 @pytest.mark.parametrize("odd", [torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()])

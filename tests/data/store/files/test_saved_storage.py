@@ -1,6 +1,5 @@
 """A storage in files: exactly what was stored, whatever it is loaded into, and damage is found."""
 
-import logging
 import os
 import random
 import subprocess
@@ -33,13 +32,6 @@ from torchrl_mt.data._store.files.manifest import hash_of
 
 KINDS = ["vectors", "turns", "odd"]
 HOW = ["dumps", "state_dict", "load_memmap"]
-
-
-@pytest.fixture
-def said(caplog):
-    """What the library has warned of so far."""
-    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        yield lambda: [record.getMessage() for record in caplog.records]
 
 
 def episodes(make, kind, lengths, seed=0):
@@ -128,30 +120,6 @@ def test_what_is_loaded_is_what_was_stored(
         again = storage(max_steps, None, 1)
         again.loads(folder / "saved")
         assert steps_of(make, again) == stored
-
-
-def every_dtype():
-    bits = torch.randint(256, (6, 48), dtype=torch.uint8, generator=torch.Generator())
-    dtypes = [torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
-    dtypes += [torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8]
-    data = TensorDict({str(dtype): bits.view(dtype) for dtype in dtypes}, [6])
-    data["none"] = torch.zeros(6, 0)
-    data["scalar"] = torch.arange(6)
-    return data
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_every_dtype_comes_back_bit_for_bit(make, how, tmp_path):
-    storage, same = EpisodeStorage(20), EpisodeStorage(20)
-    storage.append(every_dtype())
-    storage.dumps(tmp_path)
-    if how == "load_memmap":
-        same = EpisodeStorage.load_memmap(tmp_path)
-    elif how == "dumps":
-        same.loads(tmp_path)
-    else:
-        same.load_state_dict(storage.state_dict())
-    assert make.steps(same[:]) == make.steps(storage[:])
 
 
 def test_rows_longer_than_a_chunk_come_back(make, tmp_path):

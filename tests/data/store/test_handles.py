@@ -311,24 +311,3 @@ print((info["index"] - {HANDLES}).tolist() == sample["number"].tolist())
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.split("\n")[:2] == [str(list(range(3, 10))), "True"], out.stderr
-
-
-def test_a_handle_of_before_a_load_means_no_step_of_now(stored):
-    handles = torch.arange(7) + HANDLES + 3
-    stored.load_state_dict(stored.state_dict())
-    assert stored[:]["number"].tolist() == list(range(3, 10))
-    assert not stored.contains(handles).any()
-    for handle in handles.tolist():
-        with pytest.raises(IndexError, match="not stored"):
-            stored[handle]
-
-
-def test_a_refused_load_keeps_the_handles(stored):
-    handles = torch.arange(7) + HANDLES + 3
-    state = stored.state_dict()
-    del state["columns"][("number",)]
-    with pytest.raises((KeyError, ValueError, RuntimeError)):
-        stored.load_state_dict(state)
-    assert stored[handles]["number"].tolist() == list(range(3, 10))
-    index = stored.append(steps([10, 11], 3))
-    assert index.tolist() == [HANDLES + 10, HANDLES + 11]

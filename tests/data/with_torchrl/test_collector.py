@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import (
     GymEnv,
@@ -135,23 +135,3 @@ def test_cartpole_games_are_stored_whole(make_env, frames_per_batch):
     finally:
         collector.shutdown()
     check_cartpole(rb, collected=batches * frames_per_batch)
-
-
-@pytest.mark.slow
-@needs_gymnasium
-def test_cartpole_games_of_several_processes_are_stored_whole():
-    rb = cartpole_buffer(ReplayBuffer)
-
-    def make():  # goes to the other processes as it is: they cannot import this module
-        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
-
-    collector = MultiSyncCollector([make] * 2, frames_per_batch=60, total_frames=480)
-    collector.set_seed(0)
-    collected = 0
-    try:
-        for batch in collector:
-            collected += batch.numel()
-            rb.extend(batch)
-    finally:
-        collector.shutdown()
-    check_cartpole(rb, collected)

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
 from torchrl_mt.data._store.steps import pack, unpack
-
-from .test_growing import PROMPT, RESPONSE, conversations, listed, play
 
 
 def views(prompts):

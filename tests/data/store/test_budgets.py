@@ -1,5 +1,4 @@
 import copy
-import logging
 import pickle
 
 import pytest
@@ -10,6 +9,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.policies import Tokens
 
+from tests.data.saving import HOW, saved
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
@@ -219,36 +219,15 @@ def test_two_batches_of_whole_episodes_are_kept_whatever_their_lengths():
     assert [int(e["episode"][0]) for e in storage.episodes()] == list(range(12, 20))
 
 
-def test_the_budget_of_episodes_comes_through_saving_and_a_refused_write(tmp_path):
+@pytest.mark.parametrize("how", HOW)
+def test_the_budget_of_episodes_comes_through_saving(how, tmp_path):
     storage = EpisodeStorage(100, max_episodes=2)
-    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
-    rb.extend(dense([3, 1, 2], first_id=0))
-    assert storage.lengths.tolist() == [1, 2]
-    bad = dense([2], first_id=3)
-    bad["episode"] = bad["episode"].float()
-    with pytest.raises(ValueError, match="episode"):
-        rb.extend(bad)
-    assert storage.lengths.tolist() == [1, 2]
-    rb.dumps(tmp_path)
-    same = EpisodeStorage(100, max_episodes=2)
-    other = ReplayBuffer(storage=same, writer=EpisodeWriter())
-    other.loads(tmp_path)
-    pickled = pickle.loads(pickle.dumps(storage))
-    for loaded in (same, pickled):
-        assert loaded.lengths.tolist() == [1, 2]
-        loaded.append(dense([4], first_id=3))
-        assert loaded.lengths.tolist() == [2, 4]
-    small = EpisodeStorage(100, max_episodes=1)
-    small.append(dense([5], first_id=9))
-    small.load_state_dict(storage.state_dict())
-    assert small.lengths.tolist() == [2]
-
-
-@pytest.fixture
-def said(caplog):
-    """What the library has warned of so far."""
-    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        yield lambda: [record.getMessage() for record in caplog.records]
+    for k, length in enumerate([3, 1, 2]):
+        storage.append(dense([length], first_id=k))
+    same = saved(storage, how, tmp_path, EpisodeStorage(100, max_episodes=2))
+    assert same.lengths.tolist() == [1, 2]
+    same.append(dense([4], first_id=3))
+    assert same.lengths.tolist() == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import ReplayBuffer
 
+from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
 from tests.tiers import examples
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.columns.prompt_column import Additions, additions, expand
-
-PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")
-
-tokens = st.lists(st.integers(0, 2), max_size=5)
-turns = st.tuples(tokens, tokens, st.sampled_from(["extend", "cut", "alone"]), st.integers(0, 12))
-conversations = st.lists(turns, min_size=1, max_size=6)
-
-
-def play(conversation):
-    """Prompts and responses: each prompt extends what came before, a part of it, or nothing."""
-    history, prompts, responses = [], [], []
-    for added, response, how, cut in conversation:
-        base = {"extend": history, "cut": history[:cut], "alone": []}[how]
-        prompts.append(torch.tensor(base + added, dtype=torch.int64))
-        responses.append(torch.tensor(response, dtype=torch.int64))
-        history = base + added + response
-    return prompts, responses
 
 
 def episode(prompts, responses, identity=0, parents=None):
@@ -44,10 +27,6 @@ def episode(prompts, responses, identity=0, parents=None):
             for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
     )
-
-
-def listed(data, key):
-    return [step.tolist() for step in data.get(key, as_list=True)]
 
 
 def plain(tensors):
@@ -205,33 +184,3 @@ def test_a_state_that_was_saved_without_what_prompts_go_on_from():
     again.load_state_dict(state)
     again.append(episode(prompts, responses))
     assert listed(again[:], PROMPT) == plain(prompts) * 2
-
-
-def test_a_sample_of_whole_conversations():
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(50),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(),
-        batch_size=8,
-    )
-    written = {}
-    for i in range(5):
-        prompts, responses = play([([i, t], [i] * t, "extend", 0) for t in range(i + 1)])
-        rb.extend(episode(prompts, responses, i))
-        written[i] = plain(prompts)
-    sample = rb.sample()
-    at = 0
-    while at < len(sample):
-        identity = int(sample[at]["episode"])
-        length = identity + 1
-        assert listed(sample[at : at + length], PROMPT) == written[identity]
-        at += length
-
-
-def test_changing_a_sample_changes_nothing_stored():
-    storage = EpisodeStorage(9)
-    prompts, responses = play([([1], [2], "extend", 0), ([3], [4], "extend", 0)])
-    storage.append(episode(prompts, responses))
-    for prompt in storage[:].get(PROMPT, as_list=True):
-        prompt.fill_(9)
-    assert listed(storage[:], PROMPT) == [[1], [1, 2, 3]]

@@ -6,7 +6,6 @@ Its steps are lazy stacks that hold ``History`` objects, ragged tokens and log-p
 import dataclasses
 import functools
 import math
-import pickle
 import re
 
 import pytest
@@ -35,6 +34,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
+from tests.data.saving import saved
 from tests.tiers import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
@@ -372,17 +372,7 @@ def test_histories_are_kept_as_they_are(how, tmp_path):
     for episode in episodes:
         rb.extend(episode)
     expected = [plain_steps(episode) for episode in episodes[1:]]
-    if how == "state_dict":
-        copy = make_buffer(max_steps=6)
-        copy.load_state_dict(rb.state_dict())
-    elif how == "pickle":
-        copy = pickle.loads(pickle.dumps(rb))
-    elif how == "dumps":
-        rb.dumps(tmp_path)
-        copy = make_buffer(max_steps=6)
-        copy.loads(tmp_path)
-    else:
-        copy = rb
+    copy = rb if how == "storage" else saved(rb, how, tmp_path, make_buffer(max_steps=6))
     assert [plain_steps(episode) for episode in copy.storage.episodes()] == expected
     assert plain_steps(copy[:]) == [*expected[0], *expected[1]]
     assert isinstance(copy[1]["history", "prompt"], History)

@@ -1,0 +1,25 @@
+"""Conversations drawn by hypothesis: prompts and responses of turns."""
+
+import torch
+from hypothesis import strategies as st
+
+PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")
+
+tokens = st.lists(st.integers(0, 2), max_size=5)
+turns = st.tuples(tokens, tokens, st.sampled_from(["extend", "cut", "alone"]), st.integers(0, 12))
+conversations = st.lists(turns, min_size=1, max_size=6)
+
+
+def play(conversation):
+    """Prompts and responses: each prompt extends what came before, a part of it, or nothing."""
+    history, prompts, responses = [], [], []
+    for added, response, how, cut in conversation:
+        base = {"extend": history, "cut": history[:cut], "alone": []}[how]
+        prompts.append(torch.tensor(base + added, dtype=torch.int64))
+        responses.append(torch.tensor(response, dtype=torch.int64))
+        history = base + added + response
+    return prompts, responses
+
+
+def listed(data, key):
+    return [step.tolist() for step in data.get(key, as_list=True)]
