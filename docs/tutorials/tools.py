@@ -187,7 +187,7 @@ print("forks:", collector.stats()["forks"])
 
 maker = ExperienceMaker(model, advantage="turn", gamma=1.0)
 loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.003)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, weight_decay=0.0)
 rewards = []
 for update in range(UPDATES):
     buffer.empty()
