@@ -5,6 +5,7 @@ The reference pages follow each package's ``__all__``; the tutorials are run whe
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import torchrl_mt
 # Tutorials use small models: threads that wait for each other only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of an agent's requests
 
 project = "torchrl_mt"
 author = "The torchrl_mt developers"

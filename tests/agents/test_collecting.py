@@ -137,6 +137,7 @@ def test_a_limit_that_is_let_through_truncates_the_episode(agent):
     batch, stats = batch_of(agent, turns=5, episodes=1, limits=Limits(max_turns=2))
     assert len(batch) == 2
     assert batch["next", "truncated"].flatten().tolist() == [False, True]
+    assert rewards(batch) == [0, 0]
     assert stats["stop/max_turns"] == 1
 
 

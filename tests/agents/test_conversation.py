@@ -370,6 +370,41 @@ def test_tokens_encoded_grow_with_the_episode_and_not_with_its_square(monkeypatc
     assert encoded[0] <= 1.1 * (len(prompt) + len(answer))
 
 
+def test_the_effort_of_reasoning_is_a_variable_of_the_template():
+    body = {"messages": [user("one")], "reasoning_effort": "low"}
+    assert read_chat(body).template_kwargs == {"reasoning_effort": "low"}
+    body["chat_template_kwargs"] = {"reasoning_effort": "high", "x": 1}
+    assert read_chat(body).template_kwargs == {"reasoning_effort": "high", "x": 1}
+
+
+def test_an_id_that_the_model_uses_again_is_a_new_one_for_the_client():
+    """Kimi writes ids itself; the Agents SDK refuses one that it has seen."""
+    family = next(family for family in FAMILIES if family.name == "Kimi K2")
+    tokenizer = tokenizer_of(family)
+    said = {"role": "assistant", "content": "", "tool_calls": [call("look", q="x")]}
+    ids = tokenizer(family.say(said) + stop_of(family, said), add_special_tokens=False)["input_ids"]
+    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+
+    async def main():
+        async with session_of(engine) as session:
+            messages, given = [user("q")], []
+            for k in range(3):
+                reply = await post(session, messages, tools=[LOOK])
+                message = reply["choices"][0]["message"]
+                given.append(message["tool_calls"][0]["id"])
+                result = {"role": "tool", "tool_call_id": given[-1], "content": f"found {k}"}
+                messages += [message, result]
+            return given, [turn.parent for turn in session.turns()]
+
+    given, parents = asyncio.run(main())
+    assert given[0] == "functions.look:0"
+    assert len(set(given)) == 3
+    assert parents == [-1, 0, 1]
+    last = tokenizer.decode(engine.calls[-1][0])
+    assert last.count("functions.look:0") == 4  # Two calls as sampled, and their results.
+    assert given[1] not in last
+
+
 def test_the_cost_of_messages_that_are_new_is_linear():
     """A client may come with thousands: they must not hold up the others."""
     family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))

@@ -138,6 +138,7 @@ def test_limits_are_named_with_status_400(socket, stream):
         ({"stop": [3]}, "stop"),
         ({"tools": {"a": 1}}, "tools"),
         ({"extra_body": {"chat_template_kwargs": 3}}, "chat_template_kwargs"),
+        ({"extra_body": {"reasoning_effort": 3}}, "reasoning_effort"),
         ({"extra_body": {"messages": []}}, "messages"),
         ({"extra_body": {"messages": [{"content": "x"}]}}, "messages"),
         (

@@ -22,11 +22,12 @@ from torchrl_mt.transforms import MergeTurns
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def code_of(page, section):
-    """The first block of code in a section."""
+def code_of(page, section, number=0, language="python"):
+    """A block of code in a section: the first one, unless a number is given."""
     text = (DOCS / page).read_text(encoding="utf-8").split(f"\n{section}\n")[1]
-    lines = text.split(".. code-block:: python\n")[1].splitlines()
-    end = next(k for k, line in enumerate(lines) if line and not line.startswith("    "))
+    lines = text.split(f".. code-block:: {language}\n")[1 + number].splitlines()
+    ends = (k for k, line in enumerate(lines) if line and not line.startswith("    "))
+    end = next(ends, len(lines))
     return textwrap.dedent("\n".join(lines[:end]))
 
 

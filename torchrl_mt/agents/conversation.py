@@ -201,14 +201,14 @@ class Conversation:
             message["content"] = message["content"] or None
             message["tool_calls"] = [
                 {
-                    "id": call["id"],
+                    "id": id,
                     "type": "function",
                     "function": {
                         "name": call["function"]["name"],
                         "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
                     },
                 }
-                for call in calls
+                for id, call in zip(_new_ids(calls, prompt.dialogue), calls, strict=True)
             ]
         reason: str = completion.finish_reason
         if calls and reason == "stop":
@@ -272,6 +272,19 @@ def _in_template_form(
                 calls += message.get("tool_calls") or ()
             written.append(message)
     return written
+
+
+def _new_ids(
+    calls: Sequence[Mapping[str, Any]], dialogue: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Ids of calls for the client, which may refuse one that it has seen before in the dialogue."""
+    used = {call.get("id") for message in dialogue for call in message.get("tool_calls") or ()}
+    ids: list[str] = []
+    for call in calls:
+        id = call["id"]
+        ids.append(f"{id}-{len(dialogue)}-{len(ids)}" if id in used else id)
+        used.add(id)
+    return ids
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

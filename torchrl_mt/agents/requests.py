@@ -41,7 +41,8 @@ _IGNORED = frozenset((
 ))
 """Fields that change nothing here."""
 _CHAT = frozenset((
-    "chat_template_kwargs", "max_completion_tokens", "max_tokens", "messages", "tools",
+    "chat_template_kwargs", "max_completion_tokens", "max_tokens", "messages", "reasoning_effort",
+    "tools",
 ))
 _TOKENS = frozenset(("max_tokens", "prompt"))
 # fmt: on
@@ -141,6 +142,13 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
         raise RequestError(
             f"chat_template_kwargs must be a mapping, got {_shown(kwargs)}.", "chat_template_kwargs"
         )
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise RequestError(
+                f"reasoning_effort must be a string, got {_shown(effort)}.", "reasoning_effort"
+            )
+        kwargs = {"reasoning_effort": effort, **kwargs}
     tools = body.get("tools")
     if tools is not None and not (
         _is_list(tools)
@@ -191,7 +199,11 @@ def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> d
                 f"{name} is not known here, got {_shown(value)}: leave it out.", name
             )
         if not any(value == plain and type(value) in _alike(plain) for plain in _NEUTRAL[name]):
-            raise RequestError(f"{name}={_shown(value)} cannot be done here: leave it out.", name)
+            instead = " or ".join(map(_shown, _NEUTRAL[name]))
+            raise RequestError(
+                f"{name}={_shown(value)} cannot be done here: leave it out, or give {instead}.",
+                name,
+            )
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     for name in ("temperature", "top_p", "min_p"):
         if name in sampling and not _is_number(sampling[name]):
