@@ -113,6 +113,7 @@ def test_an_environment_with_an_unknown_word_is_rejected_with_its_name():
         def step(self, response):
             return TextStep([{"role": "user", "content": "green"}], 1.0, False)
 
+    torch.manual_seed(0)  # A model whose answer ends by itself.
     model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
     engine = TransformersEngine(model, tokenizer, max_new_tokens=64)
     try:
