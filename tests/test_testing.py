@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
