@@ -312,6 +312,7 @@ def test_a_collector_records_the_law(model, tokenizer):
     )
     with collector:
         batch = next(iter(collector))
+    engine.close()
     assert set(batch["sampling", "top_k"].tolist()) == {3}
     torch.testing.assert_close(batch["sampling", "temperature"], torch.full((len(batch),), 0.7))
 
@@ -617,7 +618,7 @@ def test_closing_fails_what_has_no_answer_and_leaves_no_thread(model, tokenizer)
 
     assert all("closed" in str(result) for result in asyncio.run(run()))
     engine.close()
-    assert not [t for t in threading.enumerate() if t.name == "torchrl_mt-policy"]
+    assert not engine._batcher._thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         generate_all(engine, [[5]])
     with pytest.raises(RuntimeError, match="closed"):
@@ -655,7 +656,7 @@ def test_an_engine_may_be_closed_from_anywhere_while_everything_runs(model, toke
     closers = [threading.Thread(target=engine.close) for _ in range(3)]
     for thread in [*closers, *closers]:
         thread.start() if thread.ident is None else thread.join(PATIENCE)
-    assert not [t for t in threading.enumerate() if t.name == "torchrl_mt-policy"]
+    assert not engine._batcher._thread.is_alive()
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
