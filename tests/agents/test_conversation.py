@@ -120,8 +120,10 @@ def check_dialogues(data):
             expected = reference.longest(messages)
             assert list(prompt.token_ids[: len(expected)]) == expected
             if not expected:
-                whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-                assert list(prompt.token_ids) == list(whole["input_ids"])
+                whole = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+                assert list(prompt.token_ids) == tokenizer(whole)["input_ids"]
             said = data.draw(st.lists(words, max_size=2))
             ids = tokenizer("".join(f"{word} " for word in said) + "<end>")["input_ids"]
             completion = Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop")
