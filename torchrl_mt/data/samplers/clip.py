@@ -197,7 +197,7 @@ class ClipSampler(SavesState, Sampler):
         num_slices, slice_len, clips = self._clips(batch_size)
         with storage.lock:
             if self.stride > 1 and storage.schema is not None:
-                check_strides(storage.schema)
+                check_strides(storage.schema.entries)
             episodes, offsets = self._draw(storage, num_slices, clips)
             if self.strict_length and not any(self.span):
                 cut = Cut(offsets, slice_len)
