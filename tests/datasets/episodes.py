@@ -32,7 +32,11 @@ DTYPES = [
 SHAPES = [(), (1,), (3,), (2, 2), (0,)]
 IMAGES = [(5, 4), (5, 4, 1), (5, 4, 3), (3, 4, 5), (4, 6, 4)]
 TEXTS = ["", "guess 7", "ünïcödé 🎲", "line\nbreak\u2028", 'quote " and \\', "\ud800", "\x00"]
-MESSAGES = [[{"role": "user", "content": "hi"}], [], [{"role": "tool", "content": None, "n": [1.5]}]]
+MESSAGES = [
+    [{"role": "user", "content": "hi"}],
+    [],
+    [{"role": "tool", "content": None, "n": [1.5]}],
+]
 OBJECTS = [None, True, 3, 2**70, -0.5, [1, [2]], {"a": {"b": []}}, (1, "x"), b"\xff\x00", {1: 2}]
 
 
@@ -51,7 +55,9 @@ def random_schema(rng: random.Random) -> dict:
     schema: dict = {("action",): ("dense", rng.choice(DTYPES), rng.choice(SHAPES))}
     for i in range(rng.randrange(5)):
         path = rng.choice([(f"x{i}",), ("deep", f"x{i}"), ("deep", "er", f"x.{i}/é")])
-        kind = rng.choice(["dense", "ragged", "image", "ragged image", "text", "messages", "object"])
+        kind = rng.choice(
+            ["dense", "ragged", "image", "ragged image", "text", "messages", "object"]
+        )
         if kind == "dense":
             schema[path] = (kind, rng.choice(DTYPES), rng.choice(SHAPES))
         elif kind == "ragged":
@@ -101,7 +107,9 @@ def random_data(seed: int, most: int = 5) -> tuple[list[TensorDict], list[dict]]
     rng = random.Random(seed)
     schema = random_schema(rng)
     episodes = [random_episode(rng, schema) for _ in range(rng.randrange(1, most))]
-    metadata = [rng.choice([{}, {"task": rng.choice(TEXTS), "seed": i}]) for i in range(len(episodes))]
+    metadata = [
+        rng.choice([{}, {"task": rng.choice(TEXTS), "seed": i}]) for i in range(len(episodes))
+    ]
     return episodes, metadata
 
 

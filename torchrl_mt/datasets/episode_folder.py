@@ -92,9 +92,14 @@ class EpisodeFolder:
         self._metadata: BinaryIO | None = None
         self._new: Path | None = None
         """What becomes ``path`` with the first episode."""
-        self._replaces = mode == "overwrite" and (self.path / _HEADER).exists()
-        if not self._replaces and (self.path / _HEADER).exists():
-            header = read_header(self.path)
+        header = read_header(self.path) if (self.path / _HEADER).exists() else None
+        self._replaces = mode == "overwrite" and header is not None
+        if header is not None:
+            # What killed writers left: nobody else writes now.
+            for each in self.path.glob("data-*"):
+                if each.name != header["data"]:
+                    shutil.rmtree(each, ignore_errors=True)
+        if header is not None and not self._replaces:
             self.schema = EpisodeSchema.from_json(header["schema"])
             self.data = self.path / header["data"]
             episodes = EpisodeList(self.data)

@@ -22,7 +22,7 @@ from torchrl_mt.datasets.episode_steps import steps_of
 from torchrl_mt.datasets.registry import Mode, find_format
 from torchrl_mt.datasets.schema import EpisodeSchema
 from torchrl_mt.datasets.values import to_json_text
-from torchrl_mt.datasets.write_lock import WriteLock
+from torchrl_mt.datasets.write_lock import WriteLock, delete_unfinished
 
 __all__ = ["BufferWriter", "DatasetWriter", "EpisodeSink", "episode_writer", "open_episodes"]
 
@@ -83,6 +83,7 @@ class DatasetWriter(EpisodeSink):
         self._closed = False
         self._lock = WriteLock(self.path)
         try:
+            delete_unfinished(self.path)
             if exists and mode == "append":
                 reader = open_reader(self.path, known.name)
                 self._schema = reader.schema if len(reader.lengths) else None
