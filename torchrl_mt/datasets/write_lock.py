@@ -15,7 +15,7 @@ try:
 except ImportError:  # Not POSIX: nothing keeps a second writer out.
     fcntl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["WriteLock", "delete_unfinished", "unfinished_path"]
+__all__ = ["WriteLock", "delete_unfinished", "replace", "unfinished_path"]
 
 
 class WriteLock:
@@ -66,6 +66,25 @@ def unfinished_path(path: Path) -> Path:
     """Return a name beside ``path`` for what is being written: ``.<name>.<id>.unfinished``."""
     path = path.absolute()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+
+
+def replace(new: Path, path: Path) -> None:
+    """Put a file or folder in the place of another.
+
+    It is atomic unless a folder is replaced by something else, or the other way round: if the process is
+    killed just then, what was there is beside ``path`` as ``.<name>.<id>.replaced``.
+    """
+    path = path.absolute()
+    if not path.is_dir() and not (path.exists() and new.is_dir()):
+        os.replace(new, path)
+        return
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.replaced")
+    os.rename(path, aside)
+    os.rename(new, path)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
 
 
 def delete_unfinished(path: Path) -> None:
