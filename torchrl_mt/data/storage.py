@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
@@ -270,12 +270,34 @@ class EpisodeStorage(LazyStackStorage):
             IndexError: if there is no such episode. A negative ``i`` counts from the newest.
         """
         with self.lock:
-            episodes = self.num_episodes
-            if not -episodes <= i < episodes:
-                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored.")
-            i %= episodes
+            i = self._position(i)
             length = int(self.table.lengths[i])
             return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
+
+    def metadata(self, i: int) -> dict[Any, Any]:
+        """Return the metadata of the ``i``-th oldest episode: a copy of the dict, ``{}`` if it has none.
+
+        Raises:
+            IndexError: as :meth:`episode`.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> storage = EpisodeStorage(100)
+            >>> episode = TensorDict({"action": torch.arange(3)}, [3])
+            >>> _ = storage.append(episode, {"source": "demonstration"}), storage.append(episode)
+            >>> storage.metadata(0), storage.metadata(-1)
+            ({'source': 'demonstration'}, {})
+        """
+        with self.lock:
+            return self.table.metadata_of(self._position(i))
+
+    def _position(self, i: int) -> int:
+        """Return the position of the ``i``-th oldest episode; negative ``i`` count from the newest."""
+        episodes = self.num_episodes
+        if not -episodes <= i < episodes:
+            raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored.")
+        return i % episodes
 
     def episodes(self) -> Iterator[Any]:
         """Iterate over the stored episodes, oldest first; skip those that are evicted meanwhile."""
@@ -421,11 +443,13 @@ class EpisodeStorage(LazyStackStorage):
             "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write."
         )
 
-    def append(self, episode: Any) -> Tensor:
+    def append(self, episode: Any, metadata: dict[Any, Any] | None = None) -> Tensor:
         """Store one whole episode.
 
         Args:
             episode: TED TensorDict of batch size ``[T]``.
+            metadata: facts about the episode, such as where it is from. A copy of the dict is kept,
+                with the same values, and leaves with the episode; see :meth:`metadata`.
 
         Returns:
             int64 ``[T]``: the handles of its steps.
@@ -433,22 +457,31 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if it is empty, has another batch size, exceeds a budget or does not fit the
                 schema.
-            TypeError: if it is no TensorDict.
+            TypeError: if it is no TensorDict, or its metadata is no dict.
         """
+        if not (metadata is None or isinstance(metadata, dict)):
+            raise TypeError(
+                f"metadata must be a dict or None, got {type(metadata).__name__}: put the value in a "
+                f'dict, such as {{"source": value}}.'
+            )
         if is_tensor_collection(episode) and episode.ndim != 1:
             raise ValueError(
                 f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
                 f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
             )
         steps = unpack(episode)
-        return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
+        given = (metadata,) if metadata else ()
+        return self.append_all(steps, torch.tensor([steps.length], device="cpu"), given)
 
-    def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
+    def append_all(
+        self, steps: Steps, lengths: Tensor, metadata: Sequence[Mapping[Any, Any]] = ()
+    ) -> Tensor:
         """Store whole episodes, oldest first: all of them, or none if one is refused.
 
         Args:
             steps: the episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
+            metadata: metadata of each, or nothing.
 
         Returns:
             int64 ``[N]``: the handles of those of their steps that are still stored.
@@ -464,7 +497,7 @@ class EpisodeStorage(LazyStackStorage):
             admitted = self._store.admit(steps, lengths)
             self._read_selections()
             first, before = self.table.next, self.schema
-            self._store.append(admitted)
+            self._store.append(admitted, metadata)
             if admitted.odd or before is not self.schema:
                 self._warn_of_disagreement(before, admitted)
             evicted = self.table.oldest > first  # Some of these very episodes.
