@@ -55,10 +55,10 @@ def test_metadata_follows_its_episode(
         nonlocal model, number
         if buffer is not None and event:
             buffer.extend(make.vectors([n for n, _ in event], first_id=number))
-        for n, given in event:
+        for n, facts in event:
             if buffer is None:
-                storage.append(make.vectors([n], first_id=number), given)
-            model.append((n, number, given if buffer is None and given else {}))
+                storage.append(make.vectors([n], first_id=number), facts)
+            model.append((n, number, facts if buffer is None and facts else {}))
             number += 1
 
     for i, event in enumerate(events):

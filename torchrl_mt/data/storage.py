@@ -17,7 +17,6 @@ from weakref import ref
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data import LazyStackStorage
@@ -29,6 +28,11 @@ from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.columns.columns import ReadPlan
 from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.dataset_episodes import (
+    append_dataset,
+    check_episode,
+    check_metadata,
+)
 from torchrl_mt.data._store.files.store_files import StoreFiles
 from torchrl_mt.data._store.handles import HANDLES, resolve_index
 from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
@@ -459,19 +463,50 @@ class EpisodeStorage(LazyStackStorage):
                 schema.
             TypeError: if it is no TensorDict, or its metadata is no dict.
         """
-        if not (metadata is None or isinstance(metadata, dict)):
-            raise TypeError(
-                f"metadata must be a dict or None, got {type(metadata).__name__}: put the value in a "
-                f'dict, such as {{"source": value}}.'
-            )
-        if is_tensor_collection(episode) and episode.ndim != 1:
-            raise ValueError(
-                f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
-                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
-            )
+        check_metadata(metadata)
+        check_episode(episode)
         steps = unpack(episode)
         given = (metadata,) if metadata else ()
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"), given)
+
+    def extend_from(self, dataset: Any, *, keys: Sequence[NestedKey] | None = None) -> int:
+        """Append all episodes of a dataset with their metadata, oldest first.
+
+        Episodes are read and stored some at a time (1024 steps, or one longer episode), so memory stays
+        bounded, and others may write and sample meanwhile. A buffer's writer and its ``transform`` take
+        no part.
+
+        Args:
+            dataset: anything with ``len(dataset)`` and ``dataset.episode(i)``, a TED TensorDict
+                ``[T]``, and maybe ``dataset.metadata(i)``, a dict: a
+                ``torchrl_mt.datasets.EpisodeDataset``, another ``EpisodeStorage``, or a ``ReplayBuffer``
+                on one, of which the episodes that are stored now are read.
+            keys: entries to store; a key of a nested TensorDict, such as ``"next"``, names all in it.
+                None stores all.
+
+        Returns:
+            Number of episodes that were appended. If the budgets are too small for them, only the newest
+            are still stored, and a warning says so.
+
+        Raises:
+            ValueError: if an episode is empty, exceeds a budget or does not fit the schema. The error
+                says which; the episodes before it stay. The same holds if one cannot be read.
+            KeyError: if an episode lacks one of the ``keys``.
+            TypeError: if ``dataset`` has no episodes.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> demonstrations, storage = EpisodeStorage(100), EpisodeStorage(1000)
+            >>> for n in (3, 4):
+            ...     episode = TensorDict({"action": torch.arange(n)}, [n])
+            ...     _ = demonstrations.append(episode, {"by": "expert"})
+            >>> storage.extend_from(demonstrations)
+            2
+            >>> storage.lengths, storage.metadata(1)
+            (tensor([3, 4]), {'by': 'expert'})
+        """
+        return append_dataset(self, dataset, keys)
 
     def append_all(
         self, steps: Steps, lengths: Tensor, metadata: Sequence[Mapping[Any, Any]] = ()
