@@ -151,6 +151,8 @@ class EpisodeStorage(LazyStackStorage):
         self._warned_of: frozenset[Path] = frozenset()
         """Shared entries for which a warning said that episodes disagree."""
         self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
+        self._drawing: tuple[torch.Generator | None] | None = None
+        """Generator of the sampler that is calling a selector, if one is."""
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
         """An empty store with this storage's budgets."""
@@ -227,6 +229,21 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             places, shape = resolve_index(index, self.table.first, self.table.num_steps)
         return places.reshape(() if shape is None else shape)
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The sampling buffer's generator, for the draws of a selector; None is PyTorch's global one."""
+        return self._rng if self._drawing is None else self._drawing[0]
+
+    @contextmanager
+    def drawing_with(self, generator: torch.Generator | None) -> Iterator[None]:
+        """Make a sampler's generator the :attr:`generator`; several buffers may share a storage."""
+        with self.lock:
+            before, self._drawing = self._drawing, (generator,)
+            try:
+                yield
+            finally:
+                self._drawing = before
 
     def num_clips(self, span: int) -> int:
         """Count the stored clips: runs of ``span`` consecutive steps of one episode.
@@ -789,7 +806,7 @@ class EpisodeStorage(LazyStackStorage):
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
-            del state["lock"], state["_selections"]
+            del state["lock"], state["_selections"], state["_drawing"]
             state["_store"] = (self._store.share_next, self._store.state_dict())
             return state
 
@@ -798,6 +815,7 @@ class EpisodeStorage(LazyStackStorage):
         super().__setstate__(state)
         self.lock = threading.RLock()
         self._selections = {}
+        self._drawing = None
         self._store = self._new_store(share_next)
         self._store.load_state_dict(stored)
 
