@@ -139,8 +139,8 @@ def find_format(path: Path, name: str | None = None) -> Format:
             f"{path} is no data set of a known format ({', '.join([*_OWN, *_registered])}): it may be "
             f"damaged, or give format=."
         )
-    for each, suffixes in _OWN.items():
-        if path.suffix in suffixes:
+    for each, of_format in _OWN.items():
+        if path.suffix in of_format:
             return _own(each)
     if path.suffix:
         suffixes = ", ".join(suffix for each in _OWN.values() for suffix in each)
