@@ -63,7 +63,7 @@ _REWARD: Path = ("next", "reward")
 class _Reader(WholeReader):
     def __init__(self, path: FilePath) -> None:
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115 - it stays open
+        self._file = open(path, "rb", buffering=1 << 20)  # noqa: SIM115 - it stays open
         try:
             self._starts, self._sizes, lengths = _find_lines(self._file)
             super().__init__(self._first_schema(), lengths)
