@@ -111,10 +111,11 @@ def test_clips_are_what_the_clip_sampler_samples(lengths, slice_len, stride):
     assert (clips.__getitems__(range(len(clips))).clips == sampled).all()
 
 
-def test_a_copy_of_a_storage_is_as_it_was(source):
+def test_a_copy_of_a_storage_is_as_it_was():
     storage = storage_of([5])
-    clips = ClipDataset(ReplayBuffer(storage=storage, writer=EpisodeWriter()), 2)
-    storage.empty()
+    buffer = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    clips = ClipDataset(buffer, 2)
+    buffer.empty()
     storage.append(ted(9, 100))
     assert len(clips) == 4
     assert clips[3]["observation"].tolist() == [3, 4]
