@@ -222,6 +222,8 @@ def _advice(column: Column, field: Field) -> str:
     """Say what to do about a shape that varies."""
     if field.kind != "dense" or isinstance(column, Objects):
         return ""
+    if isinstance(column, Tensor) and column.shape[1:] == field.shape:
+        return ""
     return (
         " If its shape may vary, give it as a lazy stack (tensordict.lazy_stack) from the first "
         "episode on."
