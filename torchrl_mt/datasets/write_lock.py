@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ __all__ = ["WriteLock", "unfinished_path"]
 
 class WriteLock:
     """Keeps other writers out of a data set, until it is released or the process ends.
+
+    What a writer before did not finish is deleted.
 
     Args:
         path: the data set; the lock is the file ``.<name>.lock`` beside it.
@@ -49,6 +53,8 @@ class WriteLock:
                     self._file = file
             if self._file is None:
                 os.close(file)
+        if self._file is not None:
+            _delete_unfinished(path)
 
     def release(self) -> None:
         """Let other writers in."""
@@ -64,3 +70,13 @@ def unfinished_path(path: Path) -> Path:
     """Return a name beside ``path`` for what is being written: ``.<name>.<id>.unfinished``."""
     path = path.absolute()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+
+
+def _delete_unfinished(path: Path) -> None:
+    """Delete what writers of ``path`` that were killed have left."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.unfinished")
+    for left in path.parent.iterdir():
+        if name.fullmatch(left.name) and left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        elif name.fullmatch(left.name):
+            left.unlink(missing_ok=True)
