@@ -20,7 +20,7 @@ from torchrl_mt.datasets.readers import DatasetError
 from torchrl_mt.datasets.registry import Mode
 from torchrl_mt.datasets.schema import EpisodeSchema
 from torchrl_mt.datasets.values import from_json_text
-from torchrl_mt.datasets.write_lock import unfinished_path
+from torchrl_mt.datasets.write_lock import replace, unfinished_path
 
 __all__ = ["EpisodeFolder", "EpisodeList", "format_in"]
 
@@ -92,9 +92,15 @@ class EpisodeFolder:
         self._metadata: BinaryIO | None = None
         self._new: Path | None = None
         """What becomes ``path`` with the first episode."""
-        self._replaces = mode == "overwrite" and (self.path / _HEADER).exists()
-        if not self._replaces and (self.path / _HEADER).exists():
-            header = read_header(self.path)
+        header = read_header(self.path) if (self.path / _HEADER).exists() else None
+        self._replaces = mode == "overwrite"
+        self._before = None if header is None else self.path / header["data"]
+        if header is not None:
+            # What killed writers left: nobody else writes now.
+            for each in self.path.glob("data-*"):
+                if each.name != header["data"]:
+                    shutil.rmtree(each, ignore_errors=True)
+        if header is not None and not self._replaces:
             self.schema = EpisodeSchema.from_json(header["schema"])
             self.data = self.path / header["data"]
             episodes = EpisodeList(self.data)
@@ -107,7 +113,7 @@ class EpisodeFolder:
             self._metadata.truncate(episodes.size)
         else:
             self._name = f"data-{uuid.uuid4().hex[:12]}"
-            self._new = None if self._replaces else unfinished_path(self.path)
+            self._new = None if self._before is not None else unfinished_path(self.path)
             self.data = (self._new or self.path) / self._name
 
     def make(self) -> Path:
@@ -130,38 +136,47 @@ class EpisodeFolder:
         self._records.flush()
         self.schema = schema
         self.num_episodes += 1
-        if self._new is not None:
-            self._write_header(self._new, schema)
-            if self.path.is_dir():
-                self.path.rmdir()  # It is empty.
-            os.rename(self._new, self.path)
-            self._new, self.data = None, self.path / self._name
+        if self._new is not None and not self._replaces:
+            self._publish(self._new)
 
     def finish(self) -> None:
         """Close the files; put what was written in the place of what was there."""
         self._close()
-        if self._replaces and self.num_episodes:
-            assert self.schema is not None
-            before = read_header(self.path)["data"]
-            self._write_header(self.path, self.schema)
-            shutil.rmtree(self.path / before, ignore_errors=True)
-        elif self._replaces or self._new is not None:
+        if not self._replaces or not self.num_episodes:
             self.abort()
+        elif self._new is not None:
+            self._publish(self._new)
+        else:
+            assert self._before is not None
+            self._write_header(self.path)
+            shutil.rmtree(self._before, ignore_errors=True)
 
     def abort(self) -> None:
         """Delete what was written and is not part of the data set."""
         self._close()
-        if self._replaces:
-            shutil.rmtree(self.data, ignore_errors=True)
-        elif self._new is not None:
+        if self._new is not None:
             shutil.rmtree(self._new, ignore_errors=True)
+        elif self._replaces:
+            shutil.rmtree(self.data, ignore_errors=True)
 
-    def _write_header(self, folder: Path, schema: EpisodeSchema) -> None:
+    def _publish(self, new: Path) -> None:
+        """Put a new folder at the path, where there is nothing, an empty folder, or another format."""
+        self._write_header(new)
+        if self._replaces and self.path.exists():
+            replace(new, self.path)
+        else:
+            if self.path.is_dir():
+                self.path.rmdir()  # It is empty.
+            os.rename(new, self.path)
+        self._new, self.data = None, self.path / self._name
+
+    def _write_header(self, folder: Path) -> None:
+        assert self.schema is not None
         header = {
             "format": self.format,
             "version": _VERSION,
             "data": self._name,
-            "schema": schema.to_json(),
+            "schema": self.schema.to_json(),
         }
         partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
         partial.write_text(json.dumps(header), encoding="utf-8")

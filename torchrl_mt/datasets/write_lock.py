@@ -15,13 +15,11 @@ try:
 except ImportError:  # Not POSIX: nothing keeps a second writer out.
     fcntl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["WriteLock", "unfinished_path"]
+__all__ = ["WriteLock", "delete_unfinished", "replace", "unfinished_path"]
 
 
 class WriteLock:
     """Keeps other writers out of a data set, until it is released or the process ends.
-
-    What a writer before did not finish is deleted.
 
     Args:
         path: the data set; the lock is the file ``.<name>.lock`` beside it.
@@ -53,8 +51,6 @@ class WriteLock:
                     self._file = file
             if self._file is None:
                 os.close(file)
-        if self._file is not None:
-            _delete_unfinished(path)
 
     def release(self) -> None:
         """Let other writers in."""
@@ -72,11 +68,32 @@ def unfinished_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
 
 
-def _delete_unfinished(path: Path) -> None:
-    """Delete what writers of ``path`` that were killed have left."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.unfinished")
-    for left in path.parent.iterdir():
-        if name.fullmatch(left.name) and left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        elif name.fullmatch(left.name):
-            left.unlink(missing_ok=True)
+def replace(new: Path, path: Path) -> None:
+    """Put a file or folder in the place of another.
+
+    It is atomic unless a folder is replaced by something else, or the other way round: if the process is
+    killed just then, what was there is beside ``path`` as ``.<name>.<id>.replaced``.
+    """
+    path = path.absolute()
+    if not path.is_dir() and not (path.exists() and new.is_dir()):
+        os.replace(new, path)
+        return
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.replaced")
+    os.rename(path, aside)
+    os.rename(new, path)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
+
+
+def delete_unfinished(path: Path) -> None:
+    """Delete what killed writers of ``path`` left beside it; the caller has the lock."""
+    path = path.absolute()
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{32}\.unfinished")
+    for each in path.parent.iterdir():
+        if name.fullmatch(each.name):
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
