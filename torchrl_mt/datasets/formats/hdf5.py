@@ -38,7 +38,7 @@ from torchrl_mt.datasets.stored_columns import (
     array_dtype,
 )
 from torchrl_mt.datasets.values import from_json_text
-from torchrl_mt.datasets.write_lock import unfinished_path
+from torchrl_mt.datasets.write_lock import replace, unfinished_path
 from torchrl_mt.datasets.writers import FormatWriter
 
 __all__ = ["FORMAT"]
@@ -361,9 +361,7 @@ class _Writer(FormatWriter):
     def _show(self) -> None:
         """Put a new file at its path."""
         assert self._unfinished is not None
-        if self.path.is_dir():
-            self.path.rmdir()  # It is empty.
-        os.replace(self._unfinished, self.path)
+        replace(self._unfinished, self.path)
         self._unfinished = None
 
     def _discard(self) -> None:
