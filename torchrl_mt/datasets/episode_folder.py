@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,11 +82,25 @@ class EpisodeFolder:
         format: name of its format.
         mode: ``"append"`` or ``"error"`` write into ``path`` from the first episode on, ``"overwrite"``
             when it is finished.
+        given: options of the format that the user gives, kept in the header; None means not given.
+        defaults: the options of a new data set where they are not given.
+
+    Raises:
+        ValueError: if an option is given and is not that of the data set to append to.
     """
 
-    def __init__(self, path: Path, format: str, mode: Mode) -> None:
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        mode: Mode,
+        given: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path.absolute()
         self.format = format
+        self.options = dict(defaults or {})
+        """Options of the format; a reader finds them in the header."""
         self.schema: EpisodeSchema | None = None
         self.num_episodes = 0
         self._records: BinaryIO | None = None
@@ -101,6 +116,8 @@ class EpisodeFolder:
                 if each.name != header["data"]:
                     shutil.rmtree(each, ignore_errors=True)
         if header is not None and not self._replaces:
+            self.options |= header.get("options", {})
+            self._check_same(given or {})
             self.schema = EpisodeSchema.from_json(header["schema"])
             self.data = self.path / header["data"]
             episodes = EpisodeList(self.data)
@@ -112,9 +129,19 @@ class EpisodeFolder:
             self._records.truncate(self.num_episodes * _RECORD.itemsize)
             self._metadata.truncate(episodes.size)
         else:
+            self.options |= {name: value for name, value in (given or {}).items() if value is not None}
             self._name = f"data-{uuid.uuid4().hex[:12]}"
             self._new = None if self._before is not None else unfinished_path(self.path)
             self.data = (self._new or self.path) / self._name
+
+    def _check_same(self, given: Mapping[str, Any]) -> None:
+        """Refuse options that differ from those of the data set to append to (``ValueError``)."""
+        for name, value in given.items():
+            if value is not None and value != self.options[name]:
+                raise ValueError(
+                    f"{name} must be that of the data set to append to, {self.options[name]!r}, got "
+                    f"{value!r}: leave it out, or write another data set."
+                )
 
     def make(self) -> Path:
         """Make the folder of the data, if it is not there, and return it."""
@@ -128,7 +155,7 @@ class EpisodeFolder:
         self.make()
         assert self._records is not None
         assert self._metadata is not None
-        text = metadata.encode()
+        text = f"{metadata}\n".encode()
         self._metadata.write(text)
         self._metadata.flush()
         record = np.array([(length, own_next, self._metadata.tell())], _RECORD)
@@ -176,6 +203,7 @@ class EpisodeFolder:
             "format": self.format,
             "version": _VERSION,
             "data": self._name,
+            "options": self.options,
             "schema": self.schema.to_json(),
         }
         partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
