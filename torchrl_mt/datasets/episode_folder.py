@@ -7,12 +7,13 @@ counts from when its record is in the list, which is written last.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -88,13 +89,19 @@ class EpisodeFolder:
         self.format = format
         self.schema: EpisodeSchema | None = None
         self.num_episodes = 0
-        self._records: BinaryIO | None = None
-        self._metadata: BinaryIO | None = None
+        self._records: io.FileIO | None = None
+        self._metadata: io.FileIO | None = None
         self._new: Path | None = None
         """What becomes ``path`` with the first episode."""
-        self._replaces = mode == "overwrite" and (self.path / _HEADER).exists()
-        if not self._replaces and (self.path / _HEADER).exists():
-            header = read_header(self.path)
+        try:
+            header = self.read_header()
+        except DatasetError:
+            if mode != "overwrite":
+                raise
+            header = {}  # What is damaged can be replaced.
+        self._replaces = mode == "overwrite" and header is not None
+        self._before = self.path / header["data"] if header else None
+        if not self._replaces and header is not None:
             self.schema = EpisodeSchema.from_json(header["schema"])
             self.data = self.path / header["data"]
             episodes = EpisodeList(self.data)
@@ -122,29 +129,34 @@ class EpisodeFolder:
         self.make()
         assert self._records is not None
         assert self._metadata is not None
-        text = metadata.encode()
-        self._metadata.write(text)
-        self._metadata.flush()
-        record = np.array([(length, own_next, self._metadata.tell())], _RECORD)
-        self._records.write(record.tobytes())
-        self._records.flush()
-        self.schema = schema
-        self.num_episodes += 1
-        if self._new is not None:
-            self._write_header(self._new, schema)
-            if self.path.is_dir():
-                self.path.rmdir()  # It is empty.
-            os.rename(self._new, self.path)
-            self._new, self.data = None, self.path / self._name
+        before, end = self.num_episodes, os.fstat(self._metadata.fileno()).st_size
+        try:
+            text = metadata.encode()
+            _write_all(self._metadata, text)
+            record = np.array([(length, own_next, end + len(text))], _RECORD)
+            _write_all(self._records, record.tobytes())
+            if self._new is not None:
+                self.write_header(self._new, schema)
+                if self.path.is_dir():
+                    self.path.rmdir()  # It is empty.
+                os.rename(self._new, self.path)
+                self._new, self.data = None, self.path / self._name
+            self.num_episodes, self.schema = before + 1, schema
+        except BaseException:
+            # The disk is full, or the user interrupted: the episode does not count.
+            self.num_episodes = before
+            self._records.truncate(before * _RECORD.itemsize)
+            self._metadata.truncate(end)
+            raise
 
     def finish(self) -> None:
         """Close the files; put what was written in the place of what was there."""
         self._close()
         if self._replaces and self.num_episodes:
             assert self.schema is not None
-            before = read_header(self.path)["data"]
-            self._write_header(self.path, self.schema)
-            shutil.rmtree(self.path / before, ignore_errors=True)
+            self.write_header(self.path, self.schema)
+            if self._before is not None:
+                shutil.rmtree(self._before, ignore_errors=True)
         elif self._replaces or self._new is not None:
             self.abort()
 
@@ -156,26 +168,60 @@ class EpisodeFolder:
         elif self._new is not None:
             shutil.rmtree(self._new, ignore_errors=True)
 
-    def _write_header(self, folder: Path, schema: EpisodeSchema) -> None:
-        header = {
+    def header(self, schema: EpisodeSchema) -> dict[str, Any]:
+        """Return the header of what is being written."""
+        return {
             "format": self.format,
             "version": _VERSION,
             "data": self._name,
             "schema": schema.to_json(),
         }
+
+    def read_header(self) -> dict[str, Any] | None:
+        """Read the header of what is there; None if there is no data set."""
+        return read_header(self.path) if (self.path / _HEADER).exists() else None
+
+    def write_header(self, folder: Path, schema: EpisodeSchema) -> None:
+        """Put the header into ``folder``, in one step, in the place of the one that is there."""
         partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
-        partial.write_text(json.dumps(header), encoding="utf-8")
+        partial.write_text(json.dumps(self.header(schema)), encoding="utf-8")
         os.replace(partial, folder / _HEADER)
 
     def _open(self) -> None:
-        self._records = (self.data / _RECORDS).open("ab")
-        self._metadata = (self.data / _METADATA).open("ab")
+        # Without a buffer: what failed to be written must not be written later.
+        self._records = (self.data / _RECORDS).open("ab", buffering=0)
+        self._metadata = (self.data / _METADATA).open("ab", buffering=0)
 
     def _close(self) -> None:
         for file in (self._records, self._metadata):
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.close()
+
+
+def checked_header(path: Path, header: Any) -> dict[str, Any]:
+    """Return a header that was read at ``path``.
+
+    Raises:
+        DatasetError: if it is none, or of a newer version.
+    """
+    try:
+        version, _ = header["version"], header["data"]
+        newer = version > _VERSION
+    except (KeyError, TypeError) as error:
+        raise DatasetError(f"{path} has no header of a data set: {error!r}.") from error
+    if newer:
+        raise DatasetError(
+            f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
+            f"reads {_VERSION}): upgrade torchrl_mt."
+        )
+    return dict(header)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -186,12 +232,6 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         header = json.loads((path / _HEADER).read_text(encoding="utf-8"))
-        version, _ = header["version"], header["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise DatasetError(f"{path / _HEADER} is no header of a data set: {error!r}.") from error
-    if version > _VERSION:
-        raise DatasetError(
-            f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
-            f"reads {_VERSION}): upgrade torchrl_mt."
-        )
-    return dict(header)
+    return checked_header(path / _HEADER, header)
