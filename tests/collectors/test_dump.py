@@ -29,8 +29,8 @@ from torchrl_mt.collectors import (
     episodes_to_tensordict,
 )
 from torchrl_mt.collectors.dump import EpisodeDump, episode_records
-from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
 from torchrl_mt.engines import Completion
+from torchrl_mt.json_lines import append_lines, to_json, to_line
 from torchrl_mt.transforms import MergeTurns
 
 from .scripted import ScriptedEngine

@@ -21,7 +21,7 @@ from torchrl_mt.datasets.readers import DatasetError
 from torchrl_mt.datasets.registry import Mode
 from torchrl_mt.datasets.schema import EpisodeSchema
 from torchrl_mt.datasets.values import from_json_text
-from torchrl_mt.datasets.write_lock import unfinished_path
+from torchrl_mt.datasets.write_lock import replace, unfinished_path
 
 __all__ = ["EpisodeFolder", "EpisodeList", "format_in"]
 
@@ -93,15 +93,15 @@ class EpisodeFolder:
         self._metadata: io.FileIO | None = None
         self._new: Path | None = None
         """What becomes ``path`` with the first episode."""
-        try:
-            header = self.read_header()
-        except DatasetError:
-            if mode != "overwrite":
-                raise
-            header = {}  # What is damaged can be replaced.
-        self._replaces = mode == "overwrite" and header is not None
-        self._before = self.path / header["data"] if header else None
-        if not self._replaces and header is not None:
+        header = self.read_header()
+        self._replaces = mode == "overwrite"
+        self._before = None if header is None else self.path / header["data"]
+        if header is not None:
+            # What killed writers left: nobody else writes now.
+            for each in self.path.glob("data-*"):
+                if each.name != header["data"]:
+                    shutil.rmtree(each, ignore_errors=True)
+        if header is not None and not self._replaces:
             self.schema = EpisodeSchema.from_json(header["schema"])
             self.data = self.path / header["data"]
             episodes = EpisodeList(self.data)
@@ -114,7 +114,7 @@ class EpisodeFolder:
             self._metadata.truncate(episodes.size)
         else:
             self._name = f"data-{uuid.uuid4().hex[:12]}"
-            self._new = None if self._replaces else unfinished_path(self.path)
+            self._new = None if self._before is not None else unfinished_path(self.path)
             self.data = (self._new or self.path) / self._name
 
     def make(self) -> Path:
@@ -135,13 +135,10 @@ class EpisodeFolder:
             _write_all(self._metadata, text)
             record = np.array([(length, own_next, end + len(text))], _RECORD)
             _write_all(self._records, record.tobytes())
-            if self._new is not None:
-                self.write_header(self._new, schema)
-                if self.path.is_dir():
-                    self.path.rmdir()  # It is empty.
-                os.rename(self._new, self.path)
-                self._new, self.data = None, self.path / self._name
-            self.num_episodes, self.schema = before + 1, schema
+            self.schema = schema
+            if self._new is not None and not self._replaces:
+                self._publish(self._new)
+            self.num_episodes = before + 1
         except BaseException:
             # The disk is full, or the user interrupted: the episode does not count.
             self.num_episodes = before
@@ -152,39 +149,58 @@ class EpisodeFolder:
     def finish(self) -> None:
         """Close the files; put what was written in the place of what was there."""
         self._close()
-        if self._replaces and self.num_episodes:
-            assert self.schema is not None
-            self.write_header(self.path, self.schema)
-            if self._before is not None:
-                shutil.rmtree(self._before, ignore_errors=True)
-        elif self._replaces or self._new is not None:
+        if not self._replaces or not self.num_episodes:
             self.abort()
+        elif self._new is not None:
+            self._publish(self._new)
+        else:
+            assert self._before is not None
+            self.write_header(self.path)
+            shutil.rmtree(self._before, ignore_errors=True)
 
     def abort(self) -> None:
         """Delete what was written and is not part of the data set."""
         self._close()
-        if self._replaces:
-            shutil.rmtree(self.data, ignore_errors=True)
-        elif self._new is not None:
+        if self._new is not None:
             shutil.rmtree(self._new, ignore_errors=True)
+        elif self._replaces:
+            shutil.rmtree(self.data, ignore_errors=True)
 
-    def header(self, schema: EpisodeSchema) -> dict[str, Any]:
-        """Return the header of what is being written."""
+    def _publish(self, new: Path) -> None:
+        """Put a new folder at the path, where there is nothing, an empty folder, or another format."""
+        self.write_header(new)
+        if self._replaces and self.path.exists():
+            replace(new, self.path)
+        else:
+            if self.path.is_dir():
+                self.path.rmdir()  # It is empty.
+            os.rename(new, self.path)
+        self._new, self.data = None, self.path / self._name
+
+    @property
+    def root(self) -> Path:
+        """The folder that is or becomes the data set."""
+        return self._new or self.path
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header of what is being written."""
+        assert self.schema is not None
         return {
             "format": self.format,
             "version": _VERSION,
-            "data": self._name,
-            "schema": schema.to_json(),
+            "data": self.data.name,
+            "schema": self.schema.to_json(),
         }
 
     def read_header(self) -> dict[str, Any] | None:
         """Read the header of what is there; None if there is no data set."""
         return read_header(self.path) if (self.path / _HEADER).exists() else None
 
-    def write_header(self, folder: Path, schema: EpisodeSchema) -> None:
+    def write_header(self, folder: Path) -> None:
         """Put the header into ``folder``, in one step, in the place of the one that is there."""
         partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
-        partial.write_text(json.dumps(self.header(schema)), encoding="utf-8")
+        partial.write_text(json.dumps(self.header), encoding="utf-8")
         os.replace(partial, folder / _HEADER)
 
     def _open(self) -> None:
@@ -199,12 +215,21 @@ class EpisodeFolder:
                     file.close()
 
 
-def checked_header(path: Path, header: Any) -> dict[str, Any]:
-    """Return a header that was read at ``path``.
+def read_header(path: Path) -> dict[str, Any]:
+    """Read the header of a folder.
 
     Raises:
-        DatasetError: if it is none, or of a newer version.
+        DatasetError: if there is none, or it is of a newer version.
     """
+    try:
+        header = json.loads((path / _HEADER).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path / _HEADER} is no header of a data set: {error!r}.") from error
+    return checked_header(path / _HEADER, header)
+
+
+def checked_header(path: Path, header: Any) -> dict[str, Any]:
+    """Return a header that was read from ``path``; errors as for :func:`read_header`."""
     try:
         version, _ = header["version"], header["data"]
         newer = version > _VERSION
@@ -222,16 +247,3 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the header of a folder.
-
-    Raises:
-        DatasetError: if there is none, or it is of a newer version.
-    """
-    try:
-        header = json.loads((path / _HEADER).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path / _HEADER} is no header of a data set: {error!r}.") from error
-    return checked_header(path / _HEADER, header)

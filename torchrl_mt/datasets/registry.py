@@ -131,15 +131,16 @@ def find_format(path: Path, name: str | None = None) -> Format:
         if known.detect(path):
             return known
     if path.exists():
-        for own in _OWN:
+        # The one that its name tells is asked first.
+        for own in sorted(_OWN, key=lambda each: path.suffix not in _OWN[each]):
             if own not in _registered and _own(own).detect(path):
                 return _own(own)
         raise DatasetError(
             f"{path} is no data set of a known format ({', '.join([*_OWN, *_registered])}): it may be "
             f"damaged, or give format=."
         )
-    for each, suffixes in _OWN.items():
-        if path.suffix in suffixes:
+    for each, of_format in _OWN.items():
+        if path.suffix in of_format:
             return _own(each)
     if path.suffix:
         suffixes = ", ".join(suffix for each in _OWN.values() for suffix in each)

@@ -1,7 +1,7 @@
 """Python objects as JSON text that reads back equal, without pickle.
 
 Text, numbers, lists and dicts are ordinary JSON. What JSON lacks (tuples, bytes, dicts with other
-keys, tensors and arrays) is written as an object with the key ``"__type__"``.
+keys, NaN and infinities, tensors and arrays) is written as an object with the key ``"__type__"``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def to_json_text(value: Any) -> str:
         >>> from_json_text(to_json_text({1: (2.5, b"x")}))
         {1: (2.5, b'x')}
     """
-    return json.dumps(_plain(value), ensure_ascii=False)
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def from_json_text(text: str | bytes) -> Any:
@@ -76,7 +76,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value)
+        value = float(value)
+        return value if math.isfinite(value) else {_TYPE: "float", "value": repr(value)}
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, tuple):
@@ -138,6 +139,7 @@ def _tensor(record: dict[str, Any]) -> Tensor:
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "float": lambda record: float(record["value"]),
     "tuple": lambda record: tuple(record["items"]),
     "dict": lambda record: dict(record["items"]),
     "bytes": lambda record: base64.b64decode(record["base64"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ try:
 except ImportError:  # Not POSIX: nothing keeps a second writer out.
     fcntl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["WriteLock", "unfinished_path"]
+__all__ = ["WriteLock", "delete_unfinished", "replace", "unfinished_path"]
 
 
 class WriteLock:
@@ -64,3 +66,34 @@ def unfinished_path(path: Path) -> Path:
     """Return a name beside ``path`` for what is being written: ``.<name>.<id>.unfinished``."""
     path = path.absolute()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+
+
+def replace(new: Path, path: Path) -> None:
+    """Put a file or folder in the place of another.
+
+    It is atomic unless a folder is replaced by something else, or the other way round: if the process is
+    killed just then, what was there is beside ``path`` as ``.<name>.<id>.replaced``.
+    """
+    path = path.absolute()
+    if not path.is_dir() and not (path.exists() and new.is_dir()):
+        os.replace(new, path)
+        return
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.replaced")
+    os.rename(path, aside)
+    os.rename(new, path)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
+
+
+def delete_unfinished(path: Path) -> None:
+    """Delete what killed writers of ``path`` left beside it; the caller has the lock."""
+    path = path.absolute()
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{32}\.unfinished")
+    for each in path.parent.iterdir():
+        if name.fullmatch(each.name):
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)

@@ -19,10 +19,11 @@ from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.steps import Steps, pack, path_of
 from torchrl_mt.datasets.dataset import open_reader
 from torchrl_mt.datasets.episode_steps import steps_of
+from torchrl_mt.datasets.readers import DatasetError
 from torchrl_mt.datasets.registry import Mode, find_format
 from torchrl_mt.datasets.schema import EpisodeSchema
 from torchrl_mt.datasets.values import to_json_text
-from torchrl_mt.datasets.write_lock import WriteLock
+from torchrl_mt.datasets.write_lock import WriteLock, delete_unfinished
 
 __all__ = ["BufferWriter", "DatasetWriter", "EpisodeSink", "episode_writer", "open_episodes"]
 
@@ -69,10 +70,13 @@ class DatasetWriter(EpisodeSink):
                 f"{self.path} exists: give mode='append' to add episodes, or mode='overwrite' to "
                 f"replace it."
             )
-        known = find_format(self.path, None if exists or format is None else format)
-        if exists and mode == "overwrite" and format is not None:
-            known = find_format(self.path, format)
-        if format is not None and known.name != format:
+        try:
+            known = find_format(self.path, None if exists else format)
+        except DatasetError as error:
+            raise DatasetError(f"{error} Nothing else is replaced or added to.") from None
+        if mode == "overwrite":
+            known = find_format(self.path, format or known.name)
+        elif format is not None and known.name != format:
             raise ValueError(
                 f"format must be that of the data set to append to, {known.name!r}, got {format!r}."
             )
@@ -83,6 +87,7 @@ class DatasetWriter(EpisodeSink):
         self._closed = False
         self._lock = WriteLock(self.path)
         try:
+            delete_unfinished(self.path)
             if exists and mode == "append":
                 reader = open_reader(self.path, known.name)
                 self._schema = reader.schema if len(reader.lengths) else None
@@ -181,7 +186,7 @@ def open_episodes(
         FileExistsError: if ``path`` exists and ``mode`` is ``"error"``.
         BlockingIOError: if another writer has it open.
         ValueError: if ``mode`` or ``format`` is unknown, or ``format`` is not that of what is there.
-        DatasetError: if what is there cannot be read.
+        DatasetError: if what is there is no data set, or cannot be read.
         ImportError: if the format needs a library that is not installed; names the extra.
 
     Examples:
