@@ -14,7 +14,7 @@ from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.schema import Schema
 from torchrl_mt.data._store.steps import Column, Path, name_of
 
-__all__ = ["StridePlan", "check_strides"]
+__all__ = ["StridePlan", "check_strides", "is_strided"]
 
 _FLAGS = ("done", "terminated", "truncated")
 
@@ -27,6 +27,11 @@ def check_strides(schema: Schema) -> None:
                 f"stride joins {name_of(path)} over several steps and needs a tensor of one shape "
                 f"per step, got a {entry.kind} entry: use stride=1, or store it otherwise."
             )
+
+
+def is_strided(path: Path) -> bool:
+    """Whether the entry of ``K`` steps is another than that of the first of them."""
+    return path[0] == "next" or _is_joined(path)
 
 
 class StridePlan:
