@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 UPDATES = 30
-ARGS = "--numbers 4 --turns 2 --warm-start-steps 20 --lr 1e-4 --eval-episodes 4".split()
-ARGS += ["--updates", str(UPDATES)]
+ARGS = ["--numbers", "4", "--turns", "2", "--warm-start-steps", "20", "--lr", "1e-4"]
+ARGS += ["--eval-episodes", "4", "--updates", str(UPDATES)]
 COUNTERS = ["started", "accepted", "rejected", "turns", "tokens", "forks", "policy_version"]
 TO_THE_DISK = {os.mkdir, os.open, os.fsync, os.rename, os.unlink, os.rmdir}
 

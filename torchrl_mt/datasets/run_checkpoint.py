@@ -6,25 +6,19 @@ returned. A run that is restored goes on as if it had never stopped.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import logging
 import operator
-import random
 import shutil
 import threading
 import uuid
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor, nn
 
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.files.manifest import HASHES, HashedFiles, write_manifest
@@ -35,6 +29,15 @@ from torchrl_mt.data._store.files.versions import (
     number_of,
     save_version,
 )
+from torchrl_mt.datasets.run_parts import (
+    check_shapes,
+    is_plain,
+    kinds_of,
+    load_parts,
+    random_states,
+    set_random_states,
+    state_of,
+)
 
 __all__ = ["RunCheckpoint"]
 
@@ -43,7 +46,7 @@ _logger = logging.getLogger("torchrl_mt")
 _RUN = "run.json"
 """The step, the kind of each part, and which object saved them."""
 _STATES = "states.pt"
-"""The generators' states, and the parts' if they are plain: one file, so shared tensors are saved once."""
+"""Random states, and plain states of parts, in one file: tensors that parts share are saved once."""
 _PARTS = "parts"
 """Folder of the other parts: ``<name>.pt``, or the folder ``<name>`` that ``dumps`` wrote."""
 
@@ -109,6 +112,7 @@ class RunCheckpoint:
         self._known = 0
         """Number of the newest version when this object last restored one."""
         self._damaged: list[Path] = []
+        """Damaged checkpoints that the next save deletes."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -135,7 +139,7 @@ class RunCheckpoint:
             step = operator.index(step)
         except TypeError:
             raise TypeError(f"step must be an integer, got {step!r}.") from None
-        kinds = _kinds(parts)
+        kinds = kinds_of(parts)
         with self._lock, ExitStack() as held:
             self._check_new(step)
             for part in parts.values():
@@ -172,7 +176,7 @@ class RunCheckpoint:
                 a part refuses its state: the message says which, and what was loaded before. If
                 the folder has checkpoints and all of them are damaged.
         """
-        kinds = _kinds(parts)
+        kinds = kinds_of(parts)
         with self._lock:
             found, damaged = newest_whole(self.folder)
             for folder, error in damaged.items():
@@ -186,14 +190,15 @@ class RunCheckpoint:
                 return None
             record = _read_record(found)
             _check_names(kinds, record, found)
-            states, random_states = _read_states(found, kinds)
+            states, of_generators = _read_states(found, kinds)
             for name, part in parts.items():
-                if isinstance(part, nn.Module) and isinstance(states.get(name), dict):
-                    _check_shapes(name, part, states[name])
-            _load_all(parts, states, found)
-            _set_random_states(random_states)
+                check_shapes(name, part, states.get(name))
+            load_parts(parts, states, found / _PARTS)
+            set_random_states(of_generators)
             self._known = number_of(max([found, *damaged], key=number_of))
-            self._damaged = list(damaged)
+            # Not those that only could not be read this time.
+            certain = (ValueError, FileNotFoundError)
+            self._damaged = [each for each, error in damaged.items() if isinstance(error, certain)]
             return int(record["step"])
 
     def _check_new(self, step: int) -> None:
@@ -201,11 +206,8 @@ class RunCheckpoint:
         last = newest(self.folder)
         if last is None or number_of(last) <= self._known:
             return
-        try:
-            record = _read_record(last)
-        except (OSError, ValueError):
-            record = {"step": step}
-        if record.get("saved_by") != self._id and step <= record["step"]:
+        record = _read_record(last)
+        if record["saved_by"] != self._id and step <= record["step"]:
             raise ValueError(
                 f"step must be after {record['step']}, which {self.folder} has from another run or "
                 f"process, got {step}: call restore() first to go on from there, or save to another "
@@ -213,92 +215,21 @@ class RunCheckpoint:
             )
 
 
-# ---- kinds of parts -----------------------------------------------------------------------------
-
-_FOLDER, _STATE, _GENERATOR, _DATA, _ENGINE = "folder", "state", "generator", "data", "engine"
-
-
-def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Find out how each part is saved."""
-    for name in parts:
-        if not name.isidentifier():
-            raise ValueError(f"parts must have names like those of arguments, got {name!r}.")
-    return {name: _kind(name, part) for name, part in parts.items()}
-
-
-def _kind(name: str, part: Any) -> str:
-    def has(*methods: str) -> bool:
-        return all(hasattr(part, method) for method in methods)
-
-    if has("dumps", "loads") and not isinstance(part, TensorDictBase):
-        return _FOLDER
-    if has("state_dict", "load_state_dict"):
-        return _STATE
-    if isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
-        return _GENERATOR
-    if has("generate", "update_weights"):
-        return _ENGINE
-    if isinstance(part, (dict, list)):
-        return _DATA
-    raise TypeError(
-        f"part {name!r} must have state_dict and load_state_dict, or dumps and loads, or be an engine, "
-        f"a random generator, a dict or a list, got {type(part).__name__}: put numbers into a dict."
-    )
-
-
-def _state_of(part: Any) -> Any:
-    """Return the state of a part that is not saved to a folder."""
-    if hasattr(part, "state_dict"):
-        return part.state_dict()
-    if isinstance(part, torch.Generator):
-        return part.get_state()
-    if isinstance(part, np.random.Generator):
-        return part.bit_generator.state
-    if isinstance(part, random.Random):
-        return part.getstate()
-    return part
-
-
-def _load_state(part: Any, state: Any) -> None:
-    """Load what :func:`_state_of` returned."""
-    if hasattr(part, "load_state_dict"):
-        part.load_state_dict(state)
-    elif isinstance(part, torch.Generator):
-        part.set_state(state)
-    elif isinstance(part, np.random.Generator):
-        part.bit_generator.state = state
-    elif isinstance(part, random.Random):
-        part.setstate(state)
-    elif isinstance(part, list):
-        part[:] = state
-    else:
-        part.clear()
-        part.update(state)
-
-
-def _engine_of(part: Any) -> Any:
-    """Return the engine of a collector, or the part itself if it is one; None otherwise."""
-    for engine in (part, getattr(part, "engine", None)):
-        if hasattr(engine, "generate") and hasattr(engine, "update_weights"):
-            return engine
-    return None
-
-
 # ---- writing ------------------------------------------------------------------------------------
 
 
 def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> None:
     """Write a checkpoint to an empty folder."""
-    states: dict[str, Any] = {"random": _random_states(), "parts": {}}
+    states: dict[str, Any] = {"random": random_states(), "parts": {}}
     (folder / _PARTS).mkdir()
     for name, part in parts.items():
         place = folder / _PARTS / name
         try:
-            if record["parts"][name] == _FOLDER:
+            if record["parts"][name] == "folder":
                 part.dumps(place)
-            elif record["parts"][name] != _ENGINE:
-                state = _state_of(part)
-                if _is_plain(state):
+            elif record["parts"][name] != "engine":
+                state = state_of(part)
+                if is_plain(state):
                     states["parts"][name] = state
                 else:
                     with open(place.with_suffix(".pt"), "wb") as file:
@@ -316,51 +247,24 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
     (folder / _RUN).write_text(json.dumps(record), encoding="utf-8")
 
 
-_PLAIN = (type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device)
-
-
-def _is_plain(state: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` reads a state."""
-    if type(state) in (dict, OrderedDict):
-        inside: Iterable[Any] = [*state, *state.values(), *getattr(state, "__dict__", {}).values()]
-    elif type(state) in (list, tuple, set):
-        inside = state
-    elif type(state) is Tensor:
-        return state.layout is torch.strided and not (state.is_nested or vars(state))
-    else:
-        return type(state) in _PLAIN
-    return all(map(_is_plain, inside))
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of the global random generators."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if used else [],
-    }
-
-
 # ---- reading ------------------------------------------------------------------------------------
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
     """Read the step and the kinds of the parts."""
-    if not (folder / _RUN).is_file():
+    try:
+        return dict(json.loads((folder / _RUN).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError) as error:
         raise ValueError(
-            f"folder must hold checkpoints of runs, but {folder} is none: a buffer saved there has a "
-            "loads() of its own."
-        )
-    return dict(json.loads((folder / _RUN).read_text(encoding="utf-8")))
+            f"folder must hold checkpoints of runs, but {folder} is damaged or none of them "
+            f"({error}): restore() skips damaged ones, and a buffer has a folder of its own."
+        ) from error
 
 
 def _check_names(kinds: Mapping[str, str], record: Mapping[str, Any], folder: Path) -> None:
     """Refuse parts that were not saved, or as another kind; warn of those that are not given."""
-    saved = {name: kind for name, kind in record["parts"].items() if kind != _ENGINE}
-    given = {name: kind for name, kind in kinds.items() if kind != _ENGINE}
+    saved = {name: kind for name, kind in record["parts"].items() if kind != "engine"}
+    given = {name: kind for name, kind in kinds.items() if kind != "engine"}
     for name, kind in given.items():
         if name not in saved:
             close = difflib.get_close_matches(name, saved.keys() - given.keys(), 1)
@@ -383,96 +287,17 @@ def _check_names(kinds: Mapping[str, str], record: Mapping[str, Any], folder: Pa
         )
 
 
-def _read_states(
-    folder: Path, kinds: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_states(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the states of parts by name, and the random states. Large tensors are mapped, not read."""
     read = torch.load(folder / _STATES, map_location="cpu", mmap=True, weights_only=True)
     states = {}
     for name, kind in kinds.items():
         if name in read["parts"]:
             states[name] = read["parts"][name]
-        elif kind not in (_FOLDER, _ENGINE):
+        elif kind not in ("folder", "engine"):
             file = folder / _PARTS / f"{name}.pt"
             try:
                 states[name] = torch.load(file, map_location="cpu", weights_only=False)
             except Exception as error:
                 raise ValueError(f"part {name!r} cannot be read from {file}: {error}") from error
     return states, read["random"]
-
-
-def _check_shapes(name: str, module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse tensors of other shapes: ``load_state_dict`` says so after it has loaded the rest."""
-    own = module.state_dict()
-    for key, value in state.items():
-        there = own.get(key)
-        if (
-            isinstance(value, Tensor)
-            and isinstance(there, Tensor)
-            and not nn.parameter.is_lazy(there)
-            and there.shape != value.shape
-        ):
-            raise ValueError(
-                f"part {name!r} must have the shapes that were saved: {key} must be "
-                f"{tuple(value.shape)}, got {tuple(there.shape)}; make the model of the saved run."
-            )
-
-
-def _load_all(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -> None:
-    """Load every part: models, what belongs to them, engines, collectors."""
-    loaded: list[str] = []
-    engines: list[Any] = []
-    for name in sorted(parts, key=lambda name: _rank(parts[name])):
-        part = parts[name]
-        engine = _engine_of(part)
-        try:
-            if engine is not None and not any(engine is other for other in engines):
-                engines.append(engine)
-                _update(engine, parts.get("model"))
-            if name in states:
-                # A copy: the part may keep it, and the file may be deleted.
-                _load_state(part, copy.deepcopy(states.pop(name)))
-            elif engine is not part:
-                part.loads(folder / _PARTS / name)
-        except Exception as error:
-            raise ValueError(
-                f"part {name!r} cannot be restored from {folder}: {error}\nLoaded before it: "
-                f"{', '.join(loaded) or 'nothing'}; make all parts as the saved run did."
-            ) from error
-        loaded.append(name)
-
-
-def _rank(part: Any) -> int:
-    """Order of loading. Weight versions of a collector go on from its engine's, so that is updated first."""
-    if isinstance(part, nn.Module):
-        return 0
-    engine = _engine_of(part)
-    return 1 if engine is None else 2 if engine is part else 3
-
-
-def _update(engine: Any, model: Any) -> None:
-    """Pass restored weights to an engine."""
-    try:
-        # One that shares weights has them, but not under the names of whatever wraps the model.
-        engine.update_weights(None if getattr(engine, "shares_weights", False) else model)
-    except NotImplementedError as error:
-        _logger.warning(
-            "%s keeps its weights: pass them on before you collect. %s", type(engine).__name__, error
-        )
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    """Set the global random generators."""
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(states["torch"].clone())
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, state in enumerate(states["cuda"][:here]):
-        torch.cuda.set_rng_state(state.clone(), device)
-    if len(states["cuda"]) > here:
-        _logger.warning(
-            "the random states of %d CUDA devices are left out: there are %d.",
-            len(states["cuda"]) - here,
-            here,
-        )
