@@ -46,8 +46,12 @@ class RenderedDialogue:
 
     text: str
     """What the template renders, with a break in every name of a special token that is not its own."""
-    answers: list[list[Span]]
-    """For each assistant message, the ranges of characters that a policy would sample."""
+    said: list[int]
+    """Indices of the assistant messages."""
+    answers: list[Span]
+    """For each of them, the range of characters that a policy would sample."""
+    trained: list[list[Span]]
+    """For each of them, the parts of that range which the template says are trained; by default all."""
     dropped: list[int]
     """Indices of the assistant messages of which the template drops a part."""
     broken: list[int]
@@ -99,15 +103,17 @@ class DialogueRenderer:
         if tools is not None:
             tools = self._names.split(list(tools), "tools")
         dialogue = self._accepted(layout, messages, tools)
-        answers: list[list[Span]] = []
+        answers: list[Span] = []
         end = 0
         for i in dialogue.said:
             begin = dialogue.beginning(i, end)
             end = dialogue.end(i, begin)
-            answers.append(dialogue.trained(begin, end))
+            answers.append((begin, end))
         return RenderedDialogue(
             dialogue.text,
+            dialogue.said,
             answers,
+            trained=[dialogue.trained(begin, end) for begin, end in answers],
             dropped=[i for i in dialogue.said if dialogue.marks.dropped(i)],
             broken=[i for i in dialogue.said if _has_break(dialogue.messages[i])],
         )
