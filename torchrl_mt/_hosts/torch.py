@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 # ---- tensors ------------------------------------------------------------------------------------
 
@@ -12,6 +15,17 @@ from torch import Tensor, nn
 def times_changed(tensor: Tensor) -> int:
     """Count the in-place changes of a tensor; 0 for inference tensors, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+# ---- data loaders -------------------------------------------------------------------------------
+
+
+def collate_tensordicts_with(collate: Callable[[Sequence[Any]], Any]) -> None:
+    """Set what a ``DataLoader`` without ``collate_fn`` calls for a batch of TensorDicts.
+
+    torch takes them for dicts of values and fails.
+    """
+    default_collate_fn_map[TensorDictBase] = lambda batch, *, collate_fn_map=None: collate(batch)
 
 
 # ---- modules --------------------------------------------------------------------------------------

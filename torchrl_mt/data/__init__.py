@@ -3,6 +3,7 @@
 from torchrl_mt.data.samplers.clip import ClipSampler
 from torchrl_mt.data.samplers.episode import EpisodeSampler
 from torchrl_mt.data.samplers.prioritized import PrioritizedClipSampler
+from torchrl_mt.data.samplers.selectors import linear_mix, recent, uniform
 from torchrl_mt.data.storage import EpisodeStorage
 from torchrl_mt.data.writer import EpisodeWriter
 
@@ -12,4 +13,7 @@ __all__ = [
     "EpisodeStorage",
     "EpisodeWriter",
     "PrioritizedClipSampler",
+    "linear_mix",
+    "recent",
+    "uniform",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
@@ -17,7 +17,6 @@ from weakref import ref
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data import LazyStackStorage
@@ -29,6 +28,11 @@ from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.columns.columns import ReadPlan
 from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
+from torchrl_mt.data._store.dataset_episodes import (
+    append_dataset,
+    check_episode,
+    check_metadata,
+)
 from torchrl_mt.data._store.files.store_files import StoreFiles
 from torchrl_mt.data._store.handles import HANDLES, resolve_index
 from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
@@ -147,6 +151,8 @@ class EpisodeStorage(LazyStackStorage):
         self._warned_of: frozenset[Path] = frozenset()
         """Shared entries for which a warning said that episodes disagree."""
         self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
+        self._drawing: tuple[torch.Generator | None] | None = None
+        """Generator of the sampler that is calling a selector, if one is."""
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
         """An empty store with this storage's budgets."""
@@ -224,6 +230,21 @@ class EpisodeStorage(LazyStackStorage):
             places, shape = resolve_index(index, self.table.first, self.table.num_steps)
         return places.reshape(() if shape is None else shape)
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The sampling buffer's generator, for the draws of a selector; None is PyTorch's global one."""
+        return self._rng if self._drawing is None else self._drawing[0]
+
+    @contextmanager
+    def drawing_with(self, generator: torch.Generator | None) -> Iterator[None]:
+        """Make a sampler's generator the :attr:`generator`; several buffers may share a storage."""
+        with self.lock:
+            before, self._drawing = self._drawing, (generator,)
+            try:
+                yield
+            finally:
+                self._drawing = before
+
     def num_clips(self, span: int) -> int:
         """Count the stored clips: runs of ``span`` consecutive steps of one episode.
 
@@ -270,12 +291,34 @@ class EpisodeStorage(LazyStackStorage):
             IndexError: if there is no such episode. A negative ``i`` counts from the newest.
         """
         with self.lock:
-            episodes = self.num_episodes
-            if not -episodes <= i < episodes:
-                raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored.")
-            i %= episodes
+            i = self._position(i)
             length = int(self.table.lengths[i])
             return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
+
+    def metadata(self, i: int) -> dict[Any, Any]:
+        """Return the metadata of the ``i``-th oldest episode: a copy of the dict, ``{}`` if it has none.
+
+        Raises:
+            IndexError: as :meth:`episode`.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> storage = EpisodeStorage(100)
+            >>> episode = TensorDict({"action": torch.arange(3)}, [3])
+            >>> _ = storage.append(episode, {"source": "demonstration"}), storage.append(episode)
+            >>> storage.metadata(0), storage.metadata(-1)
+            ({'source': 'demonstration'}, {})
+        """
+        with self.lock:
+            return self.table.metadata_of(self._position(i))
+
+    def _position(self, i: int) -> int:
+        """Return the position of the ``i``-th oldest episode; negative ``i`` count from the newest."""
+        episodes = self.num_episodes
+        if not -episodes <= i < episodes:
+            raise IndexError(f"episode {i} is out of range: {episodes} episodes are stored.")
+        return i % episodes
 
     def episodes(self) -> Iterator[Any]:
         """Iterate over the stored episodes, oldest first; skip those that are evicted meanwhile."""
@@ -421,11 +464,13 @@ class EpisodeStorage(LazyStackStorage):
             "ReplayBuffer(writer=EpisodeWriter(), ...), and rb.extend(...) to write."
         )
 
-    def append(self, episode: Any) -> Tensor:
+    def append(self, episode: Any, metadata: dict[Any, Any] | None = None) -> Tensor:
         """Store one whole episode.
 
         Args:
             episode: TED TensorDict of batch size ``[T]``.
+            metadata: facts about the episode, such as where it is from. A copy of the dict is kept,
+                with the same values, and leaves with the episode; see :meth:`metadata`.
 
         Returns:
             int64 ``[T]``: the handles of its steps.
@@ -433,22 +478,62 @@ class EpisodeStorage(LazyStackStorage):
         Raises:
             ValueError: if it is empty, has another batch size, exceeds a budget or does not fit the
                 schema.
-            TypeError: if it is no TensorDict.
+            TypeError: if it is no TensorDict, or its metadata is no dict.
         """
-        if is_tensor_collection(episode) and episode.ndim != 1:
-            raise ValueError(
-                f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
-                f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
-            )
+        check_metadata(metadata)
+        check_episode(episode)
         steps = unpack(episode)
-        return self.append_all(steps, torch.tensor([steps.length], device="cpu"))
+        given = (metadata,) if metadata else ()
+        return self.append_all(steps, torch.tensor([steps.length], device="cpu"), given)
 
-    def append_all(self, steps: Steps, lengths: Tensor) -> Tensor:
+    def extend_from(self, dataset: Any, *, keys: Sequence[NestedKey] | None = None) -> int:
+        """Append all episodes of a dataset with their metadata, oldest first.
+
+        Episodes are read and stored some at a time (1024 steps, or one longer episode), so memory stays
+        bounded, and others may write and sample meanwhile. A buffer's writer and its ``transform`` take
+        no part.
+
+        Args:
+            dataset: anything with ``len(dataset)`` and ``dataset.episode(i)``, a TED TensorDict
+                ``[T]``, and maybe ``dataset.metadata(i)``, a dict: a
+                ``torchrl_mt.datasets.EpisodeDataset``, another ``EpisodeStorage``, or a ``ReplayBuffer``
+                on one, of which the episodes that are stored now are read.
+            keys: entries to store; a key of a nested TensorDict, such as ``"next"``, names all in it.
+                None stores all.
+
+        Returns:
+            Number of episodes that were appended. If the budgets are too small for them, only the newest
+            are still stored, and a warning says so.
+
+        Raises:
+            ValueError: if an episode is empty, exceeds a budget or does not fit the schema. The error
+                says which; the episodes before it stay. The same holds if one cannot be read.
+            KeyError: if an episode lacks one of the ``keys``.
+            TypeError: if ``dataset`` has no episodes.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> demonstrations, storage = EpisodeStorage(100), EpisodeStorage(1000)
+            >>> for n in (3, 4):
+            ...     episode = TensorDict({"action": torch.arange(n)}, [n])
+            ...     _ = demonstrations.append(episode, {"by": "expert"})
+            >>> storage.extend_from(demonstrations)
+            2
+            >>> storage.lengths, storage.metadata(1)
+            (tensor([3, 4]), {'by': 'expert'})
+        """
+        return append_dataset(self, dataset, keys)
+
+    def append_all(
+        self, steps: Steps, lengths: Tensor, metadata: Sequence[Mapping[Any, Any]] = ()
+    ) -> Tensor:
         """Store whole episodes, oldest first: all of them, or none if one is refused.
 
         Args:
             steps: the episodes, one after the other.
             lengths: int64 ``[E]``, steps of each.
+            metadata: metadata of each, or nothing.
 
         Returns:
             int64 ``[N]``: the handles of those of their steps that are still stored.
@@ -464,7 +549,7 @@ class EpisodeStorage(LazyStackStorage):
             admitted = self._store.admit(steps, lengths)
             self._read_selections()
             first, before = self.table.next, self.schema
-            self._store.append(admitted)
+            self._store.append(admitted, metadata)
             if admitted.odd or before is not self.schema:
                 self._warn_of_disagreement(before, admitted)
             evicted = self.table.oldest > first  # Some of these very episodes.
@@ -721,7 +806,7 @@ class EpisodeStorage(LazyStackStorage):
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))
-            del state["lock"], state["_selections"]
+            del state["lock"], state["_selections"], state["_drawing"]
             state["_store"] = (self._store.share_next, self._store.state_dict())
             return state
 
@@ -730,6 +815,7 @@ class EpisodeStorage(LazyStackStorage):
         super().__setstate__(state)
         self.lock = threading.RLock()
         self._selections = {}
+        self._drawing = None
         self._store = self._new_store(share_next)
         self._store.load_state_dict(stored)
 

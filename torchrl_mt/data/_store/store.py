@@ -10,7 +10,7 @@ data. Reads name theirs as a ``RowPlan``, windows of rows in any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -148,9 +148,14 @@ class EpisodeStore:
         disagreeing = len(column.disagreeing) + int(odd.sum())
         return are_too_many(disagreeing, self.table.num_episodes + len(odd))
 
-    def append(self, admitted: Admission) -> None:
-        """Evict the oldest episodes and store admitted ones; if that fails, change nothing."""
-        commit = self._plan(admitted)
+    def append(self, admitted: Admission, metadata: Sequence[Mapping[Any, Any]] = ()) -> None:
+        """Evict the oldest episodes and store admitted ones; if that fails, change nothing.
+
+        Args:
+            admitted: the episodes.
+            metadata: metadata of each episode, or nothing.
+        """
+        commit = self._plan(admitted, metadata)
         with interrupts_deferred():
             commit()
 
@@ -187,6 +192,7 @@ class EpisodeStore:
             "schema": self.schema,
             "lengths": self.table.lengths.clone(),
             "tokens": self.table.tokens,
+            "metadata": self.table.metadata,
             "oldest": self.table.oldest,
             "seen_steps": self.table.end,
             "renumbered": self.table.renumbered,
@@ -258,9 +264,11 @@ class EpisodeStore:
         return left_out
 
     def _number(self, state: Mapping[str, Any], left_out: int) -> None:
-        """Restore the saved ordinals of episodes and numbers of steps."""
+        """Restore the saved ordinals of episodes, their metadata and the numbers of steps."""
         oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
         self.table.renumber(oldest, first, state["renumbered"])
+        # Earlier versions saved no metadata.
+        self.table.restore_metadata(state.get("metadata", {}))
 
     def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
         """Count the oldest saved episodes that exceed the budgets; ``ValueError`` if all do."""
@@ -287,13 +295,15 @@ class EpisodeStore:
             )
         return Admission(schema, steps, lengths, tokens)
 
-    def _plan(self, admitted: Admission) -> Callable[[], None]:
+    def _plan(
+        self, admitted: Admission, metadata: Sequence[Mapping[Any, Any]]
+    ) -> Callable[[], None]:
         """Do everything that can fail; return a function that stores the episodes."""
         schema, table = admitted.schema, self.table
         steps, lengths, tokens = admitted.steps, admitted.lengths, admitted.tokens
         skipped = max(self.not_kept(lengths, tokens).values()) if len(lengths) > 1 else 0
         if skipped:
-            lengths, tokens = lengths[skipped:], tokens[skipped:]
+            lengths, tokens, metadata = lengths[skipped:], tokens[skipped:], metadata[skipped:]
             steps = steps[steps.length - int(lengths.sum()) :]
         rows = self._rows if self.schema is not None else self._new_rows(schema, lengths)
         columns, recount = self.columns, None
@@ -332,7 +342,7 @@ class EpisodeStore:
             self.schema, self.columns, self._rows = schema, columns, rows
             for store in commits:
                 store()
-            table.extend(lengths, starts, tokens)
+            table.extend(lengths, starts, tokens, metadata)
 
         return commit
 

@@ -1,4 +1,4 @@
-"""The episode table: length and first row of each stored episode.
+"""The episode table: length, first row and metadata of each stored episode.
 
 Appending and evicting cost amortized O(1), finding the episode of a step or clip O(log E). No cost
 grows with the number of stored steps.
@@ -7,8 +7,8 @@ grows with the number of stored steps.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ def search(before: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class EpisodeTable:
-    """Length and first row of every stored episode, oldest first.
+    """Length, first row and metadata of every stored episode, oldest first.
 
     Episodes have *ordinals* and steps have *numbers*: 0 for the first ever stored, and never reused.
     Only differences of the other cumulative counts matter, so evicting changes none of them. Indices
@@ -103,6 +103,8 @@ class EpisodeTable:
         """Cumulative tokens before each episode and after the last, up to a constant."""
         self._counts: OrderedDict[Choice, np.ndarray] = OrderedDict()
         """Cumulative units likewise, for recent choices."""
+        self._metadata: dict[int, dict[Any, Any]] = {}
+        """Metadata by ordinal, of the episodes that have some."""
 
     @property
     def num_episodes(self) -> int:
@@ -149,6 +151,15 @@ class EpisodeTable:
         """int64 ``[E]``: tokens of each episode, oldest first."""
         return torch.from_numpy(np.diff(self._tokens[self._head : self._tail + 1]))
 
+    @property
+    def metadata(self) -> dict[int, dict[Any, Any]]:
+        """Copies of the metadata by ordinal, of the episodes that have some."""
+        return {ordinal: dict(metadata) for ordinal, metadata in self._metadata.items()}
+
+    def metadata_of(self, episode: int) -> dict[Any, Any]:
+        """Return a copy of the metadata of the episode at a position (0 is the oldest)."""
+        return dict(self._metadata.get(self.oldest + episode, ()))
+
     def places(
         self, episodes: np.ndarray, offsets: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -164,13 +175,20 @@ class EpisodeTable:
         of = episodes + self._head
         return self._steps[of] + offsets, self._start[of] + offsets
 
-    def extend(self, lengths: Tensor, starts: Sequence[int], tokens: Tensor) -> None:
+    def extend(
+        self,
+        lengths: Tensor,
+        starts: Sequence[int],
+        tokens: Tensor,
+        metadata: Sequence[Mapping[Any, Any]] = (),
+    ) -> None:
         """Add the newest episodes.
 
         Args:
             lengths: int64 ``[n]``, steps of each.
             starts: ``n``, first ring row of each.
             tokens: int64 ``[n]``, tokens of each.
+            metadata: ``n``, metadata of each, of which copies are kept; or nothing.
         """
         steps = lengths.numpy()
         tail = self._tail + len(steps)
@@ -184,6 +202,9 @@ class EpisodeTable:
         self._accumulate(self._tokens, new, tokens.numpy())
         for choice, counts in self._counts.items():
             self._accumulate(counts, new, choice.units(steps))
+        for ordinal, given in enumerate(metadata, self.next):
+            if given:
+                self._metadata[ordinal] = dict(given)
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:
@@ -198,6 +219,11 @@ class EpisodeTable:
         self.oldest += episodes
         self._steps[self._head] += steps
 
+    def restore_metadata(self, metadata: Mapping[int, Mapping[Any, Any]]) -> None:
+        """Give the stored episodes their metadata by ordinal; that of others is left out."""
+        stored = range(self.oldest, self.next)
+        self._metadata = {i: dict(given) for i, given in metadata.items() if i in stored}
+
     def renumber(self, oldest: int, first: int, renumbered: int) -> None:
         """Number the stored episodes from ``oldest`` on and their steps from ``first`` on."""
         self.oldest, self.renumbered = oldest, renumbered
@@ -211,6 +237,9 @@ class EpisodeTable:
 
     def evict(self, episodes: int) -> None:
         """Remove the oldest ``episodes``."""
+        if self._metadata:
+            for ordinal in range(self.oldest, self.oldest + episodes):
+                self._metadata.pop(ordinal, None)
         self._head += episodes
         self.oldest += episodes
         if self._head == self._tail:

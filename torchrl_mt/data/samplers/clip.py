@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -26,13 +24,11 @@ from torchrl_mt.data.samplers.draws import (
     episode_storage,
     require_episodes,
 )
+from torchrl_mt.data.samplers.selectors import Selector, check_selector, check_step, choose_clips
 from torchrl_mt.data.samplers.strides import check_strides
 from torchrl_mt.data.storage import EpisodeStorage
 
-__all__ = ["ClipSampler", "Selector"]
-
-Selector = Callable[[int, EpisodeStorage, int, int], Tensor]
-"""``selector(step, storage, num_slices, span)`` returns clip indices, int64 ``[num_slices]``."""
+__all__ = ["ClipSampler"]
 
 
 class ClipSampler(SavesState, Sampler):
@@ -69,7 +65,9 @@ class ClipSampler(SavesState, Sampler):
         selector: chooses the clips instead of a random draw: ``selector(step, storage,
             num_slices, span)`` returns integers ``[num_slices]``, clip indices in
             ``[0, storage.num_clips(span))``. They count the clips of ``span`` stored steps, oldest
-            first. ``step`` is the number of samples drawn before. Needs ``strict_length=True``,
+            first. ``step`` is :attr:`step`; draw with ``generator=storage.generator``. Ready-made:
+            :func:`~torchrl_mt.data.recent`, :func:`~torchrl_mt.data.uniform`,
+            :func:`~torchrl_mt.data.linear_mix`. Needs ``strict_length=True``,
             ``weighting="clip"`` and no ``span``.
         weighting: ``"clip"`` draws uniformly from all clips; ``"episode"`` draws an episode and
             then one of its clips, as ``SliceSampler`` does.
@@ -146,11 +144,8 @@ class ClipSampler(SavesState, Sampler):
             raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}.")
         if slice_len is not None:
             _check_burn_in(burn_in, slice_len)
-        if selector is not None and not callable(selector):
-            raise TypeError(
-                f"selector must be a function (step, storage, num_slices, span) -> clip indices, "
-                f"got {type(selector).__name__}."
-            )
+        if selector is not None:
+            check_selector("selector", selector)
         if selector is not None and (varying or weighting != "clip"):
             raise ValueError(
                 f"selector chooses among the clips of full length: use strict_length=True, no span "
@@ -173,14 +168,32 @@ class ClipSampler(SavesState, Sampler):
         self._least = 1 if strict_length else stride
         """Fewest stored steps of an episode that is sampled whole."""
         self._step = 0
-        """Number of samples drawn."""
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    @property
+    def step(self) -> int:
+        """The ``step`` that the next sample gives to the selector: the number of samples so far.
+
+        Set it to the learner's step to go on from there. A buffer with ``prefetch`` has drawn its next
+        samples already.
+
+        Raises:
+            ValueError: if it is set to anything but an integer of at least 0.
+        """
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = check_step("step", value)
+
+    def sample(
+        self, storage: Storage, batch_size: int, *, step: int | None = None
+    ) -> tuple[Tensor, dict[Any, Any]]:
         """Draw clips of ``batch_size`` steps in all.
 
         Args:
             storage: an :class:`~torchrl_mt.data.EpisodeStorage`.
             batch_size: number of steps.
+            step: :attr:`step` of this sample, which goes on from ``step + 1``; None for the next one.
 
         Returns:
             int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
@@ -191,14 +204,18 @@ class ClipSampler(SavesState, Sampler):
             RuntimeError: if ``batch_size`` is not divisible into clips, or no stored episode holds
                 a clip.
             ValueError: if ``selector`` returns another shape or dtype, or clips that are not stored,
-                or if an action, reward or done flag has varying shapes and ``stride`` is above 1.
+                or if an action, reward or done flag has varying shapes and ``stride`` is above 1, or
+                if ``step`` is negative or no integer.
         """
         storage = episode_storage(storage, self)
+        if step is not None:
+            step = check_step("step", step)
         num_slices, slice_len, clips = self._clips(batch_size)
         with storage.lock:
+            step = self._step if step is None else step
             if self.stride > 1 and storage.schema is not None:
-                check_strides(storage.schema)
-            episodes, offsets = self._draw(storage, num_slices, clips)
+                check_strides(storage.schema.entries)
+            episodes, offsets = self._draw(storage, num_slices, clips, step)
             if self.strict_length and not any(self.span):
                 cut = Cut(offsets, slice_len)
             else:
@@ -212,7 +229,7 @@ class ClipSampler(SavesState, Sampler):
                 padded_to=cut.width,
                 mark=partial(self._marks.mark, cut, storage.device),
             )
-            self._step += 1
+            self._step = step + 1
             return index, self._info(storage, episodes, cut, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
@@ -259,7 +276,7 @@ class ClipSampler(SavesState, Sampler):
         return Cut(offsets, slice_len if same else spans, slice_len if self.pad_output else None)
 
     def _draw(
-        self, storage: EpisodeStorage, num: int, clips: Choice
+        self, storage: EpisodeStorage, num: int, clips: Choice, step: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw clips: episode positions and first steps within the episode, negative before it."""
         table = storage.table
@@ -268,8 +285,8 @@ class ClipSampler(SavesState, Sampler):
             if self.selector is None:
                 units = draw_integers(total, num, self._rng)
             else:
-                chosen = self.selector(self._step, storage, num, clips.span)
-                units = _checked(chosen, num, clips.span, total)
+                with storage.drawing_with(self._rng):
+                    units = choose_clips(self.selector, step, storage, num, clips.span)
             episodes, offsets = search(before, units.numpy())
         else:
             holding = Choice(clips.span if self.strict_length else self._least, "episodes")
@@ -305,7 +322,7 @@ class ClipSampler(SavesState, Sampler):
         return before, total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of samples drawn."""
+        """Return the step."""
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,29 +359,3 @@ def _check_burn_in(burn_in: int, slice_len: int) -> None:
             f"burn_in must be less than the steps of a clip, {slice_len}, of which it is a part; got "
             f"{burn_in}."
         )
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def _checked(clips: Any, num_slices: int, span: int, stored: int) -> Tensor:
-    """Check what a selector returned; return it on the CPU as int64."""
-    given = torch.from_numpy(clips) if isinstance(clips, np.ndarray) else clips
-    if not isinstance(given, Tensor):
-        raise TypeError(
-            f"selector must give clip indices as a tensor or array of integers, got "
-            f"{type(clips).__name__}."
-        )
-    integral = given.dtype in _INTEGERS
-    if not integral or given.shape != (num_slices,):
-        raise ValueError(
-            f"selector must give integers of shape ({num_slices},), got {given.dtype} and "
-            f"{tuple(given.shape)}."
-        )
-    clips = given.detach().cpu().long()
-    if bool(((clips < 0) | (clips >= stored)).any()):
-        raise ValueError(
-            f"selector must give clip indices in [0, {stored}): so many clips of {span} steps are "
-            f"stored; got values from {int(clips.min())} to {int(clips.max())}."
-        )
-    return clips

@@ -219,7 +219,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     # ---- sampling -------------------------------------------------------------------------------
 
     def _draw(
-        self, storage: EpisodeStorage, num: int, clips: Choice
+        self, storage: EpisodeStorage, num: int, clips: Choice, step: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw clips by priority: episode positions and first steps within the episode."""
         self._units(storage, clips)

@@ -6,23 +6,25 @@ steps and ends at the last, with the reward and done flags of all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.columns.columns import StoredColumn
 from torchrl_mt.data._store.columns.rows import RowPlan
-from torchrl_mt.data._store.schema import Schema
 from torchrl_mt.data._store.steps import Column, Path, name_of
 
-__all__ = ["StridePlan", "check_strides"]
+__all__ = ["StridePlan", "check_strides", "is_joined", "join"]
 
 _FLAGS = ("done", "terminated", "truncated")
 
 
-def check_strides(schema: Schema) -> None:
+def check_strides(entries: Mapping[Path, Any]) -> None:
     """Refuse an action, reward or done flag that is no tensor of one shape (``ValueError``)."""
-    for path, entry in schema.entries.items():
-        if _is_joined(path) and entry.kind != "dense":
+    for path, entry in entries.items():
+        if is_joined(path) and entry.kind != "dense":
             raise ValueError(
                 f"stride joins {name_of(path)} over several steps and needs a tensor of one shape "
                 f"per step, got a {entry.kind} entry: use stride=1, or store it otherwise."
@@ -53,20 +55,25 @@ class StridePlan:
 
     def read(self, path: Path, column: StoredColumn) -> Column:
         """Read the entry ``path``, which ``column`` stores."""
-        if not _is_joined(path):
+        if not is_joined(path):
             return column.read(self._last if path[0] == "next" else self._first)
         values = column.read(self._all)
         assert isinstance(values, Tensor)
-        shape = values.shape[1:]
-        if path[-1] == "action":
-            return values.reshape(len(self), self.stride * (shape[0] if shape else 1), *shape[1:])
-        values = values.view(len(self), self.stride, *shape)
-        if path[-1] == "reward":
-            return torch.sum(values, 1)
-        return torch.any(values, 1).to(values.dtype)
+        return join(path, values, self.stride)
 
 
-def _is_joined(path: Path) -> bool:
+def join(path: Path, values: Tensor, stride: int) -> Tensor:
+    """Combine an entry over each ``stride`` steps: ``[N * stride, *shape]`` to ``[N, ...]``."""
+    number, shape = len(values) // stride, values.shape[1:]
+    if path[-1] == "action":
+        return values.reshape(number, stride * (shape[0] if shape else 1), *shape[1:])
+    values = values.view(number, stride, *shape)
+    if path[-1] == "reward":
+        return torch.sum(values, 1)
+    return torch.any(values, 1).to(values.dtype)
+
+
+def is_joined(path: Path) -> bool:
     """Whether the entry combines all ``K`` steps."""
     if path[0] == "next":
         return path[-1] == "reward" or path[-1] in _FLAGS

@@ -1,0 +1,118 @@
+"""What is read equals what was written, bit for bit, in every lossless format."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.tiers import few_or_many
+from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.datasets import (
+    ClipDataset,
+    EpisodeDataset,
+    load_episodes,
+    open_episodes,
+    save_episodes,
+)
+
+from .episodes import assert_same, random_data, random_episode, random_schema
+from .formats import LOSSLESS, new_path
+
+pytestmark = pytest.mark.parametrize("format", LOSSLESS)
+
+
+@few_or_many(12, 300)
+def test_episodes_and_metadata_are_read_as_they_were_written(format, examples, tmp_path):
+    for seed in range(examples):
+        episodes, metadata = random_data(seed)
+        path = new_path(tmp_path, format, seed)
+        cut = random.Random(seed).randrange(len(episodes) + 1)
+        for part, mode in ((slice(0, cut), "error"), (slice(cut, None), "append")):
+            with open_episodes(path, format=format, mode=mode) as out:
+                for episode, about in zip(episodes[part], metadata[part], strict=True):
+                    out.write_episode(episode, about)
+        dataset = EpisodeDataset(path)
+        assert dataset.format == format
+        assert len(dataset) == len(episodes)
+        assert dataset.lengths.tolist() == [len(episode) for episode in episodes]
+        for i, (episode, about) in enumerate(zip(episodes, metadata, strict=True)):
+            assert_same(dataset.episode(i), episode)
+            assert dataset.metadata(i) == about
+        for got, episode in zip(dataset.episodes(), episodes, strict=True):
+            assert_same(got, episode)
+
+
+@few_or_many(6, 60)
+def test_a_subset_of_the_keys_is_read(format, examples, tmp_path):
+    for seed in range(examples):
+        episodes, _ = random_data(seed)
+        path = new_path(tmp_path, format, seed)
+        save_episodes(episodes, path, format=format)
+        keys = EpisodeDataset(path).keys
+        rng = random.Random(seed)
+        chosen = rng.sample(keys, rng.randrange(1, len(keys) + 1))
+        dataset = EpisodeDataset(path, chosen)
+        assert set(dataset.keys) == set(chosen)
+        for i, episode in enumerate(episodes):
+            assert_same(dataset.episode(i), episode.select(*chosen))
+
+
+@few_or_many(4, 40)
+def test_through_a_storage_and_back(format, examples, tmp_path):
+    for seed in range(examples):
+        episodes, metadata = random_data(seed)
+        storage = EpisodeStorage(1000)
+        for episode, about in zip(episodes, metadata, strict=True):
+            storage.append(episode, metadata=about)
+        path = new_path(tmp_path, format, seed)
+        assert save_episodes(storage, path, format=format) == len(episodes)
+        loaded = EpisodeStorage(1000)
+        assert load_episodes(path, loaded) == len(episodes)
+        for i, (episode, about) in enumerate(zip(episodes, metadata, strict=True)):
+            assert_same(loaded.episode(i), episode)
+            assert loaded.metadata(i) == about
+
+
+@few_or_many(4, 40)
+@pytest.mark.parametrize("stride", [1, 3])
+def test_clips_are_those_of_the_episodes(format, examples, stride, tmp_path):
+    for seed in range(examples):
+        rng = random.Random(seed)
+        schema = {
+            key: kind
+            for key, kind in random_schema(rng).items()
+            if kind[0] in ("dense", "next") and key != ("action",)
+        }
+        schema[("action",)] = ("dense", torch.float32, (2,))
+        episodes = [random_episode(rng, schema, rng.randrange(1, 12)) for _ in range(4)]
+        path = new_path(tmp_path, format, f"{seed}-{stride}")
+        save_episodes(episodes, path, format=format)
+        snapshot = EpisodeStorage(1000)
+        for episode in episodes:
+            snapshot.append(episode)
+        slice_len = rng.randrange(1, 4)
+        from_disk = ClipDataset(path, slice_len, stride=stride)
+        from_memory = ClipDataset(snapshot, slice_len, stride=stride)
+        assert len(from_disk) == len(from_memory) == snapshot.num_clips(slice_len * stride)
+        for i in range(len(from_disk)):
+            assert_same(from_disk[i], from_memory[i])
+
+
+def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(format, tmp_path):
+    lengths = [5, 3, 9, 4]
+    path = new_path(tmp_path, format, "loader")
+    steps = iter(range(1000))
+    save_episodes(
+        ({"step": [next(steps) for _ in range(length)]} for length in lengths), path, format=format
+    )
+    clips = ClipDataset(path, 4)
+    expected = sorted(tuple(clip["step"].tolist()) for clip in clips)
+    loader = DataLoader(
+        clips, batch_size=3, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    )
+    for _ in range(3):
+        seen = [tuple(clip) for batch in loader for clip in batch["step"].tolist()]
+        assert sorted(seen) == expected

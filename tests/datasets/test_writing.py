@@ -1,0 +1,307 @@
+"""Writing to disk and to memory: modes, what is refused, and what an error leaves."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import (
+    DatasetError,
+    EpisodeDataset,
+    episode_writer,
+    load_episodes,
+    open_episodes,
+    save_episodes,
+)
+
+from .formats import ALL, new_path
+
+every_format = pytest.mark.parametrize("format", ALL)
+
+
+def episode(*actions):
+    return {"action": torch.tensor(actions), "next": {"reward": torch.ones(len(actions), 1)}}
+
+
+def actions(path):
+    return [each["action"].tolist() for each in EpisodeDataset(path).episodes()]
+
+
+def contents(folder):
+    return sorted(os.listdir(folder))
+
+
+# ---- modes --------------------------------------------------------------------------------------
+
+
+@every_format
+def test_error_refuses_what_exists(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    save_episodes([episode(1)], path, format=format)
+    with pytest.raises(FileExistsError, match="mode='append'"):
+        open_episodes(path, format=format)
+    assert actions(path) == [[1]]
+
+
+@every_format
+def test_append_makes_a_new_data_set_and_goes_on_with_it(format, tmp_path):
+    path = new_path(tmp_path, format, "deep") / new_path(tmp_path, format, "a").name
+    for i in range(3):
+        save_episodes([episode(i), episode(i, i)], path, format=format, mode="append")
+    assert actions(path) == [[0], [0, 0], [1], [1, 1], [2], [2, 2]]
+    with pytest.raises(ValueError, match=r"'action' must be as in the first episode.*float32"):
+        save_episodes([episode(0.5)], path, mode="append")
+    assert len(actions(path)) == 6
+
+
+@every_format
+def test_overwrite_shows_the_new_episodes_only_when_it_is_closed(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    save_episodes([episode(1), episode(2)], path, format=format, mode="overwrite")
+    with open_episodes(path, format=format, mode="overwrite") as out:
+        out.write_episode(episode(3))
+        assert actions(path) == [[1], [2]]
+    assert actions(path) == [[3]]
+    assert contents(tmp_path) == [path.name]
+
+
+@every_format
+def test_an_overwrite_that_fails_leaves_what_was_there(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    save_episodes([episode(1)], path, format=format)
+
+    def write():
+        with open_episodes(path, format=format, mode="overwrite") as out:
+            out.write_episode(episode(2))
+            raise KeyError("the environment is gone")
+
+    with pytest.raises(KeyError):
+        write()
+    assert actions(path) == [[1]]
+    with open_episodes(path, format=format, mode="overwrite"):
+        pass  # Nothing is written, so nothing is replaced.
+    assert actions(path) == [[1]]
+    assert contents(tmp_path) == [path.name]
+
+
+@every_format
+@pytest.mark.parametrize("mode", ["error", "append"])
+def test_an_exception_loses_only_the_episode_that_was_open(format, mode, tmp_path):
+    path = new_path(tmp_path, format, "a")
+
+    def play():
+        yield episode(1)
+        yield episode(2, 2)
+        raise RuntimeError("the environment is gone")
+
+    def write():
+        with open_episodes(path, format=format, mode=mode) as out:
+            out.write_episodes(play())
+
+    with pytest.raises(RuntimeError):
+        write()
+    assert actions(path) == [[1], [2, 2]]
+    assert contents(tmp_path) == [path.name]
+
+
+@every_format
+def test_nothing_is_made_without_an_episode(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    with open_episodes(path, format=format):
+        pass
+    assert contents(tmp_path) == []
+    with open_episodes(path, format=format) as out, pytest.raises(TypeError, match="step 1"):
+        out.write_episode({"action": [1, 2], "item": [None, object()]})
+    assert contents(tmp_path) == []
+
+
+@every_format
+def test_one_format_replaces_another(format, tmp_path):
+    other = "jsonl" if format != "jsonl" else "folder"
+    path = tmp_path / "data"
+    save_episodes([episode(1)], path, format=other)
+    with pytest.raises(ValueError, match=f"must be that of the data set to append to, '{other}'"):
+        open_episodes(path, format=format, mode="append")
+    save_episodes([episode(2)], path, format=format, mode="overwrite")
+    assert actions(path) == [[2]]
+    assert contents(tmp_path) == ["data"]
+
+
+@every_format
+def test_only_one_writer_at_a_time(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    with open_episodes(path, format=format) as out:
+        out.write_episode(episode(1))
+        with pytest.raises(BlockingIOError, match="another writer"):
+            open_episodes(path, format=format, mode="append")
+        assert actions(path) == [[1]]  # Reading is free.
+        out.write_episode(episode(2))
+    save_episodes([episode(3)], path, mode="append")
+    assert actions(path) == [[1], [2], [3]]
+
+
+@every_format
+def test_what_is_no_data_set_is_not_replaced(format, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("everything")
+    for mode in ("overwrite", "append"):
+        with pytest.raises(DatasetError, match="no data set of a known format"):
+            open_episodes(tmp_path / "home", format=format, mode=mode)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "everything"
+
+
+@every_format
+def test_an_empty_folder_may_become_a_data_set(format, tmp_path):
+    if format in ("hdf5", "jsonl"):
+        pytest.skip("a data set of this format is a file")
+    save_episodes([episode(1)], tmp_path, format=format)
+    assert actions(tmp_path) == [[1]]
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@every_format
+def test_an_episode_that_does_not_fit_is_named_and_writes_nothing(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    refused = {
+        "'action' must be as in": {**episode(1), "action": torch.ones(1, 2)},
+        "'extra' is not among them": {**episode(1), "extra": [1]},
+        "is missing": {"action": torch.tensor([1])},
+        "one value per step in every entry": {**episode(1), "action": torch.tensor([1, 2])},
+        "at least one step": episode(),
+    }
+    with open_episodes(path, format=format) as out:
+        out.write_episode(episode(1))
+        for match, odd in refused.items():
+            with pytest.raises(ValueError, match=match):
+                out.write_episode(odd)
+        out.write_episode(episode(2))
+    assert actions(path) == [[1], [2]]
+
+
+def test_bad_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"mode must be one of .* got 'w'"):
+        open_episodes(tmp_path / "a", mode="w")
+    with pytest.raises(ValueError, match=r"format must be one of .*'hdf5'.* got 'csv'"):
+        open_episodes(tmp_path / "a", format="csv")
+    with pytest.raises(ValueError, match=r"its suffix '\.csv' is none of \.h5"):
+        open_episodes(tmp_path / "a.csv")
+    with pytest.raises(ValueError, match="can be read only"):
+        open_episodes(tmp_path / "a", format="minari")
+    with open_episodes(tmp_path / "a.jsonl") as out:
+        with pytest.raises(TypeError, match="metadata must be a dict"):
+            out.write_episode(episode(1), metadata=[1])
+        with pytest.raises(TypeError, match="metadata: a set cannot be written"):
+            out.write_episode(episode(1), metadata={"seen": {1}})
+        with pytest.raises(TypeError, match="episode must be a TensorDict"):
+            out.write_episode([1, 2])
+        with pytest.raises(ValueError, match=r"batch size of \[T\], got \[1, 2\]"):
+            out.write_episode(TensorDict({"action": torch.ones(1, 2)}, [1, 2]))
+    with pytest.raises(ValueError, match="is closed"):
+        out.write_episode(episode(1))
+    assert contents(tmp_path) == []
+
+
+# ---- what an episode may be ---------------------------------------------------------------------
+
+
+def test_arrays_lists_and_tensordicts_are_the_same(tmp_path):
+    image = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
+    forms = {
+        "arrays": {"image": image, ("next", "reward"): np.ones(3, np.float32)},
+        "lists": {"image": list(image), "next": {"reward": [1.0, 1.0, 1.0]}},
+        "tensordict": TensorDict(
+            {"image": torch.from_numpy(image), "next": {"reward": torch.ones(3)}}, [3]
+        ),
+        "lazy stack": lazy_stack(
+            [
+                TensorDict({"image": torch.from_numpy(each), "next": {"reward": torch.tensor(1.0)}})
+                for each in image
+            ]
+        ),
+    }
+    with open_episodes(tmp_path / "a.jsonl") as out:
+        for form in forms.values():
+            out.write_episode(form)
+    for each in EpisodeDataset(tmp_path / "a.jsonl").episodes():
+        assert torch.equal(each["image"], torch.from_numpy(image))
+        assert torch.equal(each["next", "reward"], torch.ones(3))
+
+
+def test_lists_of_lists_may_differ_in_length(tmp_path):
+    with open_episodes(tmp_path / "a.jsonl") as out:
+        out.write_episode({"tokens": [[1, 2], [3, 4]], "text": ["a", "b"]})
+        out.write_episode({"tokens": [[1], [], [2, 3]], "text": ["", "c", "d"]})
+        with pytest.raises(ValueError, match=r"'tokens' must be as in .* got .*float32"):
+            out.write_episode({"tokens": [[0.5]], "text": ["a"]})
+    dataset = EpisodeDataset(tmp_path / "a.jsonl")
+    assert dataset.episode(0)["tokens"].tolist() == [[1, 2], [3, 4]]
+    rows = dataset.episode(1).get("tokens", as_list=True)
+    assert [row.tolist() for row in rows] == [[1], [], [2, 3]]
+    assert {row.dtype for row in rows} == {torch.int64}
+
+
+def test_a_shape_that_varies_after_a_fixed_one_is_explained(tmp_path):
+    with open_episodes(tmp_path / "a.jsonl") as out:
+        out.write_episode({"pixels": [np.zeros((2, 2)), np.zeros((2, 2))]})
+        with pytest.raises(ValueError, match=r"give it as a lazy stack .* from the first episode on"):
+            out.write_episode({"pixels": [np.zeros((2, 2)), np.zeros((3, 2))]})
+
+
+# ---- into memory --------------------------------------------------------------------------------
+
+
+def test_what_writes_to_disk_writes_to_a_buffer(tmp_path):
+    def play(out):
+        with out:
+            out.write_episode(episode(1, 2), {"player": "Ann"})
+            out.write_episodes([episode(3), (episode(4), {"player": "Bob"})])
+
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(100),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=2),
+        batch_size=2,
+    )
+    play(episode_writer(buffer))
+    play(open_episodes(tmp_path / "a.jsonl"))
+    dataset = EpisodeDataset(tmp_path / "a.jsonl")
+    for i, player in enumerate(["Ann", None, "Bob"]):
+        assert buffer.storage.metadata(i).get("player") == player
+        assert dataset.metadata(i).get("player") == player
+        assert torch.equal(buffer.storage.episode(i)["action"], dataset.episode(i)["action"])
+    assert buffer.sample()["action"].tolist() == [1, 2]
+
+
+def test_a_key_filter_is_a_list_of_keys_or_a_function():
+    for key_filter in (["action"], lambda data: {"action": data["action"]}):
+        storage = EpisodeStorage(10)
+        episode_writer(storage, key_filter).write_episode(episode(1, 2))
+        assert set(storage.episode(0).keys(True, True)) == {"action"}
+    with pytest.raises(TypeError, match="key_filter must be a list of keys"):
+        episode_writer(EpisodeStorage(10), "action")
+    with pytest.raises(TypeError, match="buffer must be an EpisodeStorage or a ReplayBuffer on one"):
+        episode_writer(ReplayBuffer())
+
+
+def test_metadata_leaves_with_its_episode():
+    storage = EpisodeStorage(3)
+    with episode_writer(storage) as out:
+        for i in range(4):
+            out.write_episode(episode(i, i), {"number": i})
+    assert storage.num_episodes == 1
+    assert storage.metadata(0) == {"number": 3}
+
+
+def test_a_buffer_that_is_too_small_keeps_the_newest(tmp_path):
+    save_episodes([episode(i, i) for i in range(5)], tmp_path / "a.jsonl")
+    storage = EpisodeStorage(5)
+    assert load_episodes(tmp_path / "a.jsonl", storage) == 5
+    assert storage[:]["action"].tolist() == [3, 3, 4, 4]

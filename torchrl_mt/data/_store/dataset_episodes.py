@@ -1,0 +1,164 @@
+"""Episodes of a dataset, which a storage appends oldest first, reading a bounded number of steps ahead.
+
+A dataset is whatever has ``len()`` and ``episode(i)``. If an episode is refused, those before it stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection
+from tensordict.utils import NestedKey
+from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, path_of, unpack
+
+__all__ = ["append_dataset", "check_episode", "check_metadata"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+_STEPS_AT_A_TIME = 1024
+"""Most steps that are read before they are stored, unless an episode has more."""
+
+_Episode = tuple[Steps, dict[Any, Any]]
+"""The steps and the metadata of an episode."""
+
+
+def check_episode(episode: Any) -> None:
+    """Refuse an episode whose batch size is not ``[T]`` (``ValueError``)."""
+    if is_tensor_collection(episode) and episode.ndim != 1:
+        raise ValueError(
+            f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
+            f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
+        )
+
+
+def check_metadata(metadata: Any) -> None:
+    """Refuse metadata that is no dict and not None (``TypeError``)."""
+    if not (metadata is None or isinstance(metadata, dict)):
+        raise TypeError(
+            f"metadata must be a dict or None, got {type(metadata).__name__}: put the value in a "
+            f'dict, such as {{"source": value}}.'
+        )
+
+
+def append_dataset(storage: Any, dataset: Any, keys: Sequence[NestedKey] | None) -> int:
+    """Append all episodes of a dataset to a storage, and return their number.
+
+    See :meth:`EpisodeStorage.extend_from`.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"keys must be a list of keys, got the string {keys!r}: give [{keys!r}].")
+    if isinstance(dataset, ReplayBuffer):
+        dataset = dataset.storage
+    if dataset is storage:
+        raise ValueError("dataset must be another one, got the storage that it is to extend.")
+    first, appended, most = storage.table.next, 0, min(_STEPS_AT_A_TIME, storage.max_size)
+    read: list[_Episode] = []
+    room = most
+    try:
+        for steps, metadata in _read(dataset, keys):
+            room -= steps.length
+            if read and room < 0:
+                batch, read, room = read, [], most - steps.length
+                appended = _append(storage, batch, appended)
+            read.append((steps, metadata))
+    finally:  # Those before an unreadable one are stored, too.
+        appended = _append(storage, read, appended)
+    left = storage.table.oldest - first
+    if left > 0:
+        _logger.warning(
+            "only the newest %d of the %d episodes of the dataset are kept: raise max_steps=%s, "
+            "max_tokens=%s or max_episodes=%s to keep all.",
+            appended - left,
+            appended,
+            storage.max_size,
+            storage.max_tokens,
+            storage.max_episodes,
+        )
+    return appended
+
+
+def _append(storage: Any, episodes: list[_Episode], before: int) -> int:
+    """Append episodes of a dataset; return how many they are with those ``before`` them."""
+    if not episodes:
+        return before
+    parts = [steps for steps, _ in episodes]
+    lengths = torch.tensor([steps.length for steps in parts], device="cpu")
+    try:
+        storage.append_all(Steps.concat(parts), lengths, [metadata for _, metadata in episodes])
+    except ValueError as error:
+        if len(episodes) == 1:
+            raise ValueError(
+                f"episode {before} of the dataset is refused: {error} The {before} episodes before it "
+                f"were appended."
+            ) from error
+        for each in episodes:
+            before = _append(storage, [each], before)
+        return before
+    return before + len(episodes)
+
+
+def _read(dataset: Any, keys: Sequence[NestedKey] | None) -> Iterator[_Episode]:
+    """Read the episodes of a dataset, each when it is asked for.
+
+    Raises:
+        TypeError: if it has no ``episode(i)``, or an episode is no TensorDict.
+        ValueError: if an episode has another batch size than ``[T]``.
+        KeyError: if an episode lacks one of the ``keys``.
+    """
+    if not callable(getattr(dataset, "episode", None)):
+        raise TypeError(
+            f"dataset must have len(dataset) and dataset.episode(i), as an EpisodeDataset(path) or an "
+            f"EpisodeStorage has, got {type(dataset).__name__}. Write steps without episodes, such as "
+            f"TorchRL's offline datasets, through a buffer with an EpisodeWriter: "
+            f"buffer.extend(dataset[:]), or part by part."
+        )
+    found = _stored(dataset) if isinstance(dataset, Storage) else _numbered(dataset)
+    for i, (episode, metadata) in enumerate(found):
+        try:
+            check_episode(episode)
+            check_metadata(metadata)
+            steps = unpack(episode)
+            read = steps if keys is None else _selected(steps, keys)
+        except (TypeError, ValueError, KeyError) as error:
+            raise type(error)(f"episode {i} of the dataset: {error.args[0]}") from error
+        yield read, metadata or {}
+
+
+def _numbered(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    """Read the episodes of a dataset that does not change."""
+    metadata = getattr(dataset, "metadata", None)
+    for i in range(len(dataset)):
+        yield dataset.episode(i), metadata(i) if callable(metadata) else None
+
+
+def _stored(storage: Any) -> Iterator[tuple[Any, Any]]:
+    """Read what a storage holds now; skip episodes that it evicts meanwhile."""
+    ordinal, stop = storage.table.oldest, storage.table.next
+    while True:
+        with storage.lock:
+            ordinal = max(ordinal, storage.table.oldest)
+            if ordinal >= min(stop, storage.table.next):
+                return
+            i = ordinal - storage.table.oldest
+            read = storage.episode(i), storage.metadata(i)
+        yield read
+        ordinal += 1
+
+
+def _selected(steps: Steps, keys: Sequence[NestedKey]) -> Steps:
+    """Return the entries at or below ``keys``."""
+    columns: dict[Path, Column] = {}
+    for path in map(path_of, keys):
+        named = {p: column for p, column in steps.columns.items() if p[: len(path)] == path}
+        if not named:
+            known = ", ".join(map(name_of, steps.columns))
+            raise KeyError(f"keys names {name_of(path)}, which is not among its entries: {known}.")
+        columns |= named
+    return replace(steps, columns=columns, root_class=None)

@@ -1,0 +1,19 @@
+"""Episodes on disk: data sets in, data sets out."""
+
+from torchrl_mt.datasets.clip_dataset import ClipDataset
+from torchrl_mt.datasets.dataset import EpisodeDataset
+from torchrl_mt.datasets.readers import DatasetError
+from torchrl_mt.datasets.registry import register_format
+from torchrl_mt.datasets.transfer import load_episodes, save_episodes
+from torchrl_mt.datasets.writing import episode_writer, open_episodes
+
+__all__ = [
+    "ClipDataset",
+    "DatasetError",
+    "EpisodeDataset",
+    "episode_writer",
+    "load_episodes",
+    "open_episodes",
+    "register_format",
+    "save_episodes",
+]

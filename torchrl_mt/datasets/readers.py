@@ -1,0 +1,188 @@
+"""What reads a format: any steps of any episodes, column by column.
+
+A format either numbers the rows of all its episodes (:class:`FlatReader`) or keeps each episode apart
+(:class:`EpisodicReader`). Both need one method, which reads rows of one entry.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from torchrl_mt.data._store.ring import within
+from torchrl_mt.data._store.steps import Column, Path, Steps
+from torchrl_mt.datasets.schema import EpisodeSchema
+from torchrl_mt.datasets.stored_columns import DenseRows, RaggedRows, StoredRows, TextRows, decode
+
+__all__ = [
+    "DatasetError",
+    "EpisodicReader",
+    "FlatReader",
+    "FormatReader",
+    "Runs",
+    "joined",
+    "runs_of",
+]
+
+
+class DatasetError(ValueError):
+    """A data set, or an episode of it, that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Steps to read: ``n`` runs, each of steps of one episode.
+
+    Run ``i`` is the steps ``starts[i]``, ``starts[i] + stride``, ... of ``episodes[i]``, ``counts[i]``
+    of them.
+    """
+
+    episodes: np.ndarray
+    """int64 ``[n]``: numbers of the episodes."""
+    starts: np.ndarray
+    """int64 ``[n]``: first steps within their episodes."""
+    counts: np.ndarray
+    """int64 ``[n]``: steps of each run."""
+    stride: int = 1
+
+    @staticmethod
+    def whole(episode: int, length: int) -> Runs:
+        """Return all steps of one episode."""
+        return Runs(np.array([episode]), np.array([0]), np.array([length]))
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+
+def runs_of(first: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
+    """Return every row of runs, ``first[i] + stride * j`` for ``j < counts[i]``: int64 ``[N]``.
+
+    Examples:
+        >>> runs_of(np.array([0, 7]), np.array([2, 3]), 2)
+        array([ 0,  2,  7,  9, 11])
+    """
+    return within(counts) * stride + np.repeat(first, counts)
+
+
+class FormatReader(ABC):
+    """A data set of one format, open for reading.
+
+    Args:
+        schema: its entries.
+        lengths: int64 ``[E]``, steps of each episode.
+        own_next: int64 ``[E]``, what :meth:`EpisodeSchema.disagreeing` returned for each; None if no
+            entry is shared.
+    """
+
+    def __init__(
+        self, schema: EpisodeSchema, lengths: np.ndarray, own_next: np.ndarray | None = None
+    ) -> None:
+        self.schema = schema
+        self.lengths = lengths
+        self.own_next = np.zeros_like(lengths) if own_next is None else own_next
+
+    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
+        """Read steps, of these entries or of all."""
+        paths = self.schema.fields if fields is None else fields
+        return Steps(len(runs), {path: self.column(path, runs) for path in paths})
+
+    def column(self, path: Path, runs: Runs) -> Column:
+        """Read one entry of the steps."""
+        field = self.schema.fields[path]
+        if field.shared:
+            own = self.own_next[runs.episodes] >> self.schema.shared.index(path) & 1
+            # What follows step t is row t + 1 of k, or row T + t where the two disagree.
+            ahead = np.where(own, self.lengths[runs.episodes], 1)
+            path, runs = path[1:], replace(runs, starts=runs.starts + ahead)
+        return decode(field, self.stored(path, runs))
+
+    def rows_of(self, path: Path) -> np.ndarray:
+        """Return how many rows each episode has of an entry that is not shared: int64 ``[E]``."""
+        following = ("next", *path)
+        if following not in self.schema.shared:
+            return self.lengths
+        own = self.own_next >> self.schema.shared.index(following) & 1
+        return self.lengths + np.where(own, self.lengths, 1)
+
+    @abstractmethod
+    def stored(self, path: Path, rows: Runs) -> StoredRows:
+        """Read rows of an entry that is not shared; ``rows`` counts them within each episode.
+
+        The arrays are writable and nobody else's.
+
+        Raises:
+            DatasetError: if they cannot be read; names the file.
+        """
+
+    def metadata(self, i: int) -> dict[str, Any]:
+        """Return the metadata of an episode: none, unless the format has some."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - a format may have nothing to close
+        """Close the files."""
+
+
+class FlatReader(FormatReader):
+    """A format that numbers the rows of an entry through all episodes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._first_rows: dict[Path, np.ndarray] = {}
+
+    def stored(self, path: Path, rows: Runs) -> StoredRows:
+        """Read rows of an entry, found by the number of each episode's first row."""
+        if path not in self._first_rows:
+            sizes = self.rows_of(path)
+            self._first_rows[path] = sizes.cumsum() - sizes
+        first = self._first_rows[path][rows.episodes] + rows.starts
+        return self.take(path, first, rows.counts, rows.stride)
+
+    @abstractmethod
+    def take(self, path: Path, first: np.ndarray, counts: np.ndarray, stride: int) -> StoredRows:
+        """Read the rows ``first[i] + stride * j`` for ``j < counts[i]``, run after run.
+
+        Args:
+            path: the entry.
+            first: int64 ``[n]``.
+            counts: int64 ``[n]``.
+            stride: at least 1.
+        """
+
+
+class EpisodicReader(FormatReader):
+    """A format that keeps the rows of each episode apart."""
+
+    def stored(self, path: Path, rows: Runs) -> StoredRows:
+        """Read rows of an entry, episode by episode."""
+        parts = []
+        for episode, start, count in zip(rows.episodes, rows.starts, rows.counts, strict=True):
+            wanted = np.arange(count) * rows.stride + start
+            parts.append(self.take(path, int(episode), wanted))
+        return joined(parts)
+
+    @abstractmethod
+    def take(self, path: Path, episode: int, rows: np.ndarray) -> StoredRows:
+        """Read rows of one episode.
+
+        Args:
+            path: the entry.
+            episode: its number.
+            rows: int64 ``[R]``, rows within the episode, in order.
+        """
+
+
+def joined(parts: Sequence[StoredRows]) -> StoredRows:
+    """Join rows of one entry."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, TextRows):
+        return TextRows([text for part in parts for text in part.texts])  # type: ignore[union-attr]
+    values = np.concatenate([part.values for part in parts])  # type: ignore[union-attr]
+    if isinstance(first, DenseRows):
+        return DenseRows(values)
+    return RaggedRows(values, np.concatenate([part.shapes for part in parts]))  # type: ignore[union-attr]

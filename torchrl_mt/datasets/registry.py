@@ -1,0 +1,174 @@
+"""The formats of data sets, by name; a format of your own joins with :func:`register_format`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torchrl_mt.checks import check_choice
+from torchrl_mt.datasets.readers import DatasetError
+
+__all__ = ["Format", "Mode", "find_format", "import_extra", "register_format"]
+
+Mode = Literal["error", "append", "overwrite"]
+
+
+class Reader(Protocol):
+    """What a format's ``reader(path)`` returns. ``metadata(i)`` and ``close()`` may be missing."""
+
+    lengths: Any
+    """Integers ``[E]``: steps of each episode."""
+
+    def episode(self, i: int) -> Any:
+        """Return episode ``i`` as a TED TensorDict ``[T]``, or what ``write_episode`` takes."""
+
+
+class Writer(Protocol):
+    """What a format's ``writer(path, mode)`` returns. ``abort()`` may be missing."""
+
+    def write_episode(self, episode: Any, metadata: dict[str, Any]) -> None:
+        """Write a TED TensorDict ``[T]``: all of it or, on an error, nothing."""
+
+    def close(self) -> None:
+        """Finish the data set."""
+
+    def abort(self) -> None:
+        """Give up an ``overwrite`` that is not complete: what was there remains."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How data sets of one format are read and written."""
+
+    name: str
+    reader: Callable[[Path], Reader] | None
+    writer: Callable[..., Writer] | None
+    detect: Callable[[Path], bool]
+
+
+_OWN = {
+    "hdf5": (".h5", ".hdf5"),
+    "jsonl": (".jsonl",),
+    "lance": (".lance",),
+    "arrow": (),
+    "video": (),
+    "folder": (),
+    "minari": (),
+    "lerobot": (),
+}
+"""Formats in this package and their suffixes; modules are imported when they are looked at."""
+_registered: dict[str, Format] = {}
+
+
+def register_format(
+    name: str,
+    reader: Callable[[Path], Any] | None,
+    writer: Callable[..., Any] | None,
+    detect: Callable[[Path], bool],
+) -> None:
+    """Add a format of data sets, or replace the one of this name.
+
+    Args:
+        name: what ``format=`` calls it.
+        reader: ``reader(path)`` opens a data set. The result has ``lengths`` (steps of each episode) and
+            ``episode(i)``, and may have ``metadata(i)`` and ``close()``. None if it cannot be read.
+        writer: ``writer(path, mode)`` opens one for writing, with the ``mode`` of
+            :func:`~torchrl_mt.datasets.open_episodes` and its further options as keywords. The result
+            has ``write_episode(episode, metadata)``, which gets a TED TensorDict ``[T]`` and a dict,
+            and ``close()``. It may have ``abort()``, which is called instead of ``close()`` if an
+            ``overwrite`` ends with an exception. None if it cannot be written.
+        detect: ``detect(path)`` says whether a path is a data set of this format; also asked for
+            paths that do not exist yet, to be told by their name.
+
+    Raises:
+        TypeError: if an argument is not callable.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_mt.datasets import EpisodeDataset
+        >>> class Words:
+        ...     def __init__(self, path):
+        ...         self.episodes = path.read_text().split()
+        ...         self.lengths = [len(word) for word in self.episodes]
+        ...     def episode(self, i):
+        ...         return {"letter": list(self.episodes[i])}
+        >>> register_format("words", Words, None, lambda path: path.suffix == ".words")
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "two.words")
+        >>> _ = file.write_text("yes no")
+        >>> EpisodeDataset(file).episode(1)["letter"]
+        ['n', 'o']
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a string, got {name!r}.")
+    for argument, given in (("reader", reader), ("writer", writer)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{argument} must be callable or None, got {given!r}.")
+    if not callable(detect):
+        raise TypeError(f"detect must be callable, got {detect!r}.")
+    _registered.pop(name, None)  # The newest is asked first.
+    _registered[name] = Format(name, reader, writer, detect)
+
+
+def find_format(path: Path, name: str | None = None) -> Format:
+    """Return the format of a data set.
+
+    Args:
+        path: where it is or will be.
+        name: of the format; None finds it by the content, or by the name of a path that does not exist.
+
+    Raises:
+        ValueError: if there is no such format.
+        DatasetError: if what is there is of no known format.
+    """
+    if name is not None:
+        check_choice("format", name, [*_OWN, *_registered])
+        return _registered.get(name) or _own(name)
+    for known in reversed(_registered.values()):
+        if known.detect(path):
+            return known
+    if path.exists():
+        for own in _OWN:
+            if own not in _registered and _own(own).detect(path):
+                return _own(own)
+        raise DatasetError(
+            f"{path} is no data set of a known format ({', '.join([*_OWN, *_registered])}): it may be "
+            f"damaged, or give format=."
+        )
+    for each, of_format in _OWN.items():
+        if path.suffix in of_format:
+            return _own(each)
+    if path.suffix:
+        suffixes = ", ".join(suffix for each in _OWN.values() for suffix in each)
+        raise ValueError(
+            f"the format of {path} is not clear: its suffix {path.suffix!r} is none of {suffixes}. "
+            f"Give format=, such as format='folder'."
+        )
+    return _own("folder")
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import the library of a format.
+
+    Args:
+        module: what to import.
+        extra: the extra of this package that installs it.
+
+    Raises:
+        ImportError: if it is not installed; names the extra.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this needs the package {error.name or module}: pip install 'torchrl-mt[{extra}]'."
+        ) from error
+
+
+def _own(name: str) -> Format:
+    """Return a format of this package."""
+    found: Format = import_module(f"torchrl_mt.datasets.formats.{name}").FORMAT
+    return found

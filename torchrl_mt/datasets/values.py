@@ -1,0 +1,133 @@
+"""Python objects as JSON text that reads back equal, without pickle.
+
+Text, numbers, lists and dicts are ordinary JSON. What JSON lacks (tuples, bytes, dicts with other
+keys, tensors and arrays) is written as an object with the key ``"__type__"``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_mt.data._store.schema import bits
+
+__all__ = ["dtype_name", "dtype_of", "from_json_text", "to_json_text"]
+
+_TYPE = "__type__"
+
+
+def to_json_text(value: Any) -> str:
+    """Encode a value as JSON text.
+
+    Args:
+        value: None, a bool, number, string, bytes, tensor or array, or lists, tuples and dicts of these.
+
+    Raises:
+        TypeError: for anything else.
+
+    Examples:
+        >>> to_json_text({"role": "user", "content": "hi"})
+        '{"role": "user", "content": "hi"}'
+        >>> from_json_text(to_json_text({1: (2.5, b"x")}))
+        {1: (2.5, b'x')}
+    """
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def from_json_text(text: str | bytes) -> Any:
+    """Decode what :func:`to_json_text` returned.
+
+    Raises:
+        ValueError: if the text is no JSON.
+    """
+    return json.loads(text, object_hook=_value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype with this name; ``ValueError`` if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of this torch ({torch.__version__}).")
+    return dtype
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to what ``json`` writes."""
+    # Subclasses, such as string enums, are written as their base.
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, tuple):
+        return {_TYPE: "tuple", "items": [_plain(each) for each in value]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _TYPE not in value:
+            return {str.__str__(key): _plain(each) for key, each in value.items()}
+        return {_TYPE: "dict", "items": [[_plain(k), _plain(v)] for k, v in value.items()]}
+    if isinstance(value, bytes):
+        return {_TYPE: "bytes", "base64": _base64(value)}
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        kind = {"dtype": value.dtype.str, "shape": list(value.shape)}
+        return {_TYPE: "array", **kind, "base64": _base64(value.tobytes())}
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = bits(tensor).numpy().tobytes()
+        kind = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        return {_TYPE: "tensor", **kind, "base64": _base64(data)}
+    raise TypeError(
+        f"a {type(value).__name__} cannot be written to a file: give None, bools, numbers, strings, "
+        f"bytes, tensors or arrays, or lists, tuples and dicts of these."
+    )
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _value(record: dict[str, Any]) -> Any:
+    """Convert an object that ``json`` read back to what it stands for."""
+    kind = record.get(_TYPE)
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    return record if read is None else read(record)
+
+
+def _array(record: dict[str, Any]) -> np.ndarray:
+    data = np.frombuffer(base64.b64decode(record["base64"]), np.dtype(record["dtype"]))
+    return data.reshape(record["shape"]).copy()
+
+
+def _tensor(record: dict[str, Any]) -> Tensor:
+    dtype, shape = dtype_of(record["dtype"]), record["shape"]
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    data = bytearray(base64.b64decode(record["base64"]))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tuple": lambda record: tuple(record["items"]),
+    "dict": lambda record: dict(record["items"]),
+    "bytes": lambda record: base64.b64decode(record["base64"]),
+    "array": _array,
+    "tensor": _tensor,
+}

@@ -1,0 +1,275 @@
+"""Writing episodes to disk or into memory, one by one, with the same methods.
+
+An episode is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path as FilePath
+from typing import Any
+
+from tensordict.utils import NestedKey
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.checks import check_choice
+from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data._store.steps import Steps, pack, path_of
+from torchrl_mt.datasets.dataset import open_reader
+from torchrl_mt.datasets.episode_steps import steps_of
+from torchrl_mt.datasets.readers import DatasetError
+from torchrl_mt.datasets.registry import Mode, find_format
+from torchrl_mt.datasets.schema import EpisodeSchema
+from torchrl_mt.datasets.values import to_json_text
+from torchrl_mt.datasets.write_lock import WriteLock, delete_unfinished
+
+__all__ = ["BufferWriter", "DatasetWriter", "EpisodeSink", "episode_writer", "open_episodes"]
+
+
+class EpisodeSink(ABC):
+    """What episodes are written to: a data set on disk, or a storage."""
+
+    @abstractmethod
+    def write_episode(self, episode: Any, metadata: dict[str, Any] | None = None) -> None:
+        """Write one whole episode."""
+
+    def write_episodes(self, episodes: Iterable[Any]) -> None:
+        """Write episodes, one after the other; those before an error are written.
+
+        Args:
+            episodes: each as for :meth:`write_episode`, or a pair of it and its metadata.
+        """
+        for each in episodes:
+            episode, metadata = each if isinstance(each, tuple) else (each, None)
+            self.write_episode(episode, metadata)
+
+    def close(self) -> None:  # noqa: B027 - a storage needs no end
+        """Finish writing."""
+
+    def __enter__(self) -> EpisodeSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+
+
+class DatasetWriter(EpisodeSink):
+    """Writes episodes to a data set on disk; made by :func:`open_episodes`."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], format: str | None, mode: Mode, options: dict[str, Any]
+    ) -> None:
+        check_choice("mode", mode, ("error", "append", "overwrite"))
+        self.path = FilePath(path)
+        self.mode = mode
+        exists = self.path.exists() and not _is_empty_folder(self.path)
+        if exists and mode == "error":
+            raise FileExistsError(
+                f"{self.path} exists: give mode='append' to add episodes, or mode='overwrite' to "
+                f"replace it."
+            )
+        try:
+            known = find_format(self.path, None if exists else format)
+        except DatasetError as error:
+            raise DatasetError(f"{error} Nothing else is replaced or added to.") from None
+        if mode == "overwrite":
+            known = find_format(self.path, format or known.name)
+        elif format is not None and known.name != format:
+            raise ValueError(
+                f"format must be that of the data set to append to, {known.name!r}, got {format!r}."
+            )
+        if known.writer is None:
+            raise ValueError(f"format {known.name!r} can be read only: choose another one.")
+        self.format = known.name
+        self._schema: EpisodeSchema | None = None
+        self._closed = False
+        self._lock = WriteLock(self.path)
+        try:
+            delete_unfinished(self.path)
+            if exists and mode == "append":
+                reader = open_reader(self.path, known.name)
+                self._schema = reader.schema if len(reader.lengths) else None
+                reader.close()
+            self._writer = known.writer(self.path, mode, **options)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def write_episode(self, episode: Any, metadata: dict[str, Any] | None = None) -> None:
+        """Write one whole episode. It is readable once this returns (``overwrite``: once closed).
+
+        Args:
+            episode: a TED TensorDict ``[T]``, or a dict of arrays ``[T, ...]`` or of lists of steps.
+            metadata: what holds for the whole episode: a dict of numbers, strings, lists, dicts.
+
+        Raises:
+            ValueError: if it is empty, does not fit the first episode, or the writer is closed. Nothing
+                is written then.
+            TypeError: if it is no episode, or a value cannot be written to a file.
+        """
+        if self._closed:
+            raise ValueError(f"the writer of {self.path} is closed: open it with mode='append'.")
+        metadata = _checked_metadata(metadata)
+        steps = steps_of(episode)
+        schema = self._schema or EpisodeSchema.of(steps)
+        self._writer.write_episode(pack(schema.conform(steps), unread=True), metadata)
+        self._schema = schema
+
+    def close(self) -> None:
+        """Finish the data set. Without any episode, nothing is made or replaced."""
+        if not self._closed:
+            self._finish(self._writer.close)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; with ``overwrite``, what was there remains if an exception ended the block."""
+        if not self._closed:
+            unfinished = kind is not None and self.mode == "overwrite"
+            abort = getattr(self._writer, "abort", self._writer.close)
+            self._finish(abort if unfinished else self._writer.close)
+
+    def _finish(self, finish: Callable[[], None]) -> None:
+        self._closed = True
+        try:
+            finish()
+        finally:
+            self._lock.release()
+
+    def __repr__(self) -> str:
+        return f"DatasetWriter({str(self.path)!r}, format={self.format!r}, mode={self.mode!r})"
+
+
+class BufferWriter(EpisodeSink):
+    """Writes episodes into a storage; made by :func:`episode_writer`."""
+
+    def __init__(self, storage: EpisodeStorage, key_filter: Callable[[Any], Any] | None) -> None:
+        self.storage = storage
+        self._filter = key_filter
+
+    def write_episode(self, episode: Any, metadata: dict[str, Any] | None = None) -> None:
+        """Store one whole episode; arguments and errors as for :class:`DatasetWriter`.
+
+        Raises:
+            ValueError: also if it exceeds a budget of the storage.
+        """
+        metadata = _checked_metadata(metadata)
+        if self._filter is not None:
+            episode = self._filter(episode)
+        self.storage.append(pack(steps_of(episode), unread=True), metadata=metadata)
+
+
+def open_episodes(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    mode: Mode = "error",
+    **options: Any,
+) -> DatasetWriter:
+    """Open a data set on disk to write episodes to.
+
+    Use it in a ``with`` block. An episode is on disk once ``write_episode`` returns, and stays readable
+    even if the process is killed. An exception in the block loses only the episode that was being
+    written. One writer at a time may have a data set open.
+
+    Args:
+        path: file or folder; missing parent folders are made.
+        format: ``"hdf5"``, ``"folder"``, ``"arrow"``, ``"lance"``, ``"video"``, ``"jsonl"``, or one of
+            :func:`register_format`. None finds it by the suffix (``.h5``, ``.hdf5``, ``.lance``,
+            ``.jsonl``; none means ``"folder"``) or by what is there.
+        mode: ``"error"`` refuses a path that exists, ``"append"`` adds to what is there, and
+            ``"overwrite"`` replaces it at once when the writer is closed. If an exception ends the
+            ``with`` block of an ``"overwrite"``, what was there remains.
+        **options: further options of the format, such as ``jpeg_quality`` of ``"folder"``.
+
+    Raises:
+        FileExistsError: if ``path`` exists and ``mode`` is ``"error"``.
+        BlockingIOError: if another writer has it open.
+        ValueError: if ``mode`` or ``format`` is unknown, or ``format`` is not that of what is there.
+        DatasetError: if what is there is no data set, or cannot be read.
+        ImportError: if the format needs a library that is not installed; names the extra.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> path = FilePath(tempfile.mkdtemp(), "demos.jsonl")
+        >>> with open_episodes(path) as out:
+        ...     out.write_episode({"action": [0, 1, 1]}, metadata={"player": "Ann"})
+        >>> with open_episodes(path, mode="append") as out:
+        ...     out.write_episode({"action": [0.5]})
+        Traceback (most recent call last):
+            ...
+        ValueError: 'action' must be as in the first episode: expected () torch.int64 per step, got
+            () torch.float32 per step.
+    """
+    return DatasetWriter(path, format, mode, options)
+
+
+def episode_writer(
+    buffer: EpisodeStorage | ReplayBuffer,
+    key_filter: Callable[[Any], Any] | Collection[NestedKey] | None = None,
+) -> BufferWriter:
+    """Return a writer like that of :func:`open_episodes`, into a buffer in memory.
+
+    Whatever writes episodes to disk can so write to a buffer.
+
+    Args:
+        buffer: an :class:`~torchrl_mt.data.EpisodeStorage`, or a ``ReplayBuffer`` on one.
+        key_filter: the keys to store (of the others, nothing is stored), or a function that gets each
+            episode as it was given and returns the one to store; None stores all.
+
+    Raises:
+        TypeError: if ``buffer`` has no ``EpisodeStorage``.
+
+    Examples:
+        >>> from torchrl_mt.data import EpisodeStorage
+        >>> storage = EpisodeStorage(100)
+        >>> with episode_writer(storage, key_filter=["action"]) as out:
+        ...     out.write_episode({"action": [0, 1], "debug": ["a", "b"]}, metadata={"task": 3})
+        >>> storage.episode(0)["action"], storage.metadata(0)
+        (tensor([0, 1]), {'task': 3})
+    """
+    storage = storage_of(buffer, "buffer")
+    if key_filter is None or callable(key_filter):
+        return BufferWriter(storage, key_filter)
+    if isinstance(key_filter, str):
+        raise TypeError(f"key_filter must be a list of keys or a function, got {key_filter!r}.")
+    kept = [path_of(key) for key in key_filter]
+
+    def keep(episode: Any) -> Any:
+        steps = steps_of(episode)
+        columns = {
+            path: column
+            for path, column in steps.columns.items()
+            if any(path[: len(key)] == key for key in kept)
+        }
+        return pack(Steps(steps.length, columns), unread=True)
+
+    return BufferWriter(storage, keep)
+
+
+def storage_of(buffer: Any, name: str) -> EpisodeStorage:
+    """Return the ``EpisodeStorage`` of a buffer; ``TypeError`` if it has none."""
+    storage = buffer.storage if isinstance(buffer, ReplayBuffer) else buffer
+    if not isinstance(storage, EpisodeStorage):
+        raise TypeError(
+            f"{name} must be an EpisodeStorage or a ReplayBuffer on one, got "
+            f"{type(storage).__name__}."
+        )
+    return storage
+
+
+def _checked_metadata(metadata: Any) -> dict[str, Any]:
+    """Return a copy of the metadata; ``TypeError`` if a file could not hold it."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict or None, got {type(metadata).__name__}.")
+    try:
+        to_json_text(metadata)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metadata: {error}") from error
+    return dict(metadata)
+
+
+def _is_empty_folder(path: FilePath) -> bool:
+    return path.is_dir() and not any(path.iterdir())
