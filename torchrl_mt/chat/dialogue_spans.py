@@ -21,6 +21,7 @@ from torchrl_mt.chat.assistant_messages import (
     trial_call,
     with_call_ids,
 )
+from torchrl_mt.chat.encoding import RenderedTextEncoder
 from torchrl_mt.chat.replies import ParsedReply
 from torchrl_mt.chat.replies.families import TURN_ENDS
 from torchrl_mt.chat.special_tokens import BREAK, SpecialTokenNames, special_tokens
@@ -72,6 +73,9 @@ class DialogueRenderer:
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token.
 
+    Attributes:
+        encoder: encodes the rendered text.
+
     Raises:
         ValueError: if it lacks one of them, or the template does not write the assistant's content.
     """
@@ -85,6 +89,9 @@ class DialogueRenderer:
             )
         self._tokenizer = tokenizer
         self._names = SpecialTokenNames(tokenizer)
+        names = special_tokens(tokenizer)
+        ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, names))
+        self.encoder = RenderedTextEncoder(tokenizer, ids)
         self._layouts: dict[str, _Layout] = {}
         self._layout(None)
 
@@ -465,7 +472,7 @@ def _marked(message: Message, i: int, owners: list[int], names: set[int]) -> dic
         if not isinstance(text, str) or not text.strip():
             return text
         pieces = _THOUGHT_TAGS.split(text)
-        tags = [*_THOUGHT_TAGS.findall(text), ""]
+        tags = [*(tag.group() for tag in _THOUGHT_TAGS.finditer(text)), ""]
         out = ""
         for piece, tag in zip(pieces, tags, strict=True):
             piece = re.sub(r"(?=\S)", mark, piece, count=1)

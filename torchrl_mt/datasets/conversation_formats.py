@@ -1,6 +1,7 @@
 """Rows of conversation data sets as messages: the forms that the field uses.
 
-A row has ``messages`` (OpenAI, TRL), ``conversations`` (ShareGPT), or ``prompt`` and ``completion`` (TRL).
+A row has ``messages`` (OpenAI, TRL), ``conversations`` (ShareGPT), or ``prompt`` and ``completion``
+(TRL).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
+
+from torchrl_mt.chat.assistant_messages import THOUGHT_FIELDS
 
 __all__ = ["Completion", "Conversation", "read_conversation"]
 
@@ -31,8 +34,8 @@ _ROLES = {
 _CALLS = ("function_call", "tool_call")
 _WEIGHTS = ("weight", "train")
 _FORMS = (
-    "'messages' (mappings with 'role' and 'content'), 'conversations' (mappings with 'from' and 'value'), "
-    "or 'prompt' and 'completion' (both messages or both text)"
+    "'messages' (mappings with 'role' and 'content'), 'conversations' (mappings with 'from' and "
+    "'value'), or 'prompt' and 'completion' (both messages or both text)"
 )
 
 
@@ -138,16 +141,30 @@ def _message(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
                 f"message {i} ({message['role']}) must have text alone as its content, got a part of "
                 f"type {kind!r}."
             )
-    if content is None and not calls and message["role"] == "assistant":
-        raise ValueError(f"message {i} (assistant) must have a 'content' or 'tool_calls', got none.")
+    said = any(message.get(name) is not None for name in ("content", *THOUGHT_FIELDS))
+    if message["role"] == "assistant" and not calls and not said:
+        raise ValueError(
+            f"message {i} (assistant) must have a 'content' or 'tool_calls', got none."
+        )
     if calls is not None:
         calls = _listed(calls, f"tool_calls' of 'message {i}")
-        message["tool_calls"] = _without_none(calls) if drop_none else calls
+        message["tool_calls"] = [_filled(call, drop_none) for call in calls]
     if is_share_gpt and named in _CALLS and isinstance(content, str):
         called = _call(content)
         if called:
             message |= {"content": "", "tool_calls": called}
     return {"role": message.pop("role"), **message}
+
+
+def _filled(call: Any, drop_none: bool) -> Any:
+    """A call without empty entries of its own; those of its arguments may mean something."""
+    if not isinstance(call, Mapping):
+        return call
+    call = _without_none(call) if drop_none else {k: v for k, v in call.items() if v is not None}
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        call["function"] = {name: value for name, value in function.items() if value is not None}
+    return call
 
 
 def _call(text: str) -> list[dict[str, Any]]:
@@ -170,8 +187,7 @@ def _call(text: str) -> list[dict[str, Any]]:
 
 def _weight(message: Mapping[str, Any], place: str) -> float:
     weight, train = message.get("weight", 1), message.get("train", True)
-    # NumPy's bool is no Real.
-    good = isinstance(weight, (Real, bool)) and math.isfinite(weight) and weight >= 0
+    good = isinstance(weight, Real) and 0 <= float(weight) < math.inf
     if not good:
         raise ValueError(
             f"{place} must have a finite 'weight' of at least 0, got {weight!r}: 0 leaves it out."

@@ -22,11 +22,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.dialogue_spans import DialogueRenderer
-from torchrl_mt.chat.encoding import RenderedTextEncoder
-from torchrl_mt.chat.special_tokens import special_ids
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.datasets.conversation_formats import Completion, Conversation, read_conversation
-from torchrl_mt.datasets.hugging_face import import_datasets
+from torchrl_mt.datasets.registry import import_extra
 
 if TYPE_CHECKING:
     import datasets
@@ -58,8 +56,8 @@ class ConversationDataset(Dataset):
     that drop earlier thoughts drop them here too, with a warning; to keep them, set
     ``tokenizer.chat_template = ChatTokens(tokenizer, template="training").source``.
 
-    The keys are those of :class:`~torchrl_mt.transforms.MergeTurns`; log-probabilities and rewards are 0,
-    versions are -1, and each conversation is its own episode and group, numbered as in the source.
+    The keys are those of :class:`~torchrl_mt.transforms.MergeTurns`. Log-probabilities and rewards are
+    0, versions are -1, and each conversation is its own episode and group, numbered as in the source.
 
     **Sources.** Rows are mappings with one of
 
@@ -121,9 +119,10 @@ class ConversationDataset(Dataset):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self._rows = _rows_of(source)
-        self._is_arrow = hasattr(self._rows, "features")
+        # Arrow's structs have the same keys in all rows, so None may be fill-in.
+        features = getattr(self._rows, "features", None)
+        self._is_filled = features is not None and "Json(" not in repr(features)
         self._renderer = DialogueRenderer(tokenizer)
-        self._encoder = RenderedTextEncoder(tokenizer, special_ids(tokenizer))
         self._warned: set[str] = set()
         self._untrained: set[int] = set()
 
@@ -148,7 +147,7 @@ class ConversationDataset(Dataset):
         if not 0 <= number < len(self):
             raise IndexError(f"index must be below {len(self)}, the conversations, got {index}.")
         try:
-            read = read_conversation(self._rows[number], drop_none=self._is_arrow)
+            read = read_conversation(self._rows[number], drop_none=self._is_filled)
             if isinstance(read, Completion):
                 tokens, weights, turns = self._completion(read)
             else:
@@ -209,7 +208,7 @@ class ConversationDataset(Dataset):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, weights (0 if not trained) and turns ``[S]`` of a conversation."""
         dialogue = self._renderer.render(conversation.messages, conversation.tools)
-        ids, places = self._encoder.with_places(dialogue.text)
+        ids, places = self._renderer.encoder.with_places(dialogue.text)
         first, last = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)
         weights = torch.zeros(len(ids))
         turns = torch.zeros(len(ids), dtype=torch.int64)
@@ -329,7 +328,7 @@ def _rows_at(path: Path) -> Any:
         if not isinstance(rows, list):
             raise ValueError(f"{path} must be a JSON list of rows, got {type(rows).__name__}.")
         return rows
-    datasets = import_datasets("ConversationDataset of Parquet or Arrow files")
+    datasets = import_extra("datasets", "arrow")
     if path.is_dir() and (path / "dataset_info.json").exists():
         return datasets.load_from_disk(str(path))
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
@@ -338,5 +337,7 @@ def _rows_at(path: Path) -> Any:
             "source must be a .jsonl, .json or .parquet file, or a folder of Parquet files or of "
             f"Dataset.save_to_disk, got {path}."
         )
-    parts = [datasets.Dataset(read_table(file)) for file in files]
-    return datasets.concatenate_datasets(parts)
+    parquet = import_extra("pyarrow.parquet", "arrow")
+    # Reading them through load_dataset would leave copies in its cache.
+    tables = [datasets.table.InMemoryTable(parquet.read_table(file)) for file in files]
+    return datasets.concatenate_datasets([datasets.Dataset(table) for table in tables])

@@ -10,12 +10,13 @@ import torch
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+from torchrl_mt.datasets.registry import import_extra
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["import_datasets", "to_hf_dataset"]
+__all__ = ["to_hf_dataset"]
 
 _RAGGED: dict[str, tuple[NestedKey, str]] = {
     "prompt_ids": (("tokens", "prompt"), "int64"),
@@ -26,24 +27,6 @@ _RAGGED: dict[str, tuple[NestedKey, str]] = {
 """Columns with one list per turn: the entry of the episode, and its type."""
 _CALL = {"type", "id", "function"}
 _FUNCTION = {"name", "arguments"}
-
-
-def import_datasets(what: str) -> Any:
-    """Import the package ``datasets``.
-
-    Args:
-        what: what needs it, for the error.
-
-    Raises:
-        ImportError: if it is not installed; names the extra.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{what} needs the package {error.name or 'datasets'}: pip install 'torchrl-mt[arrow]'."
-        ) from error
-    return datasets
 
 
 def to_hf_dataset(episodes: Any) -> datasets.Dataset:
@@ -78,7 +61,7 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
         >>> to_hf_dataset([episode])[0]["messages"]
         [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]
     """
-    datasets = import_datasets("to_hf_dataset")
+    datasets = import_extra("datasets", "arrow")
     rows: list[dict[str, Any]] = []
     for batch in _batches(episodes):
         for row in _rows_of(batch, len(rows)):
@@ -86,11 +69,12 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows, features=_features(datasets, rows))
 
 
-def _batches(episodes: Any) -> Iterable[TensorDictBase]:
+def _batches(episodes: Any) -> Iterable[Any]:
     if isinstance(episodes, TensorDictBase):
         return [episodes]
     if hasattr(episodes, "episodes"):
-        return episodes.episodes()
+        found: Iterable[Any] = episodes.episodes()
+        return found
     if isinstance(episodes, Iterable) and not isinstance(episodes, (str, bytes, Mapping)):
         return episodes
     raise TypeError(

@@ -402,6 +402,7 @@ class MultiTurnLoss(LossModule):
         check_shape("the loss that objective returns", loss, mask.shape)
         out = policy_diagnostics(log_prob, old, entropy, clipped, mask)
         if self.corrections:
+            assert old is not None
             weight, metrics = correct(
                 self.corrections, old, rows["sampler_log_prob"], mask, turns=rows.get("turns")
             )
