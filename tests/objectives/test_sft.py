@@ -1,4 +1,4 @@
-"""The objective sft is the cross-entropy of the trained tokens, however rows are cut, padded or packed."""
+"""The objective sft is the cross-entropy of the trained tokens, however rows are cut or packed."""
 
 import logging
 

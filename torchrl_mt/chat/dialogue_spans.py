@@ -116,13 +116,14 @@ class DialogueRenderer:
             begin = dialogue.beginning(i, end)
             end = dialogue.end(i, begin)
             answers.append((begin, end))
+        has_breaks = BREAK in dialogue.text
         return RenderedDialogue(
             dialogue.text,
             dialogue.said,
             answers,
             trained=[dialogue.trained(begin, end) for begin, end in answers],
             dropped=[i for i in dialogue.said if dialogue.marks.dropped(i)],
-            broken=[i for i in dialogue.said if _has_break(dialogue.messages[i])],
+            broken=[i for i in dialogue.said if has_breaks and _has_break(dialogue.messages[i])],
         )
 
     def _accepted(self, layout: _Layout, messages: Sequence[Message], tools: Any) -> _Dialogue:
@@ -464,9 +465,9 @@ def _marked(message: Message, i: int, owners: list[int], names: set[int]) -> dic
     Marks of the names of calls are added to ``names``.
     """
 
-    def mark(match: re.Match[str]) -> str:
+    def mark() -> str:
         owners.append(i)
-        return f"\ufdd1{len(owners) - 1}\ufdd2{match.group()}"
+        return f"\ufdd1{len(owners) - 1}\ufdd2"
 
     def around(text: Any) -> Any:
         if not isinstance(text, str) or not text.strip():
@@ -475,8 +476,9 @@ def _marked(message: Message, i: int, owners: list[int], names: set[int]) -> dic
         tags = [*(tag.group() for tag in _THOUGHT_TAGS.finditer(text)), ""]
         out = ""
         for piece, tag in zip(pieces, tags, strict=True):
-            piece = re.sub(r"(?=\S)", mark, piece, count=1)
-            out += re.sub(r"(?<=\S)(?=\s*\Z)", mark, piece, count=1) + tag
+            words = piece.strip()
+            before, _, after = piece.partition(words) if words else (piece, "", "")
+            out += f"{before}{mark()}{words}{mark()}{after}{tag}" if words else piece + tag
         return out
 
     out = dict(message)

@@ -55,7 +55,9 @@ class SpecialTokenNames:
             TypeError: if it holds anything else, whose text could contain a name.
         """
         if isinstance(value, str):
-            return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
+            text = value.replace(BREAK, "")
+            # Most texts have no names, which is faster to find out without the lookahead.
+            return self._beginning.sub(rf"\1{BREAK}", text) if self.pattern.search(text) else text
         if value is None or isinstance(value, Number):
             return value
         if isinstance(value, Mapping):

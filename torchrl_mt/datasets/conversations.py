@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,22 +160,27 @@ class ConversationDataset(Dataset):
         cut = slice(self.max_length)
         if not trained[cut].any():
             self._warn_untrained(number, bool(trained.any()))
-        row: dict[NestedKey, Tensor] = {
-            ("tokens", "full"): tokens,
-            ("masks", "all_attention_mask"): torch.ones_like(trained),
-            ("masks", "all_assistant_mask"): trained,
-            ("turns", "full"): turns,
-            ("log_probs", "full"): torch.zeros(len(tokens)),
-            ("versions", "full"): torch.full_like(tokens, -1),
-            ("rewards", "full"): torch.zeros(len(tokens)),
+        tokens = tokens[cut]
+        of_index, unknown = torch.tensor(number), torch.tensor(-1)
+        row: dict[str, Any] = {
+            "tokens": {"full": tokens},
+            "masks": {
+                "all_attention_mask": torch.ones(len(tokens), dtype=torch.bool),
+                "all_assistant_mask": trained[cut],
+            },
+            "turns": {"full": turns[cut]},
+            "log_probs": {"full": torch.zeros(len(tokens))},
+            "versions": {
+                "full": torch.full_like(tokens, -1),
+                "oldest": unknown,
+                "newest": unknown.clone(),
+            },
+            "rewards": {"full": torch.zeros(len(tokens))},
+            **{name: of_index.clone() for name in ("episode", "group", "episode_index")},
+            "fork": torch.tensor(0),
         }
         if ((weights != 0) & (weights != 1)).any():
-            row[_WEIGHTS] = weights
-        row = {key: value[cut] for key, value in row.items()}
-        names = ("episode", "group", "episode_index")
-        row |= {name: torch.tensor(number) for name in names}
-        row["fork"] = torch.tensor(0)
-        row["versions", "oldest"] = row["versions", "newest"] = torch.tensor(-1)
+            row["weights"] = {"full": weights[cut]}
         return TensorDict(row)
 
     def collate(self, rows: Sequence[TensorDictBase]) -> TensorDict:
@@ -209,16 +215,16 @@ class ConversationDataset(Dataset):
         """Tokens, weights (0 if not trained) and turns ``[S]`` of a conversation."""
         dialogue = self._renderer.render(conversation.messages, conversation.tools)
         ids, places = self._renderer.encoder.with_places(dialogue.text)
-        first, last = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)
-        weights = torch.zeros(len(ids))
-        turns = torch.zeros(len(ids), dtype=torch.int64)
+        first, last = [place[0] for place in places], [place[1] for place in places]
+        weights, turns = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64)
         for i, (_, end), spans in zip(
             dialogue.said, dialogue.answers, dialogue.trained, strict=True
         ):
-            turns += first >= end
+            turns[bisect_left(first, end) :] += 1
             for begin, stop in spans:
                 # A token that is shared with what is around the answer counts as the answer's.
-                weights[(first < stop) & (last > begin)] = conversation.weights[i]
+                here = slice(bisect_right(last, begin), bisect_left(first, stop))
+                weights[here] = conversation.weights[i]
         if dialogue.dropped:
             self._warn(
                 "dropped",
@@ -232,7 +238,7 @@ class ConversationDataset(Dataset):
                 f"message {dialogue.broken[0]} of conversation {number} names a special token that "
                 "ends a turn or begins an answer: it is ordinary text.",
             )
-        return torch.tensor(ids, dtype=torch.int64), weights, turns
+        return torch.tensor(ids), torch.from_numpy(weights), torch.from_numpy(turns)
 
     def _completion(self, row: Completion) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, weights and turns ``[S]`` of a prompt and its completion as plain text."""
