@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import ReplayBuffer
 from tqdm import tqdm, trange
 from transformers import (
@@ -35,9 +34,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_mt.collectors import ChatTokens, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.datasets import RunCheckpoint
+from torchrl_mt.datasets import ConversationDataset, RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
@@ -55,6 +54,7 @@ except ImportError:
 GAMMA = 0.9
 EPISODES_PER_UPDATE = 128
 CONCURRENCY = 64
+WARM_START_GAMES = 4096
 MAX_RESPONSE_TOKENS = 8
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid"]
 PROMPT = "guess 1 to {numbers}"
@@ -147,32 +147,22 @@ def warm_start(
 ) -> None:
     """Teach the rules by imitating random players, who guess any number that the hints allow."""
     rng = random.Random(args.seed)
-    chat = ChatTokens(tokenizer)
 
-    def random_game() -> tuple[torch.Tensor, torch.Tensor]:
-        """A game's tokens and labels; the labels are -100 except on the player's tokens."""
+    def random_game() -> dict[str, Any]:
+        """The messages of a game, up to the last guess."""
         number = rng.randint(1, args.numbers)
         game = play_guess_number(rng.randint, number, numbers=args.numbers, turns=args.turns)
-        opening, *rest = game.messages
-        tokens = chat.open([opening])
-        labels = [-100] * len(tokens)
-        for said, hint in zip(rest[::2], rest[1::2], strict=True):
-            guess = tokenizer(said["content"], add_special_tokens=False)["input_ids"]
-            answered = chat.extend([hint], last_token=tokenizer.eos_token_id)
-            tokens += [*guess, tokenizer.eos_token_id, *answered]
-            labels += [*guess, tokenizer.eos_token_id, *[-100] * len(answered)]
-        return torch.tensor(tokens), torch.tensor(labels)
+        return {"messages": game.messages[:-1]}
 
+    games = ConversationDataset([random_game() for _ in range(WARM_START_GAMES)], tokenizer)
+    rows = games.collate(list(games)).to(args.device)
+    loss_module = MultiTurnLoss(model, objective="sft")
     steps = args.warm_start_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(steps))
     for _ in trange(steps, desc="warm start"):
-        tokens, labels = zip(*(random_game() for _ in range(64)), strict=True)
-        loss = model(
-            input_ids=pad_sequence(tokens, batch_first=True).to(args.device),
-            labels=pad_sequence(labels, batch_first=True, padding_value=-100).to(args.device),
-        ).loss
-        loss.backward()
+        batch = rows[torch.randint(len(rows), (64,))]
+        loss_module(batch)["loss_objective"].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ def check_strides(entries: Mapping[Path, Any]) -> None:
 
 def is_strided(path: Path) -> bool:
     """Whether the entry of ``K`` steps is another than that of the first of them."""
-    return path[0] == "next" or _is_joined(path)
+    return path[0] == "next" or is_joined(path)
 
 
 class StridePlan:
