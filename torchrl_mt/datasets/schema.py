@@ -67,7 +67,7 @@ class EpisodeSchema:
         length = torch.tensor([steps.length])
         fields: dict[Path, Field] = {}
         for path, entry in Schema.of(steps, length, share_next=False).entries.items():
-            if entry.kind == "dense" and not entry.lazy:
+            if entry.kind == "dense" and not (entry.lazy and entry.shape):
                 fields[path] = Field("dense", entry.shape, entry.dtype)
             elif entry.kind == "object":
                 fields[path] = Field("object")
