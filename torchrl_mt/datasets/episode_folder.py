@@ -7,13 +7,14 @@ counts from when its record is in the list, which is written last.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -103,11 +104,11 @@ class EpisodeFolder:
         """Options of the format; a reader finds them in the header."""
         self.schema: EpisodeSchema | None = None
         self.num_episodes = 0
-        self._records: BinaryIO | None = None
-        self._metadata: BinaryIO | None = None
+        self._records: io.FileIO | None = None
+        self._metadata: io.FileIO | None = None
         self._new: Path | None = None
         """What becomes ``path`` with the first episode."""
-        header = read_header(self.path) if (self.path / _HEADER).exists() else None
+        header = self.read_header()
         self._replaces = mode == "overwrite"
         self._before = None if header is None else self.path / header["data"]
         if header is not None:
@@ -155,16 +156,22 @@ class EpisodeFolder:
         self.make()
         assert self._records is not None
         assert self._metadata is not None
-        text = f"{metadata}\n".encode()
-        self._metadata.write(text)
-        self._metadata.flush()
-        record = np.array([(length, own_next, self._metadata.tell())], _RECORD)
-        self._records.write(record.tobytes())
-        self._records.flush()
-        self.schema = schema
-        self.num_episodes += 1
-        if self._new is not None and not self._replaces:
-            self._publish(self._new)
+        before, end = self.num_episodes, os.fstat(self._metadata.fileno()).st_size
+        try:
+            text = f"{metadata}\n".encode()
+            _write_all(self._metadata, text)
+            record = np.array([(length, own_next, end + len(text))], _RECORD)
+            _write_all(self._records, record.tobytes())
+            self.schema = schema
+            if self._new is not None and not self._replaces:
+                self._publish(self._new)
+            self.num_episodes = before + 1
+        except BaseException:
+            # The disk is full, or the user interrupted: the episode does not count.
+            self.num_episodes = before
+            self._records.truncate(before * _RECORD.itemsize)
+            self._metadata.truncate(end)
+            raise
 
     def finish(self) -> None:
         """Close the files; put what was written in the place of what was there."""
@@ -175,7 +182,7 @@ class EpisodeFolder:
             self._publish(self._new)
         else:
             assert self._before is not None
-            self._write_header(self.path)
+            self.write_header(self.path)
             shutil.rmtree(self._before, ignore_errors=True)
 
     def abort(self) -> None:
@@ -188,7 +195,7 @@ class EpisodeFolder:
 
     def _publish(self, new: Path) -> None:
         """Put a new folder at the path, where there is nothing, an empty folder, or another format."""
-        self._write_header(new)
+        self.write_header(new)
         if self._replaces and self.path.exists():
             replace(new, self.path)
         else:
@@ -197,22 +204,37 @@ class EpisodeFolder:
             os.rename(new, self.path)
         self._new, self.data = None, self.path / self._name
 
-    def _write_header(self, folder: Path) -> None:
+    @property
+    def root(self) -> Path:
+        """The folder that is or becomes the data set."""
+        return self._new or self.path
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header of what is being written."""
         assert self.schema is not None
-        header = {
+        return {
             "format": self.format,
             "version": _VERSION,
-            "data": self._name,
+            "data": self.data.name,
             "options": self.options,
             "schema": self.schema.to_json(),
         }
+
+    def read_header(self) -> dict[str, Any] | None:
+        """Read the header of what is there; None if there is no data set."""
+        return read_header(self.path) if (self.path / _HEADER).exists() else None
+
+    def write_header(self, folder: Path) -> None:
+        """Put the header into ``folder``, in one step, in the place of the one that is there."""
         partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
-        partial.write_text(json.dumps(header), encoding="utf-8")
+        partial.write_text(json.dumps(self.header), encoding="utf-8")
         os.replace(partial, folder / _HEADER)
 
     def _open(self) -> None:
-        self._records = (self.data / _RECORDS).open("ab")
-        self._metadata = (self.data / _METADATA).open("ab")
+        # Without a buffer: what failed to be written must not be written later.
+        self._records = (self.data / _RECORDS).open("ab", buffering=0)
+        self._metadata = (self.data / _METADATA).open("ab", buffering=0)
 
     def _close(self) -> None:
         for file in (self._records, self._metadata):
@@ -229,12 +251,27 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         header = json.loads((path / _HEADER).read_text(encoding="utf-8"))
-        version, _ = header["version"], header["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise DatasetError(f"{path / _HEADER} is no header of a data set: {error!r}.") from error
-    if version > _VERSION:
+    return checked_header(path / _HEADER, header)
+
+
+def checked_header(path: Path, header: Any) -> dict[str, Any]:
+    """Return a header that was read from ``path``; errors as for :func:`read_header`."""
+    try:
+        version, _ = header["version"], header["data"]
+        newer = version > _VERSION
+    except (KeyError, TypeError) as error:
+        raise DatasetError(f"{path} has no header of a data set: {error!r}.") from error
+    if newer:
         raise DatasetError(
             f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
             f"reads {_VERSION}): upgrade torchrl_mt."
         )
     return dict(header)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

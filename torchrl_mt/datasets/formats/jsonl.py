@@ -23,7 +23,7 @@ import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -44,7 +44,7 @@ from torchrl_mt.datasets.stored_columns import (
     as_tensor,
 )
 from torchrl_mt.datasets.values import dtype_name, dtype_of, from_json_text
-from torchrl_mt.datasets.write_lock import unfinished_path
+from torchrl_mt.datasets.write_lock import replace, unfinished_path
 from torchrl_mt.datasets.writers import FormatWriter
 from torchrl_mt.json_lines import append_lines, line_of
 
@@ -63,7 +63,7 @@ _REWARD: Path = ("next", "reward")
 class _Reader(WholeReader):
     def __init__(self, path: FilePath) -> None:
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115 - it stays open
+        self._file = open(path, "rb", buffering=1 << 20)  # noqa: SIM115 - it stays open
         try:
             self._starts, self._sizes, lengths = _find_lines(self._file)
             super().__init__(self._first_schema(), lengths)
@@ -133,14 +133,11 @@ class _Writer(FormatWriter):
 
     def __init__(self, path: FilePath, mode: Mode) -> None:
         super().__init__(path, mode)
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder: format 'jsonl' is one file.")
-        exists = path.exists()
-        self._new = unfinished_path(path) if mode == "overwrite" or not exists else None
-        """What becomes ``path``: with the first episode, or at the end if it replaces something."""
-        self._replaces = mode == "overwrite" and exists
+        adds = mode != "overwrite" and path.is_file()
+        self._new = None if adds else unfinished_path(path)
+        """What becomes ``path``: with the first episode, or at the end of an overwrite."""
         self._written = False
-        if exists and not self._replaces:
+        if adds:
             _mend_end(path)
             reader = _Reader(path)
             self.schema = reader.schema if len(reader.lengths) else None
@@ -156,29 +153,25 @@ class _Writer(FormatWriter):
     ) -> None:
         """Append a line."""
         line = line_of(_describe(schema, length, columns, metadata))
-        if self._new is None:
-            append_lines(self.path, [line])
-            return
-        try:
-            append_lines(self._new, [line])
-            if not self._replaces:
-                os.replace(self._new, self.path)
-                self._new = None
-        except BaseException:
-            if not self._written and self._new is not None:
-                self._new.unlink(missing_ok=True)
-            raise
+        append_lines(self._new or self.path, [line])
         self._written = True
+        if self._new is not None and self.mode != "overwrite":
+            self._publish(self._new)
 
     def close(self) -> None:
         """Put what was written in the place of what was there."""
-        if self._replaces and self._written and self._new is not None:
-            os.replace(self._new, self.path)
+        if self._new is not None and self._written:
+            self._publish(self._new)
+        self.abort()
 
     def abort(self) -> None:
         """Delete what was written and is not part of the data set."""
         if self._new is not None:
             self._new.unlink(missing_ok=True)
+
+    def _publish(self, new: FilePath) -> None:
+        replace(new, self.path)
+        self._new = None
 
 
 def _find_lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -281,11 +274,13 @@ def _columns(line: Mapping[str, Any]) -> Iterator[tuple[Path, Column]]:
     counts = line.get("messages_per_turn", [])
     for path, note in _leaves(line["dtypes"]):
         if path == _TEXT and counts:
-            ends = np.cumsum(counts)
-            turns = np.split(np.arange(len(line["messages"])), ends[:-1])
-            if ends[-1] != len(line["messages"]):
+            messages = iter(line["messages"])
+            turns = [list(islice(messages, count)) for count in counts]
+            if [*map(len, turns), len(list(messages))] != [*counts, 0] or len(counts) != line[
+                "length"
+            ]:
                 raise ValueError("'messages_per_turn' does not count its messages.")
-            yield path, Objects([[line["messages"][i] for i in turn] for turn in turns])
+            yield path, Objects(turns)
         elif path not in steps:
             raise ValueError(f"{name_of(path)} is in 'dtypes' and not in 'steps'.")
         else:
@@ -306,7 +301,7 @@ def _plain(field: Field, stored: StoredRows) -> tuple[list[Any], str]:
     if isinstance(stored, RaggedRows):
         ends = stored.shapes.prod(1).cumsum()
         parts = zip(np.split(numbers, ends[:-1]), stored.shapes.tolist(), strict=True)
-        values = [part.reshape(*shape, *numbers.shape[1:]).tolist() for part, shape in parts]
+        values = [part.reshape((*shape, *numbers.shape[1:])).tolist() for part, shape in parts]
         if len(field.shape) > 1 and not stored.shapes.all():
             note += f" shapes={json.dumps(stored.shapes.tolist(), separators=(',', ':'))}"
     else:
