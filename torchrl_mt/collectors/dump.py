@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_mt.collectors.episode import Episode, Turn
-from torchrl_mt.collectors.jsonl import append_lines, to_json, to_line
+from torchrl_mt.json_lines import append_lines, to_json, to_line
 
 __all__ = ["EpisodeDump", "episode_records"]
 
@@ -71,7 +71,7 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
         tokenizer: decodes the tokens, special ones included; token ids are kept if ``None``.
 
     Returns:
-        At least one dict of JSON data (see :func:`~torchrl_mt.collectors.jsonl.to_json`), with
+        At least one dict of JSON data (see :func:`~torchrl_mt.json_lines.to_json`), with
 
         - ``task_id``: the item's, or else the group's id; ``group``; ``sample_idx``: the episode's index
           in the group; ``traj_id``;

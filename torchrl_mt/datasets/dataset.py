@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -15,9 +14,9 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from torchrl_mt.checks import check_positive_integer
-from torchrl_mt.data._store.steps import Column, Path, Steps, pack
+from torchrl_mt.data._store.steps import Path, Steps, pack
 from torchrl_mt.datasets.episode_steps import steps_of
-from torchrl_mt.datasets.readers import DatasetError, FormatReader, Runs
+from torchrl_mt.datasets.readers import DatasetError, FormatReader, Runs, WholeReader
 from torchrl_mt.datasets.registry import find_format
 from torchrl_mt.datasets.schema import EpisodeSchema, Field
 
@@ -222,34 +221,18 @@ def open_reader(path: FilePath, format: str) -> FormatReader:
     return reader if isinstance(reader, FormatReader) else _OtherReader(reader)
 
 
-class _OtherReader(FormatReader):
+class _OtherReader(WholeReader):
     """A reader that gives whole episodes only, as those of registered formats do."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
         lengths = np.asarray(reader.lengths, dtype=np.int64).reshape(-1)
-        self._steps = lru_cache(maxsize=8)(self._read_episode)
         first = steps_of(reader.episode(0)) if len(lengths) else Steps(0, {})
         super().__init__(EpisodeSchema.of(first, share_next=False), lengths)
 
-    def _read_episode(self, i: int) -> Steps:
-        steps = self.schema.conform(steps_of(self._reader.episode(i)))
-        if steps.length != self.lengths[i]:
-            raise ValueError(f"it has {steps.length} steps, and {self.lengths[i]} in lengths.")
-        return steps
-
-    def column(self, path: Path, runs: Runs) -> Column:
-        """Read one entry of the steps."""
-        parts = []
-        for episode, start, count in zip(runs.episodes, runs.starts, runs.counts, strict=True):
-            wanted = torch.arange(count) * runs.stride + start
-            column = self._steps(int(episode)).columns[path]
-            parts.append(Steps(0, {path: column}).take(wanted))
-        return Steps.concat(parts).columns[path]
-
-    def stored(self, path: Path, rows: Runs) -> Any:
-        """Not used: :meth:`column` reads."""
-        raise NotImplementedError
+    def whole(self, episode: int) -> Steps:
+        """Read an episode."""
+        return steps_of(self._reader.episode(episode))
 
     def metadata(self, i: int) -> dict[str, Any]:
         """Return the metadata of an episode."""

@@ -1,20 +1,24 @@
 """What reads a format: any steps of any episodes, column by column.
 
 A format either numbers the rows of all its episodes (:class:`FlatReader`) or keeps each episode apart
-(:class:`EpisodicReader`). Both need one method, which reads rows of one entry.
+(:class:`EpisodicReader`). Both need one method, which reads rows of one entry. Where an episode can
+only be read as a whole, :class:`WholeReader` needs one method that does so.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from torchrl_mt.data._store.ring import within
-from torchrl_mt.data._store.steps import Column, Path, Steps
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps
 from torchrl_mt.datasets.schema import EpisodeSchema
 from torchrl_mt.datasets.stored_columns import DenseRows, RaggedRows, StoredRows, TextRows, decode
 
@@ -24,6 +28,7 @@ __all__ = [
     "FlatReader",
     "FormatReader",
     "Runs",
+    "WholeReader",
     "joined",
     "runs_of",
 ]
@@ -173,6 +178,56 @@ class EpisodicReader(FormatReader):
             episode: its number.
             rows: int64 ``[R]``, rows within the episode, in order.
         """
+
+
+class WholeReader(FormatReader):
+    """A format that reads whole episodes only; the last few stay in memory."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recent = lru_cache(maxsize=8)(self._conformed)
+
+    @abstractmethod
+    def whole(self, episode: int) -> Steps:
+        """Read an episode."""
+
+    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
+        """Read steps, of these entries or of all, episode by episode."""
+        paths = list(self.schema.fields if fields is None else fields)
+        parts = []
+        for episode, start, count in zip(runs.episodes, runs.starts, runs.counts, strict=True):
+            steps = self._recent(int(episode))
+            chosen = Steps(steps.length, {path: steps.columns[path] for path in paths})
+            parts.append(chosen.take(torch.arange(int(count)) * runs.stride + int(start)))
+        columns = Steps.concat(parts).columns
+        return Steps(len(runs), {path: self._own(path, columns[path]) for path in paths})
+
+    def column(self, path: Path, runs: Runs) -> Column:
+        """Read one entry of the steps."""
+        return self.read(runs, [path]).columns[path]
+
+    def stored(self, path: Path, rows: Runs) -> StoredRows:
+        """Not used: :meth:`read` reads."""
+        raise NotImplementedError
+
+    def _conformed(self, episode: int) -> Steps:
+        """Read an episode and check it."""
+        steps = self.schema.conform(self.whole(episode))
+        if steps.length != self.lengths[episode]:
+            raise ValueError(
+                f"it has {steps.length} steps, and {self.lengths[episode]} according to its length."
+            )
+        return steps
+
+    def _own(self, path: Path, column: Column) -> Column:
+        """Copy what :meth:`Steps.take` did not, so that nobody changes the episodes in memory."""
+        if isinstance(column, Objects):
+            return Objects(deepcopy(column.items))
+        if isinstance(column, Rows):
+            if self.schema.fields[path].stacked and len({row.shape for row in column.items}) == 1:
+                return torch.stack(column.items)
+            return Rows([row.clone() for row in column.items])
+        return column
 
 
 def joined(parts: Sequence[StoredRows]) -> StoredRows:

@@ -131,7 +131,8 @@ def find_format(path: Path, name: str | None = None) -> Format:
         if known.detect(path):
             return known
     if path.exists():
-        for own in _OWN:
+        # The one that its name tells is asked first.
+        for own in sorted(_OWN, key=lambda each: path.suffix not in _OWN[each]):
             if own not in _registered and _own(own).detect(path):
                 return _own(own)
         raise DatasetError(

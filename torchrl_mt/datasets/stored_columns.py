@@ -25,6 +25,8 @@ __all__ = [
     "StoredRows",
     "TextRows",
     "array_dtype",
+    "as_array",
+    "as_tensor",
     "decode",
     "encode_episode",
 ]
@@ -104,10 +106,10 @@ def encode(path: Path, field: Field, column: Column) -> StoredRows:
                 raise TypeError(f"{name_of(path)} of step {step}: {error}") from error
         return TextRows(texts)
     if isinstance(column, Tensor):
-        return DenseRows(_array(column))
+        return DenseRows(as_array(column))
     shapes = np.array([item.shape for item in column.items], dtype=np.int64)
     values = torch.cat([item.reshape(-1) for item in column.items])
-    return RaggedRows(_array(values), shapes.reshape(len(column.items), len(field.shape)))
+    return RaggedRows(as_array(values), shapes.reshape(len(column.items), len(field.shape)))
 
 
 def decode(field: Field, stored: StoredRows) -> Column:
@@ -121,15 +123,15 @@ def decode(field: Field, stored: StoredRows) -> Column:
     if isinstance(stored, TextRows):
         return Objects([from_json_text(text) for text in stored.texts])
     if isinstance(stored, DenseRows):
-        return _tensor(field, stored.values)
-    values, shapes = _tensor(field, stored.values), stored.shapes
+        return as_tensor(field, stored.values)
+    values, shapes = as_tensor(field, stored.values), stored.shapes
     if field.stacked and len(shapes) and (shapes == shapes[0]).all():
         return values.reshape(len(shapes), *shapes[0].tolist())
     items = values.split(shapes.prod(1).tolist())
     return Rows([item.reshape(shape) for item, shape in zip(items, shapes.tolist(), strict=True)])
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def as_array(tensor: Tensor) -> np.ndarray:
     """View a tensor as an array of :func:`array_dtype`."""
     try:
         array: np.ndarray = tensor.numpy()
@@ -139,7 +141,7 @@ def _array(tensor: Tensor) -> np.ndarray:
     return array
 
 
-def _tensor(field: Field, array: np.ndarray) -> Tensor:
+def as_tensor(field: Field, array: np.ndarray) -> Tensor:
     """View an array of :func:`array_dtype` as a tensor of the field's dtype."""
     assert field.dtype is not None
     tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))

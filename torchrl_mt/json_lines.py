@@ -20,7 +20,7 @@ try:
 except ImportError:  # Not POSIX: only one process may write.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["append_lines", "to_json", "to_line"]
+__all__ = ["append_lines", "line_of", "to_json", "to_line"]
 
 _LONGEST_REPR = 1000
 _DEEPEST = 100
@@ -39,7 +39,15 @@ def to_line(value: Any) -> bytes:
         >>> to_line({"reward": float("nan"), "text": "one\ntwo"})
         b'{"reward": "NaN", "text": "one\\ntwo"}\n'
     """
-    plain = to_json(value)
+    return line_of(to_json(value))
+
+
+def line_of(plain: Any) -> bytes:
+    """Encode JSON data as one line.
+
+    Raises:
+        ValueError: if it has a number that JSON lacks.
+    """
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
     try:
         return text.encode() + b"\n"

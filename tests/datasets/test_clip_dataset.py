@@ -1,0 +1,176 @@
+"""Clips by number: how many, where they begin, what they hold, and in a loader."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+from torchrl.data import ReplayBuffer
+
+from tests.tiers import examples
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import ClipDataset, EpisodeDataset, save_episodes
+
+
+def ted(length, first=0, actions=2):
+    """An episode that counts its steps."""
+    t = torch.arange(first, first + length)
+    return TensorDict(
+        {
+            "observation": t.clone(),
+            "action": t.float()[:, None].expand(-1, actions).contiguous(),
+            "is_init": (t == first)[:, None],
+            "next": {
+                "observation": t + 1,
+                "reward": torch.ones(length, 1),
+                "done": (t == first + length - 1)[:, None],
+                "terminated": (t == first + length - 1)[:, None],
+            },
+        },
+        [length],
+    )
+
+
+def storage_of(lengths):
+    storage = EpisodeStorage(10_000)
+    first = 0
+    for length in lengths:
+        storage.append(ted(length, first))
+        first += length
+    return storage
+
+
+@pytest.fixture(params=["disk", "memory", "path"])
+def source(request, tmp_path):
+    """Makes a source of clips from the lengths of episodes."""
+
+    def make(lengths):
+        storage = storage_of(lengths)
+        if request.param == "memory":
+            return storage
+        save_episodes(storage, tmp_path / "episodes.jsonl", mode="overwrite")
+        path = tmp_path / "episodes.jsonl"
+        return path if request.param == "path" else EpisodeDataset(path)
+
+    return make
+
+
+def test_four_episodes_of_twenty_have_68_clips_of_four(source):
+    clips = ClipDataset(source([20] * 4), 4)
+    assert len(clips) == 68
+    for i, first in {0: 0, 17: 20, 34: 40, 51: 60}.items():
+        assert clips[i]["observation"].tolist() == [first, first + 1, first + 2, first + 3]
+
+
+@pytest.mark.parametrize(
+    ("length", "slice_len", "stride", "number"), [(10, 4, 2, 3), (10, 10, 2, 0), (8, 4, 2, 1)]
+)
+def test_a_clip_spans_slice_len_times_stride_steps(source, length, slice_len, stride, number):
+    assert len(ClipDataset(source([length]), slice_len, stride=stride)) == number
+
+
+def test_actions_stay_dense_under_a_stride(source):
+    clips = ClipDataset(source([20]), 3, stride=4)
+    batch = next(iter(DataLoader(clips, batch_size=5)))
+    assert batch["action"].shape == (5, 3, 8)
+    assert batch["observation"].tolist()[1] == [1, 5, 9]
+    assert batch["next", "observation"].tolist()[1] == [5, 9, 13]
+    assert batch["next", "reward"].squeeze(-1).tolist()[0] == [4, 4, 4]
+
+
+@examples(60)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    slice_len=st.integers(1, 4),
+    stride=st.integers(1, 3),
+)
+def test_clips_are_what_the_clip_sampler_samples(lengths, slice_len, stride):
+    storage = storage_of(lengths)
+    clips = ClipDataset(storage, slice_len, stride=stride)
+    assert len(clips) == storage.num_clips(slice_len * stride)
+    if not len(clips):
+        return
+    buffer = ReplayBuffer(
+        storage=storage,
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(
+            slice_len=slice_len,
+            stride=stride,
+            layout="clips",
+            selector=lambda step, storage, num, span: torch.arange(num),
+        ),
+        batch_size=len(clips) * slice_len,
+    )
+    sampled = buffer.sample().exclude("index")
+    assert (torch.stack([clips[i] for i in range(len(clips))]) == sampled).all()
+    assert (clips.__getitems__(range(len(clips))).clips == sampled).all()
+
+
+def test_a_copy_of_a_storage_is_as_it_was():
+    storage = storage_of([5])
+    buffer = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    clips = ClipDataset(buffer, 2)
+    buffer.empty()
+    storage.append(ted(9, 100))
+    assert len(clips) == 4
+    assert clips[3]["observation"].tolist() == [3, 4]
+
+
+def test_a_transform_gets_each_clip_once(tmp_path):
+    seen = []
+
+    def transform(clip):
+        seen.append(clip.batch_size)
+        return {"sum": clip["observation"].sum()}
+
+    clips = ClipDataset(storage_of([6]), 3, transform=transform)
+    batch = next(iter(DataLoader(clips, batch_size=4)))
+    assert batch["sum"].tolist() == [3, 6, 9, 12]
+    assert seen == [torch.Size([3])] * 4
+
+
+def test_a_loader_collates_clips_of_ragged_entries(tmp_path):
+    save_episodes(
+        [{"tokens": [[1], [2, 3], [4, 5, 6]], "text": ["a", "b", "c"]}], tmp_path / "a.jsonl"
+    )
+    batch = next(iter(DataLoader(ClipDataset(tmp_path / "a.jsonl", 2), batch_size=2)))
+    assert batch.batch_size == (2, 2)
+    assert [row.tolist() for row in batch[1].get("tokens", as_list=True)] == [[2, 3], [4, 5, 6]]
+    assert batch["text"] == [["a", "b"], ["b", "c"]]
+
+
+def test_tensordicts_of_other_datasets_are_collated_too():
+    data = [TensorDict({"a": torch.ones(2) * i}) for i in range(4)]
+    assert next(iter(DataLoader(data, batch_size=4)))["a"].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+def test_it_can_be_pickled(source):
+    clips = ClipDataset(source([5, 4]), 2)
+    expected = clips[3]
+    assert (pickle.loads(pickle.dumps(clips))[3] == expected).all()
+
+
+def test_bad_arguments_are_named(tmp_path):
+    storage = storage_of([5])
+    with pytest.raises(ValueError, match="slice_len must be a positive integer, got 0"):
+        ClipDataset(storage, 0)
+    with pytest.raises(ValueError, match="stride must be a positive integer, got 1.5"):
+        ClipDataset(storage, 1, stride=1.5)
+    with pytest.raises(TypeError, match="source must be an EpisodeDataset, a path, or"):
+        ClipDataset([1, 2], 1)
+    with pytest.raises(TypeError, match="transform must be callable"):
+        ClipDataset(storage, 1, transform="flip")
+    clips = ClipDataset(storage, 2)
+    assert (clips[-1] == clips[3]).all()
+    for i in (4, -5):
+        with pytest.raises(IndexError, match=f"clip {i} is out of range: there are 4 clips"):
+            clips[i]
+    ragged = tmp_path / "a.jsonl"
+    save_episodes([{"action": [[1], [2, 3]]}], ragged)
+    with pytest.raises(ValueError, match="stride joins 'action' over several steps"):
+        ClipDataset(ragged, 1, stride=2)

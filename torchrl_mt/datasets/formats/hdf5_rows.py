@@ -1,0 +1,212 @@
+"""Rows of one HDF5 dataset: appended one episode at a time, and read many at once.
+
+``GrowingRows`` writes straight to the file, so that rows are there when ``write`` returns. ``StoredRows``
+copies rows from a map of the file, which is a hundred times faster than many small reads of h5py; where
+rows do not lie in the file as they are (compression, other byte orders), h5py reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchrl_mt.datasets.readers import DatasetError, runs_of
+from torchrl_mt.datasets.registry import import_extra
+
+__all__ = ["GrowingRows", "MappedRows", "create_rows"]
+
+_EPISODES_PER_CHUNK = 16
+_LEAST_CHUNK, _MOST_CHUNK = 1 << 12, 1 << 20
+"""Bytes of a chunk."""
+_LONG = 1 << 8
+"""Bytes of a run that is worth a copy of its own."""
+
+
+def create_rows(
+    file: Any, place: str, first: np.ndarray, *, zeros: bool = False
+) -> GrowingRows:
+    """Create a dataset for rows like these.
+
+    Args:
+        file: an ``h5py.File``.
+        place: path of the dataset in it.
+        first: rows of the first episode; they set the size of the chunks.
+        zeros: whether rows that were not written are zeros; otherwise they may be anything.
+    """
+    h5py = import_extra("h5py", "hdf5")
+    size = first.itemsize * math.prod(first.shape[1:])
+    chunk = min(max(_EPISODES_PER_CHUNK * first.nbytes, _LEAST_CHUNK), _MOST_CHUNK)
+    created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    created.set_chunk((max(chunk // size, 1), *first.shape[1:]))
+    created.set_fill_time(h5py.h5d.FILL_TIME_ALLOC if zeros else h5py.h5d.FILL_TIME_NEVER)
+    linked = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    linked.set_create_intermediate_group(True)
+    linked.set_char_encoding(h5py.h5t.CSET_UTF8)
+    space = h5py.h5s.create_simple((0, *first.shape[1:]), (h5py.h5s.UNLIMITED, *first.shape[1:]))
+    kind = h5py.h5t.py_create(first.dtype, logical=True)
+    return GrowingRows(
+        h5py.h5d.create(file.id, place.encode(), kind, space, dcpl=created, lcpl=linked), 0
+    )
+
+
+class GrowingRows:
+    """A dataset that rows are appended to.
+
+    Args:
+        dataset: an ``h5py.h5d.DatasetID`` without chunk cache.
+        count: rows that count; what follows them is written over.
+    """
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self._h5s = import_extra("h5py.h5s", "hdf5")
+        self._dataset, self._kind = dataset, dataset.get_type()
+        self._extent, *tail = dataset.shape
+        self._tail = tuple(tail)
+        self._zeros = (0,) * len(tail)
+        self.count = self.end = count
+
+    def extend(self, number: int) -> None:
+        """Make room for that many rows after those that count."""
+        self.end = self.count + number
+        if self.end > self._extent:
+            self._dataset.set_extent((self.end, *self._tail))
+            self._extent = self.end
+
+    def write(self, rows: np.ndarray) -> None:
+        """Write rows after those that count."""
+        self.extend(len(rows))
+        if not rows.size:
+            return
+        there = self._h5s.create_simple((self._extent, *self._tail))
+        there.select_hyperslab((self.count, *self._zeros), rows.shape)
+        here = self._h5s.create_simple(rows.shape)
+        self._dataset.write(here, there, np.ascontiguousarray(rows), self._kind)
+
+    def commit(self) -> None:
+        """Count the rows that were written."""
+        self.count = self.end
+
+
+class MappedRows:
+    """A dataset that rows are read from.
+
+    Args:
+        dataset: an ``h5py.Dataset``; its file must stay open only if ``in_map`` is False.
+        contents: a map of the file.
+        dtype: of the arrays to return; None for that of the dataset.
+    """
+
+    def __init__(self, dataset: Any, contents: mmap.mmap, dtype: np.dtype | None = None) -> None:
+        self._contents = contents
+        self._count, *tail = dataset.shape
+        self._shape = tuple(tail)
+        self._dtype = np.dtype(dataset.dtype if dtype is None else dtype)
+        self._size = self._dtype.itemsize * math.prod(tail)
+        places = _places(dataset, self._dtype)
+        self.in_map = places is not None
+        """Whether the map is all that is needed."""
+        if places is None:
+            self._dataset = dataset
+        else:
+            self._chunk, self._addresses = places
+
+    def take(self, first: np.ndarray, counts: np.ndarray, stride: int = 1) -> np.ndarray:
+        """Read rows: see :meth:`FlatReader.take`.
+
+        Raises:
+            DatasetError: if the file lacks some.
+        """
+        total = int(counts.sum())
+        if not total:
+            return np.empty((0, *self._shape), self._dtype)
+        if (last := int((first + (counts - 1) * stride)[counts > 0].max())) >= self._count:
+            raise DatasetError(f"row {last} is missing, the file has {self._count}: it is damaged.")
+        if not self.in_map:
+            rows = self._read(first, counts, stride)
+        elif stride > 1 or total * self._size < _LONG * len(counts) and np.ptp(counts):
+            rows = self._windows(runs_of(first, counts, stride), 1)
+        elif np.ptp(counts):
+            rows = np.empty(total, f"V{self._size}")
+            self._copy(first, counts, rows)
+        else:
+            rows = self._clips(first, int(counts[0]))
+        return rows.view(self._dtype).reshape(total, *self._shape)
+
+    def _clips(self, first: np.ndarray, count: int) -> np.ndarray:
+        """Read runs of the same length."""
+        inside = first // self._chunk == (first + (count - 1)) // self._chunk
+        if inside.all():
+            return self._windows(first, count)
+        clips = np.empty((len(first), count), f"V{self._size}")
+        if inside.any():
+            clips[inside] = self._windows(first[inside], count).view(clips.dtype).reshape(-1, count)
+        split = np.empty(count * (len(first) - int(inside.sum())), clips.dtype)
+        self._copy(first[~inside], np.full(len(first), count)[~inside], split)
+        clips[~inside] = split.reshape(-1, count)
+        return clips
+
+    def _windows(self, first: np.ndarray, count: int) -> np.ndarray:
+        """Read runs that each lie in one chunk."""
+        begins = self._addresses[first // self._chunk] + first % self._chunk * self._size
+        width = count * self._size
+        self._check(int(begins.max()) + width)
+        # Every place of the file as a value of the width of a run, so that NumPy copies each at once.
+        places = len(self._contents) - width + 1
+        return np.ndarray((places,), f"V{width}", self._contents, 0, (1,))[begins]
+
+    def _copy(self, first: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+        """Read runs piece by piece, each piece of one chunk."""
+        target, source = memoryview(out.view(np.uint8)), memoryview(self._contents)
+        done = 0
+        for begin, count in zip(first.tolist(), counts.tolist(), strict=True):
+            end = begin + count
+            while begin < end:
+                chunk, within = divmod(begin, self._chunk)
+                rows = min(end - begin, self._chunk - within)
+                place = int(self._addresses[chunk]) + within * self._size
+                self._check(place + rows * self._size)
+                width = rows * self._size
+                target[done : done + width] = source[place : place + width]
+                begin, done = begin + rows, done + width
+
+    def _check(self, end: int) -> None:
+        if end > len(self._contents):
+            raise DatasetError(
+                f"the file ends at byte {len(self._contents)}, before these steps: it is cut off."
+            )
+
+    def _read(self, first: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
+        """Read runs through h5py."""
+        parts = [
+            self._dataset[begin : begin + count * stride : stride]
+            for begin, count in zip(first.tolist(), counts.tolist(), strict=True)
+        ]
+        return np.ascontiguousarray(np.concatenate(parts), self._dtype)
+
+
+def _places(dataset: Any, dtype: np.dtype) -> tuple[int, np.ndarray] | None:
+    """Return the rows of a chunk and the address of each chunk; None if they are not in the file so."""
+    h5py = import_extra("h5py", "hdf5")
+    made, shape = dataset.id.get_create_plist(), dataset.shape
+    native = h5py.h5t.py_create(dtype, logical=True)
+    if dataset.file.userblock_size or made.get_external_count() or not made.get_nfilters() == 0:
+        return None
+    if not native.equal(dataset.id.get_type()):
+        return None
+    if made.get_layout() == h5py.h5d.CONTIGUOUS:
+        address = dataset.id.get_offset()
+        return None if address is None else (max(shape[0], 1), np.array([address]))
+    if made.get_layout() != h5py.h5d.CHUNKED or dataset.chunks[1:] != shape[1:]:
+        return None
+    chunk = dataset.chunks[0]
+    addresses = np.full(-(-shape[0] // chunk), -1)
+    found: list[tuple[int, int]] = []
+    dataset.id.chunk_iter(lambda info: found.append((info.chunk_offset[0], info.byte_offset)))
+    for row, address in found:
+        if row < shape[0]:
+            addresses[row // chunk] = address
+    return chunk, addresses
