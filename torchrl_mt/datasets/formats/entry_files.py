@@ -1,8 +1,8 @@
 """Files of one entry of one episode, for formats that are folders.
 
-A dense entry is an array in ``NAME.npy``. Objects are JSON texts, one a line, in ``NAME.jsonl``. A ragged
-entry is the folder ``NAME`` with all values in ``values.npy``, one row after the other, and the shape of
-each row in ``shapes.npy``. No two keys have the same name, on any file system.
+A dense entry is an array in ``NAME.npy``. Objects are JSON texts, one a line, in ``NAME.jsonl``. A
+ragged entry is the folder ``NAME`` with all values in ``values.npy``, one row after the other, and the
+shape of each row in ``shapes.npy``. No two keys have the same name, on any file system.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Arrays are ``.npy`` files, images are PNG files, and objects are JSON texts. What is read equals what was
 written, bit for bit, unless ``jpeg_quality`` is given.
 
-Episode 12 of a data set is ``data-ID/chunk-000/episode-000012``, with a thousand episodes in a chunk. Of an
-entry ``k`` with a shared ``("next", k)`` it has ``T + 1`` rows: those of ``k`` and the last of ``("next", k)``,
-or, where the two disagree, all of both.
+Episode 12 of a data set is ``data-ID/chunk-000/episode-000012``, with a thousand episodes in a chunk. Of
+an entry ``k`` with a shared ``("next", k)`` it has ``T + 1`` rows: those of ``k``, and the last of
+``("next", k)``. Where the two disagree, it has all of both.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class FolderWriter(FormatWriter):
     Args:
         path: its folder.
         mode: see :func:`~torchrl_mt.datasets.open_episodes`.
-        jpeg_quality: 1 to 100: write images as JPEG files of this quality, which are small and lossy
-            (images with four channels stay PNG files). None writes PNG files, or, with ``"append"``, what
+        jpeg_quality: 1 to 100: write images as JPEG files of this quality, which are small and lossy.
+            Images with four channels stay PNG files. None writes PNG files, or, with ``"append"``, what
             the data set has.
 
     Raises:

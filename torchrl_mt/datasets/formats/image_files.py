@@ -1,8 +1,8 @@
 """Images of one entry of one episode: a PNG or JPEG file per row.
 
-Images are ``uint8``, of shape ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]`` with 1, 3 or 4 channels. Where both
-of the last two fit, they are taken as ``[H, W, C]``. PNG files read back bit for bit, in the same layout.
-JPEG files are lossy, and have no fourth channel: images with four are PNG files always.
+Images are ``uint8``, of shape ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]`` with 1, 3 or 4 channels. Where
+both of the last two fit, they are taken as ``[H, W, C]``. PNG files read back bit for bit, in the same
+layout. JPEG files are lossy, and have no fourth channel: images with four are always PNG files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import numpy as np
 from torchrl_mt.datasets.formats.entry_files import errors_named
 from torchrl_mt.datasets.registry import import_extra
 
-__all__ = ["channels_of", "from_picture", "image_file", "is_image", "read_image", "to_picture", "write_images"]
+__all__ = [
+    "channels_of",
+    "from_picture",
+    "image_file",
+    "is_image",
+    "read_image",
+    "to_picture",
+    "write_images",
+]
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _LONGEST_SIDE = 65_500
@@ -61,7 +69,9 @@ def from_picture(picture: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return picture.transpose(2, 0, 1) if is_channels_first else picture.reshape(shape)
 
 
-def image_file(folder: FilePath, row: int, shape: Sequence[int], jpeg_quality: int | None) -> FilePath:
+def image_file(
+    folder: FilePath, row: int, shape: Sequence[int], jpeg_quality: int | None
+) -> FilePath:
     """Return the file of an image."""
     is_jpeg = jpeg_quality is not None and channels_of(shape) != 4
     return folder / f"{row:06d}.{'jpg' if is_jpeg else 'png'}"

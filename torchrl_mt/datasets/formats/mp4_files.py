@@ -85,6 +85,7 @@ def read_frames(
         DatasetError: if one cannot be read; names the file.
     """
     av = import_extra("av", "video")
+    height, width = shape[:2]
     format = "gray" if len(shape) == 2 else "rgb24"
     convert = av.video.reformatter.VideoReformatter()
     with errors_named(file), av.open(str(file)) as container:
@@ -102,7 +103,7 @@ def read_frames(
             if frame is None or frame.pts != round(number * tick):
                 raise ValueError(f"it has no frame {number}")
             array = convert.reformat(frame, format=format).to_ndarray()
-            if array.shape[0] - shape[0] not in (0, 1) or array.shape[1] - shape[1] not in (0, 1):
+            if array.shape[:2] not in (shape[:2], (height + height % 2, width + width % 2)):
                 raise ValueError(f"its frames are {array.shape}, expected {shape}")
-            yield array[: shape[0], : shape[1]]
+            yield array[:height, :width]
             before = number

@@ -1,8 +1,8 @@
 """The format ``"video"``: the format ``"folder"``, with images as MP4 files.
 
-An image entry of an episode is one file, ``NAME.mp4``, with a frame per row. It is lossy: images that are
-read are close to those that were written, unless ``crf`` is 0. Everything else is as in ``"folder"``, and
-equal bit for bit.
+An image entry of an episode is one file, ``NAME.mp4``, with a frame per row. It is lossy: images that
+are read are close to those that were written, and equal only if ``crf`` is 0. Everything else is as in
+``"folder"``, and equal bit for bit.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class VideoReader(FolderReader):
 class VideoWriter(FolderWriter):
     """Writes a data set whose images are MP4 files (H.264).
 
-    Images are ``uint8`` entries of a fixed shape ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]`` with one channel
-    or three. This is lossy. Images of other shapes, such as those with an alpha channel, are PNG files, and
-    numbers of other dtypes are stored as they are. So give what is no picture, such as a map of labels,
-    another dtype.
+    Images are ``uint8`` entries of a fixed shape ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]`` with one
+    channel or three. Video is lossy. Images with four channels or of varying shapes are PNG files, and
+    other dtypes are stored bit for bit: give what is no picture, such as a map of labels, another dtype
+    than ``uint8``.
 
     Args:
         path: its folder.
