@@ -316,8 +316,9 @@ def test_a_damaged_file_is_named_and_other_episodes_are_read(name, harm, tmp_pat
     assert len([*dataset.episodes(skip_unreadable=True)]) == 2
 
 
-def test_a_write_that_fails_leaves_nothing_and_the_next_one_counts(tmp_path, monkeypatch):
-    def fail(file, values):
+@pytest.mark.parametrize("place", ["files", "list"])
+def test_a_write_that_fails_leaves_nothing_and_the_next_one_counts(place, tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     path = tmp_path / "set"
@@ -325,7 +326,10 @@ def test_a_write_that_fails_leaves_nothing_and_the_next_one_counts(tmp_path, mon
         out.write_episode(episode(0))
         before = sorted(tmp_path.rglob("*"))
         with monkeypatch.context() as patch:
-            patch.setattr(folder_format, "write_rows", fail)
+            if place == "files":
+                patch.setattr(folder_format, "write_rows", fail)
+            else:
+                patch.setattr(out._writer._folder, "commit", fail)
             with pytest.raises(OSError, match="No space"):
                 out.write_episode(episode(1))
         assert sorted(tmp_path.rglob("*")) == before

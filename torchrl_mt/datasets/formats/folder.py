@@ -132,12 +132,13 @@ class FolderWriter(FormatWriter):
         try:
             for path, stored in columns.items():
                 self.write_entry(unfinished / entry_name(path), schema.fields[path], stored)
+            place.parent.mkdir(exist_ok=True)
+            os.rename(unfinished, place)
+            self._folder.commit(schema, length, own_next, metadata)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for partial in (unfinished, place):
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-        place.parent.mkdir(exist_ok=True)
-        os.rename(unfinished, place)
-        self._folder.commit(schema, length, own_next, metadata)
 
     def write_entry(self, base: FilePath, field: Field, stored: StoredRows) -> None:
         """Write all rows of one entry; ``base`` is its path without a suffix."""
