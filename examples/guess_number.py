@@ -54,7 +54,6 @@ except ImportError:
 GAMMA = 0.9
 EPISODES_PER_UPDATE = 128
 CONCURRENCY = 64
-WARM_START_GAMES = 4096
 MAX_RESPONSE_TOKENS = 8
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid"]
 PROMPT = "guess 1 to {numbers}"
@@ -154,10 +153,10 @@ def warm_start(
         game = play_guess_number(rng.randint, number, numbers=args.numbers, turns=args.turns)
         return {"messages": game.messages[:-1]}
 
-    games = ConversationDataset([random_game() for _ in range(WARM_START_GAMES)], tokenizer)
+    steps = args.warm_start_steps
+    games = ConversationDataset([random_game() for _ in range(16 * steps)], tokenizer)
     rows = games.collate(list(games)).to(args.device)
     loss_module = MultiTurnLoss(model, objective="sft")
-    steps = args.warm_start_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(steps))
     for _ in trange(steps, desc="warm start"):

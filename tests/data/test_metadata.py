@@ -1,6 +1,5 @@
 """Metadata of episodes comes back with its episode, and leaves with it."""
 
-import gc
 import weakref
 
 import pytest
@@ -34,7 +33,7 @@ def fitting(stored, max_steps, max_episodes):
     return kept
 
 
-@examples(60, few=8)
+@examples(60, few=4)
 @given(
     events=st.lists(st.lists(st.tuples(st.integers(1, 6), metadata), max_size=4), max_size=12),
     by_writer=st.sets(st.integers(0, 11)),
@@ -109,7 +108,6 @@ def test_metadata_of_an_evicted_episode_is_freed(make):
     alive = weakref.ref(fact)
     del fact
     storage.append(make.vectors([4]))
-    gc.collect()
     assert alive() is None
 
 

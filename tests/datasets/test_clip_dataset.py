@@ -159,7 +159,7 @@ def test_bad_arguments_are_named(tmp_path):
     storage = storage_of([5])
     with pytest.raises(ValueError, match="slice_len must be a positive integer, got 0"):
         ClipDataset(storage, 0)
-    with pytest.raises(ValueError, match="stride must be a positive integer, got 1.5"):
+    with pytest.raises(ValueError, match=r"stride must be a positive integer, got 1.5"):
         ClipDataset(storage, 1, stride=1.5)
     with pytest.raises(TypeError, match="source must be an EpisodeDataset, a path, or"):
         ClipDataset([1, 2], 1)

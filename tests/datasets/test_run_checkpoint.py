@@ -20,7 +20,7 @@ from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.tiers import examples, in_fast_tier
+from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -261,7 +261,7 @@ def three(saved_three, tmp_path):
     return shutil.copytree(saved_three, tmp_path / "run")
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "flipped"])
+@pytest.mark.parametrize("how", ["flipped", slow("missing"), slow("cut")])
 def test_a_damaged_checkpoint_is_skipped_and_named(how, three, caplog):
     newest = three / "checkpoint-3"
     whole = three / "whole"

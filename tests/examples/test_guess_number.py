@@ -166,6 +166,7 @@ def check_equal(metrics, expected):
 
 
 def test_a_stopped_run_goes_on_from_its_checkpoint(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example, "plt", None)
     args = [*QUICK, "--numbers", "4", "--turns", "2"]
     out, checkpoints = tmp_path / "out", ["--checkpoints", str(tmp_path / "checkpoints")]
     assert example.main([*args, "--out", str(tmp_path / "undisturbed")]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -26,6 +27,11 @@ def collate_tensordicts_with(collate: Callable[[Sequence[Any]], Any]) -> None:
     torch takes them for dicts of values and fails.
     """
     default_collate_fn_map[TensorDictBase] = lambda batch, *, collate_fn_map=None: collate(batch)
+
+
+def shared_bytes(size: int) -> Tensor:
+    """Return uninitialised bytes that other processes get without a copy: uint8 ``[size]``."""
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 # ---- modules --------------------------------------------------------------------------------------

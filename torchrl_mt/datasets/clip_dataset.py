@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import Dataset
 from torchrl.data import ReplayBuffer
 
-from torchrl_mt._hosts.torch import collate_tensordicts_with
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.steps import Column, Path, Steps, pack, unpack
@@ -20,6 +18,7 @@ from torchrl_mt.data._store.table import Choice, search
 from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
 from torchrl_mt.data.samplers.strides import check_strides, is_joined, join
 from torchrl_mt.datasets.dataset import EpisodeDataset
+from torchrl_mt.datasets.loader_batches import ClipBatch
 from torchrl_mt.datasets.readers import Runs, runs_of
 from torchrl_mt.datasets.schema import EpisodeSchema
 
@@ -118,7 +117,9 @@ class ClipDataset(Dataset):
         self._marks.mark(Cut(offsets, self.slice_len), torch.device("cpu"), steps)
         shape = torch.Size([len(wanted), self.slice_len])
         clips = pack(steps, batch_size=shape)
-        return _Batch(clips) if self.transform is None else [*map(self.transform, clips.unbind(0))]
+        return (
+            ClipBatch(clips) if self.transform is None else [*map(self.transform, clips.unbind(0))]
+        )
 
     def _read(self, episodes: np.ndarray, offsets: np.ndarray) -> Steps:
         """Read the clips that begin at these steps of these episodes, one after the other."""
@@ -144,26 +145,6 @@ class ClipDataset(Dataset):
             f"ClipDataset(clips={len(self)}, slice_len={self.slice_len}, stride={self.stride}, "
             f"source={self._source})"
         )
-
-
-class _Batch(Sequence):
-    """Clips that were read at once: a sequence of TensorDicts ``[slice_len]``."""
-
-    def __init__(self, clips: TensorDictBase) -> None:
-        self.clips = clips
-
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.clips[i]
-
-
-def _collate(batch: Sequence[Any]) -> Any:
-    return batch.clips if isinstance(batch, _Batch) else TensorDict.maybe_dense_stack([*batch])
-
-
-collate_tensordicts_with(_collate)
 
 
 class _Snapshot:

@@ -37,7 +37,7 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
     - ``messages``: the whole dialogue, with tool calls and thoughts;
     - ``reward``, the sum, and ``rewards``, those of the turns;
     - ``num_turns``, ``stop_reason`` (``None`` if it is not known), ``episode`` and ``group`` (ids);
-    - where the episodes have them, one list per turn of ``prompt_ids``, ``response_ids``, ``log_probs``
+    - where all episodes have them, one list per turn of ``prompt_ids``, ``response_ids``, ``log_probs``
       and ``versions``.
 
     :class:`~torchrl_mt.datasets.ConversationDataset` takes the result. Releases of ``datasets`` without
@@ -66,7 +66,9 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
     for batch in _batches(episodes):
         for row in _rows_of(batch, len(rows)):
             rows.append(row)
-    return datasets.Dataset.from_list(rows, features=_features(datasets, rows))
+    features = _features(datasets, rows)
+    columns = {name: [row[name] for row in rows] for name in features}
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 def _batches(episodes: Any) -> Iterable[Any]:
@@ -168,12 +170,8 @@ def _features(datasets: Any, rows: list[dict[str, Any]]) -> Any:
         "group": number,
     }
     for name, (_, dtype) in _RAGGED.items():
-        with_it = [row for row in rows if name in row]
-        if with_it and len(with_it) == len(rows):
+        if rows and all(name in row for row in rows):
             features[name] = [[datasets.Value(dtype)]]
-        else:
-            for row in with_it:
-                del row[name]
     return datasets.Features(features)
 
 
@@ -190,8 +188,7 @@ def _message_features(datasets: Any, rows: list[dict[str, Any]]) -> dict[str, An
             function = {"name": text, "arguments": json_type or text}
             features[name] = [{"type": text, "id": text, "function": function}]
             for message in messages if json_type is None else ():
-                for call in message.get(name) or ():
-                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+                message[name] = [_with_text(call) for call in message.get(name) or ()]
         elif json_type is not None:
             features[name] = json_type
         else:
@@ -200,6 +197,12 @@ def _message_features(datasets: Any, rows: list[dict[str, Any]]) -> dict[str, An
                 if message.get(name) is not None:
                     message[name] = json.dumps(message[name])
     return features
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are JSON text."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
 
 
 def _is_plain(call: Any) -> bool:
