@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchrl_mt.checks import check_choice
-from torchrl_mt.datasets.readers import DatasetError
+from torchrl_mt.datasets.readers import DatasetError, FormatReader
 
 __all__ = ["Format", "Mode", "find_format", "import_extra", "register_format"]
 
@@ -44,7 +44,7 @@ class Format:
     """How data sets of one format are read and written."""
 
     name: str
-    reader: Callable[[Path], Reader] | None
+    reader: Callable[[Path], FormatReader | Reader] | None
     writer: Callable[..., Writer] | None
     detect: Callable[[Path], bool]
 
