@@ -143,7 +143,7 @@ def test_it_equals_what_torchrl_reads(folder, tmp_path, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     write_folder(tmp_path / "a", LENGTHS, features=PLAIN)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "a"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     snapshot = lerobot._LeRobotSnapshot("any/thing")
     columns = lerobot.LeRobotExperienceReplay._extract_columns(snapshot)
     theirs = lerobot.lerobot_columns_to_tensordict(columns)
