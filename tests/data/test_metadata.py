@@ -78,6 +78,7 @@ def test_metadata_follows_its_episode(
         budgets = budgets if how in ("dumps", "state_dict") else (15, None)
     model = fitting(model, *budgets)
     assert pairs(same) == [(number, given) for _, number, given in model]
+    assert len(same.table.metadata) == sum(bool(given) for *_, given in model)
     for event in events[:3]:  # It goes on.
         write(same, event)
         model = fitting(model, *budgets)
@@ -109,6 +110,20 @@ def test_metadata_of_an_evicted_episode_is_freed(make):
     del fact
     storage.append(make.vectors([4]))
     assert alive() is None
+
+
+@pytest.mark.parametrize("how", ["load_memmap", "state_dict"])
+def test_a_smaller_budget_keeps_the_metadata_of_what_it_keeps(make, tmp_path, how):
+    storage, same = EpisodeStorage(20), EpisodeStorage(20, max_episodes=2)
+    for i in range(4):
+        storage.append(make.vectors([3], first_id=i), {"number": i})
+    if how == "load_memmap":
+        storage.dumps(tmp_path)
+        same = EpisodeStorage.load_memmap(tmp_path, max_episodes=2)
+    else:
+        same.load_state_dict(storage.state_dict())
+    assert pairs(same) == [(2, {"number": 2}), (3, {"number": 3})]
+    assert len(same.table.metadata) == 2  # that of the others is not kept
 
 
 @pytest.mark.parametrize("given", ["demonstration", [("a", 1)], 3])

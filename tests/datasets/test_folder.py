@@ -18,6 +18,7 @@ from tensordict import TensorDict, lazy_stack
 from tests.tiers import examples
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
 from torchrl_mt.datasets.formats import folder as folder_format
+from torchrl_mt.datasets.formats import image_files
 from torchrl_mt.datasets.readers import Runs
 
 from .episodes import assert_same
@@ -191,6 +192,37 @@ def test_a_clip_opens_the_images_of_its_steps_alone(tmp_path):
         ClipDataset(tmp_path / "set", 4)[7]
 
 
+@pytest.mark.parametrize("keys", [None, ["pixels"], ["next"], ["next", "pixels", "action"]])
+def test_an_image_that_is_in_two_entries_is_decoded_once(keys, tmp_path, monkeypatch):
+    decoded = []
+
+    def read_image(folder, row, *rest):
+        decoded.append((folder.parent.name, row))
+        return image_files.read_image(folder, row, *rest)
+
+    disagreeing = episode(2)
+    disagreeing["next", "pixels"] = disagreeing["next", "pixels"].flip(0)
+    episodes = [episode(0), episode(1), disagreeing]
+    write(tmp_path / "set", *episodes)
+    dataset = EpisodeDataset(tmp_path / "set", keys)
+    monkeypatch.setattr(folder_format, "read_image", read_image)
+    for i, each in enumerate(episodes):
+        assert_same(dataset.episode(i), each if keys is None else each.select(*keys))
+        both = 2 * T if i == 2 else T + 1
+        assert len(decoded) == len(set(decoded)) == (T if keys in (["pixels"], ["next"]) else both)
+        decoded.clear()
+    clips = ClipDataset(dataset, 2)
+    batch = [clips[i] for i in (0, 4, 8)]
+    for clip, got in zip(batch, clips.__getitems__([0, 4, 8]).clips.unbind(0), strict=True):
+        assert_same(got, clip)
+    for i in range(3):
+        for t in range(3):
+            part = dataset.episode(i)[t : t + 2]
+            for key in part.keys(True, True):
+                if key in ("pixels", ("next", "pixels")):
+                    assert torch.equal(clips[3 * i + t][key], part[key])
+
+
 def test_what_is_read_is_writable_and_no_map_of_a_file(tmp_path):
     reader = write(tmp_path / "set", episode())._reader
     for path in reader.schema.fields:
@@ -316,8 +348,9 @@ def test_a_damaged_file_is_named_and_other_episodes_are_read(name, harm, tmp_pat
     assert len([*dataset.episodes(skip_unreadable=True)]) == 2
 
 
-def test_a_write_that_fails_leaves_nothing_and_the_next_one_counts(tmp_path, monkeypatch):
-    def fail(file, values):
+@pytest.mark.parametrize("place", ["files", "list"])
+def test_a_write_that_fails_leaves_nothing_and_the_next_one_counts(place, tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     path = tmp_path / "set"
@@ -325,7 +358,10 @@ def test_a_write_that_fails_leaves_nothing_and_the_next_one_counts(tmp_path, mon
         out.write_episode(episode(0))
         before = sorted(tmp_path.rglob("*"))
         with monkeypatch.context() as patch:
-            patch.setattr(folder_format, "write_rows", fail)
+            if place == "files":
+                patch.setattr(folder_format, "write_rows", fail)
+            else:
+                patch.setattr(out._writer._folder, "commit", fail)
             with pytest.raises(OSError, match="No space"):
                 out.write_episode(episode(1))
         assert sorted(tmp_path.rglob("*")) == before

@@ -109,10 +109,10 @@ class ClipDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return clips, read at once; a ``DataLoader`` calls this for each batch."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        for i in wanted[(wanted < -len(self)) | (wanted >= len(self))].tolist():
-            raise IndexError(f"clip {i} is out of range: there are {len(self)} clips.")
-        episodes, offsets = search(self._before, wanted % max(len(self), 1))
+        wanted, number = np.asarray(indices, dtype=np.int64), len(self)
+        for i in wanted[(wanted < -number) | (wanted >= number)].tolist():
+            raise IndexError(f"clip {i} is out of range: there are {number} clips.")
+        episodes, offsets = search(self._before, wanted % max(number, 1))
         steps = self._read(episodes, offsets)
         self._marks.mark(Cut(offsets, self.slice_len), torch.device("cpu"), steps)
         shape = torch.Size([len(wanted), self.slice_len])

@@ -356,7 +356,7 @@ def _pack_node(
     flat, values = len(size) == 1, dict[str, Any]()
     for name, value in tree.items():
         if isinstance(value, Tensor):
-            values[name] = value if flat else value.unflatten(0, size)
+            values[name] = value if flat else value.view(size + value.shape[1:])
         elif isinstance(value, dict):
             values[name] = _pack_node(value, size, device, unread)
         else:

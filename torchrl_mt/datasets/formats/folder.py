@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchrl_mt.data._store.steps import Path
+from torchrl_mt.data._store.steps import Column, Path, Steps
 from torchrl_mt.datasets.episode_folder import EpisodeFolder, EpisodeList, format_in, read_header
 from torchrl_mt.datasets.formats.entry_files import (
     entry_name,
@@ -29,7 +30,7 @@ from torchrl_mt.datasets.formats.entry_files import (
     write_rows,
 )
 from torchrl_mt.datasets.formats.image_files import is_image, read_image, write_images
-from torchrl_mt.datasets.readers import EpisodicReader
+from torchrl_mt.datasets.readers import EpisodicReader, Runs
 from torchrl_mt.datasets.registry import Format, Mode
 from torchrl_mt.datasets.schema import EpisodeSchema, Field
 from torchrl_mt.datasets.stored_columns import DenseRows, RaggedRows, StoredRows
@@ -59,6 +60,25 @@ class FolderReader(EpisodicReader):
         schema = EpisodeSchema.from_json(header["schema"])
         super().__init__(schema, self._episodes.lengths, self._episodes.own_next)
 
+    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
+        """Read steps, of these entries or of all; an image that is in two of them is decoded once."""
+        paths = [*(self.schema.fields if fields is None else fields)]
+        columns: dict[Path, Column] = {}
+        if runs.stride == 1 and not self.own_next[runs.episodes].any():
+            following = replace(runs, counts=runs.counts + 1)
+            ends = following.counts.cumsum()
+            for path in set(paths).intersection(self.schema.shared):
+                if path[1:] in paths and _is_image(self.schema.fields[path]):
+                    rows = self.column(path[1:], following)
+                    assert isinstance(rows, torch.Tensor)
+                    is_step = torch.ones(len(rows), dtype=torch.bool)
+                    is_next = is_step.clone()
+                    is_step[ends - 1], is_next[ends - following.counts] = False, False
+                    columns |= {path[1:]: rows[is_step], path: rows[is_next]}
+        rest = super().read(runs, [path for path in paths if path not in columns])
+        columns |= rest.columns
+        return Steps(rest.length, {path: columns[path] for path in paths})
+
     def take(self, path: Path, episode: int, rows: np.ndarray) -> StoredRows:
         """Read rows of one episode."""
         base = _folder_of(self._data, episode) / entry_name(path)
@@ -69,7 +89,7 @@ class FolderReader(EpisodicReader):
         if field.dtype is not torch.uint8:
             return read_rows(base, field, rows)
         quality = self.options.get("jpeg_quality")
-        if field.kind == "dense" and is_image(field.shape):
+        if _is_image(field):
             values = np.empty((len(rows), *field.shape), dtype=np.uint8)
             for place, row in enumerate(rows.tolist()):
                 values[place] = read_image(base, row, field.shape, quality)
@@ -132,18 +152,19 @@ class FolderWriter(FormatWriter):
         try:
             for path, stored in columns.items():
                 self.write_entry(unfinished / entry_name(path), schema.fields[path], stored)
+            place.parent.mkdir(exist_ok=True)
+            os.rename(unfinished, place)
+            self._folder.commit(schema, length, own_next, metadata)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for partial in (unfinished, place):
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-        place.parent.mkdir(exist_ok=True)
-        os.rename(unfinished, place)
-        self._folder.commit(schema, length, own_next, metadata)
 
     def write_entry(self, base: FilePath, field: Field, stored: StoredRows) -> None:
         """Write all rows of one entry; ``base`` is its path without a suffix."""
         quality = self.options.get("jpeg_quality")
         if field.dtype is torch.uint8:
-            if isinstance(stored, DenseRows) and is_image(field.shape):
+            if isinstance(stored, DenseRows) and _is_image(field):
                 base.mkdir()
                 write_images(base, stored.values, quality)
                 return
@@ -170,6 +191,11 @@ def check_integer_within(name: str, value: Any, least: int, most: int) -> None:
     """Refuse anything but an integer in ``[least, most]`` (bools too)."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}.")
+
+
+def _is_image(field: Field) -> bool:
+    """Whether the rows of an entry are images of one shape."""
+    return field.kind == "dense" and field.dtype is torch.uint8 and is_image(field.shape)
 
 
 def _folder_of(data: FilePath, episode: int) -> FilePath:

@@ -124,6 +124,7 @@ class _Reader(FlatReader):
         lengths = lengths[: unfinished[0]] if len(unfinished) else lengths
         own = file[_OWN_NEXT][: len(lengths)] if schema.shared else None
         super().__init__(schema, lengths, own)
+        self._places = {path: _place_of(path) for path in schema.fields}
         self._rows: dict[str, MappedRows] = {}
         for place, shape, dtype in _layout(schema):
             if 0 not in shape:
@@ -134,7 +135,7 @@ class _Reader(FlatReader):
 
     def take(self, path: Path, first: np.ndarray, counts: np.ndarray, stride: int) -> StoredRows:
         """Read rows of an entry."""
-        field, place = self.schema.fields[path], _place_of(path)
+        field, place = self.schema.fields[path], self._places[path]
         if field.kind == "dense":
             if place not in self._rows:
                 return DenseRows(np.empty((counts.sum(), *field.shape), array_dtype(field)))

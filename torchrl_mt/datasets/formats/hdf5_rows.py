@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,7 @@ _LONG = 1 << 8
 """Bytes of a run that is worth a copy of its own."""
 
 
-def create_rows(
-    file: Any, place: str, first: np.ndarray, *, zeros: bool = False
-) -> GrowingRows:
+def create_rows(file: Any, place: str, first: np.ndarray, *, zeros: bool = False) -> GrowingRows:
     """Create a dataset for rows like these.
 
     Args:
@@ -113,6 +110,9 @@ class MappedRows:
             self._dataset = dataset
         else:
             self._chunk, self._addresses = places
+            begins = np.arange(len(self._addresses)) * self._chunk
+            ends = self._addresses + np.minimum(self._count - begins, self._chunk) * self._size
+            self._intact = int(ends.max(initial=0)) <= len(contents)
 
     def take(self, first: np.ndarray, counts: np.ndarray, stride: int = 1) -> np.ndarray:
         """Read rows: see :meth:`FlatReader.take`.
@@ -120,43 +120,45 @@ class MappedRows:
         Raises:
             DatasetError: if the file lacks some.
         """
-        total = int(counts.sum())
+        count = int(counts[0]) if len(counts) else 0
+        same = bool((counts == count).all())
+        total = count * len(counts) if same else int(counts.sum())
         if not total:
             return np.empty((0, *self._shape), self._dtype)
-        if (last := int((first + (counts - 1) * stride)[counts > 0].max())) >= self._count:
+        if not same:
+            first, counts = first[counts > 0], counts[counts > 0]
+        last = int(first.max() if same else (first + (counts - 1) * stride).max())
+        if same:
+            last += (count - 1) * stride
+        if last >= self._count:
             raise DatasetError(f"row {last} is missing, the file has {self._count}: it is damaged.")
         if not self.in_map:
             rows = self._read(first, counts, stride)
-        elif stride > 1 or total * self._size < _LONG * len(counts) and np.ptp(counts):
-            rows = self._windows(runs_of(first, counts, stride), 1)
-        elif np.ptp(counts):
+        elif same and (stride == 1 or count == 1):
+            rows = self._windows(first, count)
+        elif stride == 1 and total * self._size >= _LONG * len(counts):
             rows = np.empty(total, f"V{self._size}")
             self._copy(first, counts, rows)
         else:
-            rows = self._clips(first, int(counts[0]))
+            rows = self._windows(runs_of(first, counts, stride), 1)
         return rows.view(self._dtype).reshape(total, *self._shape)
 
-    def _clips(self, first: np.ndarray, count: int) -> np.ndarray:
-        """Read runs of the same length."""
-        inside = first // self._chunk == (first + (count - 1)) // self._chunk
-        if inside.all():
-            return self._windows(first, count)
-        clips = np.empty((len(first), count), f"V{self._size}")
-        if inside.any():
-            clips[inside] = self._windows(first[inside], count).view(clips.dtype).reshape(-1, count)
-        split = np.empty(count * (len(first) - int(inside.sum())), clips.dtype)
-        self._copy(first[~inside], np.full(len(first), count)[~inside], split)
-        clips[~inside] = split.reshape(-1, count)
-        return clips
-
     def _windows(self, first: np.ndarray, count: int) -> np.ndarray:
-        """Read runs that each lie in one chunk."""
-        begins = self._addresses[first // self._chunk] + first % self._chunk * self._size
-        width = count * self._size
-        self._check(int(begins.max()) + width)
-        # Every place of the file as a value of the width of a run, so that NumPy copies each at once.
-        places = len(self._contents) - width + 1
-        return np.ndarray((places,), f"V{width}", self._contents, 0, (1,))[begins]
+        """Read runs of the same length."""
+        chunks, within = np.divmod(first, self._chunk)
+        begins = self._addresses[chunks] + within * self._size
+        width, size = count * self._size, len(self._contents)
+        split = within > self._chunk - count
+        splits = bool(split.any())
+        if splits:
+            begins = np.minimum(begins, size - width)  # What is read beyond a chunk is replaced.
+        elif not self._intact:
+            self._check(int(begins.max()) + width)
+        # Every place of the file as a value as wide as a run, so that NumPy copies a run at once.
+        runs = np.ndarray((size - width + 1,), f"V{width}", self._contents, 0, (1,))[begins]
+        for i in np.flatnonzero(split).tolist() if splits else ():
+            self._copy(first[i : i + 1], np.array([count]), runs[i : i + 1])
+        return runs
 
     def _copy(self, first: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
         """Read runs piece by piece, each piece of one chunk."""
@@ -193,7 +195,7 @@ def _places(dataset: Any, dtype: np.dtype) -> tuple[int, np.ndarray] | None:
     h5py = import_extra("h5py", "hdf5")
     made, shape = dataset.id.get_create_plist(), dataset.shape
     native = h5py.h5t.py_create(dtype, logical=True)
-    if dataset.file.userblock_size or made.get_external_count() or not made.get_nfilters() == 0:
+    if dataset.file.userblock_size or made.get_external_count() or made.get_nfilters():
         return None
     if not native.equal(dataset.id.get_type()):
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -60,10 +61,31 @@ def _num_rows(schema: EpisodeSchema, lengths: np.ndarray, own_next: np.ndarray) 
     return lengths + np.where(own_next != 0, lengths, 1)
 
 
+_process: int | None = None
+"""The process that uses Lance; its forks must not."""
+
+
+def _lance() -> Any:
+    """Import Lance.
+
+    Raises:
+        RuntimeError: in a fork of a process that has used it: Lance crashes or hangs there.
+    """
+    global _process
+    import_extra("pyarrow", "lance")
+    lance = import_extra("lance", "lance")
+    if _process not in (None, os.getpid()):
+        raise RuntimeError(
+            "Lance does not work in a fork of a process that has used it: start processes by "
+            "'forkserver' or 'spawn', such as DataLoader(..., multiprocessing_context='forkserver')."
+        )
+    _process = os.getpid()
+    return lance
+
+
 def _open(path: FilePath) -> tuple[Any, dict[str, Any] | None]:
     """Open a Lance data set, and read its header; None if another program wrote it."""
-    lance = import_extra("lance", "lance")
-    data = lance.dataset(str(path))
+    data = _lance().dataset(str(path))
     text = (data.schema.metadata or {}).get(_HEADER)
     return data, None if text is None else checked_header(path, json.loads(text))
 
@@ -89,7 +111,6 @@ class _Reader(FormatReader):
     """Reads Lance, and the log of a writer that is at work or was killed."""
 
     def __init__(self, path: FilePath) -> None:
-        import_extra("pyarrow", "lance")
         self._path = path
         header = self._open()
         schema = EpisodeSchema.from_json(header["schema"])
@@ -224,7 +245,7 @@ class _Folder(EpisodeFolder):
 
     def write_header(self, folder: FilePath) -> None:
         """Make a new version of the Lance data set, which has the new fragments only."""
-        lance = import_extra("lance", "lance")
+        lance = _lance()
         schema = self.arrow_schema.with_metadata({_HEADER: json.dumps(self.header).encode()})
         operation = lance.LanceOperation.Overwrite(schema, self.fragments)
         lance.LanceDataset.commit(str(folder), operation)
@@ -236,8 +257,7 @@ class _Writer(LoggedWriter):
     folder: _Folder
 
     def __init__(self, path: FilePath, mode: Mode) -> None:
-        import_extra("pyarrow", "lance")
-        import_extra("lance", "lance")
+        _lance()
         super().__init__(_Folder(path, mode), mode)
 
     def num_folded(self) -> int:
@@ -272,12 +292,10 @@ class _Writer(LoggedWriter):
 
     def fold(self, first: int, batches: Sequence[Any]) -> None:
         """Write a fragment."""
-        from lance.fragment import write_fragments
-
-        lance = import_extra("lance", "lance")
+        lance = _lance()
         replaces = self.mode == "overwrite"
         root = str(self.folder.root)
-        fragments = write_fragments(
+        fragments = lance.fragment.write_fragments(
             _table(batches),
             root,
             schema=batches[0].schema,
