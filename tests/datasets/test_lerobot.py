@@ -105,8 +105,9 @@ def test_an_episode_ends_truncated_unless_it_says_otherwise(folder, tmp_path):
     assert not end["terminated"].any()
 
 
-@pytest.mark.parametrize("one_row_group", [False, True])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    ("one_row_group", "stride"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)]
+)
 def test_clips_are_parts_of_episodes(tmp_path, one_row_group, stride):
     lengths, files = (9, 5, 12, 3, 8), (0, 0, 1, 1, 1)
     features = {name: each for name, each in FEATURES.items() if name != "note"}
