@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import gymnasium as gym
 import h5py
 import numpy as np
 import pytest
@@ -23,6 +22,8 @@ from torchrl_mt.datasets import (
     open_episodes,
     save_episodes,
 )
+
+gym = pytest.importorskip("gymnasium")
 
 every_layout = pytest.mark.parametrize(
     "layout", ["hdf5", "arrow", pytest.param("parquet", marks=pytest.mark.slow)]
