@@ -89,7 +89,9 @@ def observe(state):
     return torch.stack([state["th"].cos(), state["th"].sin(), state["thdot"] / 8], -1)
 
 
-model = nn.Sequential(nn.Linear(4, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 3))
+model = nn.Sequential(
+    nn.Linear(4, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 3)
+)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
 

@@ -146,7 +146,12 @@ def test_a_loader_collates_clips_of_ragged_entries(tmp_path):
 
 def test_tensordicts_of_other_datasets_are_collated_too():
     data = [TensorDict({"a": torch.ones(2) * i}) for i in range(4)]
-    assert next(iter(DataLoader(data, batch_size=4)))["a"].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert next(iter(DataLoader(data, batch_size=4)))["a"].tolist() == [
+        [0, 0],
+        [1, 1],
+        [2, 2],
+        [3, 3],
+    ]
 
 
 def test_it_can_be_pickled(source):

@@ -130,7 +130,9 @@ class EpisodeFolder:
             self._records.truncate(self.num_episodes * _RECORD.itemsize)
             self._metadata.truncate(episodes.size)
         else:
-            self.options |= {name: value for name, value in (given or {}).items() if value is not None}
+            self.options |= {
+                name: value for name, value in (given or {}).items() if value is not None
+            }
             self._name = f"data-{uuid.uuid4().hex[:12]}"
             self._new = None if self._before is not None else unfinished_path(self.path)
             self.data = (self._new or self.path) / self._name
