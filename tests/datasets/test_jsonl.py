@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 
@@ -155,6 +156,15 @@ def test_what_json_numbers_cannot_tell_follows_the_dtype(tmp_path):
     assert got["d"].signbit().tolist() == [True, False]
 
 
+def test_objects_and_metadata_are_strict_json_too(tmp_path):
+    path, odd = tmp_path / "a.jsonl", [math.nan, [math.inf], {"a": -math.inf, "b": "\ud800"}]
+    with open_episodes(path) as out:
+        out.write_episode({"x": odd}, {"x": odd})
+    assert len(lines_of(path)) == 1
+    dataset = EpisodeDataset(path)
+    assert repr(list(dataset.episode(0)["x"])) == repr(dataset.metadata(0)["x"]) == repr(odd)
+
+
 @few_or_many(5, 60)
 def test_lines_that_other_tools_wrote_again_joined_and_shuffled(examples, tmp_path):
     for seed in range(examples):
@@ -214,7 +224,7 @@ def test_a_damaged_line_loses_only_its_episode(tmp_path):
         0: lines[0].replace(b'"int64"', b"[64]"),
         1: b"\xff" + lines[1].replace(b"2", b"9" * 30),
         2: lines[2].replace(b"[2, 2, 2]", b"[2, 2]"),
-        3: b'{"messages": []}\n',
+        3: b"[" * 100_000 + b"\n",
         4: lines[4].replace(b"int64", b"int128"),
     }
     for damaged, line in damages.items():

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import (
@@ -155,6 +156,16 @@ def test_it_equals_what_torchrl_reads(folder, tmp_path, monkeypatch):
         )
     tasks = [task for each in range(3) for task in [TASKS[each % 2]] * LENGTHS[each]]
     assert theirs.get("language_instruction").tolist() == tasks
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_read_it(folder):
+    root, _ = folder
+    clips = ClipDataset(EpisodeDataset(root, ["observation", "frame"]), 3)
+    expected = sorted(clip["frame"].tolist() for clip in clips)
+    loader = DataLoader(clips, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    seen = [frames for batch in loader for frames in batch["frame"].tolist()]
+    assert sorted(seen) == expected
 
 
 # ---- into other places --------------------------------------------------------------------------

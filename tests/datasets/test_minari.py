@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 
-import gymnasium as gym
 import h5py
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.utils import unravel_key
+from torch.utils.data import DataLoader
 
 from tests.tiers import few_or_many
 from torchrl_mt.data import EpisodeStorage
@@ -23,6 +23,8 @@ from torchrl_mt.datasets import (
     open_episodes,
     save_episodes,
 )
+
+gym = pytest.importorskip("gymnasium")
 
 every_layout = pytest.mark.parametrize(
     "layout", ["hdf5", "arrow", pytest.param("parquet", marks=pytest.mark.slow)]
@@ -252,6 +254,17 @@ def test_clips_are_parts_of_episodes(minari, layout, examples, tmp_path):
             for key in a.keys(include_nested=True, leaves_only=True):
                 same = a[key] == b[key]
                 assert same.all() if isinstance(same, torch.Tensor) else same, key
+
+
+@pytest.mark.slow
+@every_layout
+def test_workers_of_a_loader_read_it(minari, layout, tmp_path):
+    make(minari, layout, obs=BOX, lengths=(6, 3, 5))
+    clips = ClipDataset(tmp_path / "demo-v0", 3)
+    expected = sorted(clip["observation"].tolist() for clip in clips)
+    loader = DataLoader(clips, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    seen = [clip for batch in loader for clip in batch["observation"].tolist()]
+    assert sorted(seen) == expected
 
 
 @pytest.mark.parametrize("format", ["hdf5", "jsonl"])

@@ -309,3 +309,10 @@ def test_a_buffer_that_is_too_small_keeps_the_newest(tmp_path):
     storage = EpisodeStorage(5)
     assert load_episodes(tmp_path / "a.jsonl", storage) == 5
     assert storage[:]["action"].tolist() == [3, 3, 4, 4]
+
+
+def test_the_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_episodes([episode(1)], "~/a.jsonl")
+    assert contents(tmp_path) == ["a.jsonl"]
+    assert actions("~/a.jsonl") == [[1]]

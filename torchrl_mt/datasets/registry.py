@@ -64,8 +64,7 @@ def register_format(
         TypeError: if an argument is not callable.
 
     Examples:
-        >>> import torch
-        >>> from torchrl_mt.datasets import EpisodeDataset
+        >>> from torchrl_mt.datasets import EpisodeDataset, register_format
         >>> class Words:
         ...     def __init__(self, path):
         ...         self.episodes = path.read_text().split()
@@ -76,7 +75,7 @@ def register_format(
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "two.words")
         >>> _ = file.write_text("yes no")
-        >>> EpisodeDataset(file).episode(1)["letter"]
+        >>> list(EpisodeDataset(file).episode(1)["letter"])
         ['n', 'o']
     """
     if not isinstance(name, str) or not name:

@@ -208,7 +208,8 @@ class _Reader(FormatReader):
         known, array = self._group.get(name, (None, None))
         if known != (file, group):
             try:
-                array = source.read_row_group(group, columns=[name])[name].combine_chunks()
+                table = source.read_row_group(group, columns=[name], use_threads=False)
+                array = table[name].combine_chunks()
             except (OSError, ValueError, KeyError) as error:
                 raise ValueError(f"{name!r} of {file}: {error}") from error
             array = getattr(array, "storage", array)

@@ -233,7 +233,7 @@ class _ArrowFiles(_Files):
         tables = []
         for file in files:
             if self._suffix == "parquet":
-                tables.append(self._parquet.ParquetFile(file).read(names))
+                tables.append(self._parquet.ParquetFile(file).read(names, use_threads=False))
             else:
                 with self._arrow.memory_map(str(file)) as mapped:
                     table = self._arrow.ipc.open_file(mapped).read_all()
