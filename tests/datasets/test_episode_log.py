@@ -77,7 +77,7 @@ def files_of(folder):
 
 
 def moments(folder, copies, run):
-    """Run ``run(say)``; return a copy of the folder, and what was said, at each line that changes files."""
+    """Run ``run(say)``; return the folder, and how much was said, at each line that changes files."""
     seen, said = [], []
     last = None
 
