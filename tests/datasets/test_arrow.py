@@ -7,7 +7,7 @@ import sys
 import datasets
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -121,15 +121,23 @@ def test_columns_have_names_of_their_own(tmp_path):
     assert load(tmp_path / "x", tmp_path).column_names == names
 
 
-@examples(300, few=30)
-@given(st.text() | st.sampled_from(["null", "1", "-0.5", "NaN", '"', '"a"', "[1]", "{}", " 1 "]))
-@example("9" * 5000)
-@example("[" * 100_000)
-@example('"a\nb"')
-def test_a_string_is_itself_unless_it_reads_as_something_else(string):
+def check_text(string):
     stored = arrow_columns._readable(to_json_text(string))
     assert arrow_columns._json_text(stored) == to_json_text(string)
     assert stored == string or arrow_columns._is_json(string)
+
+
+@examples(300, few=10)
+@given(st.text() | st.text(alphabet='"[]{}:,0-eNan\\ \n'))
+def test_a_string_is_itself_unless_it_reads_as_something_else(string):
+    check_text(string)
+
+
+def test_odd_strings():
+    for string in ["null", "-0.5", "NaN", '"', '"a"', "[1]", "{}", " 1 ", '"a\nb"', "\ufeff1"]:
+        check_text(string)
+    for string in ["9" * 5000, "[" * 100_000]:
+        check_text(string)
 
 
 def write(path, number):
@@ -183,7 +191,9 @@ def test_too_much_for_one_episode_is_refused_by_name(tmp_path, monkeypatch):
     with open_episodes(path, format="arrow") as out:
         out.write_episode({"tokens": tokens, "x": [1, 2]})
         monkeypatch.setattr(arrow_columns, "_MOST_VALUES", 5)
-        with pytest.raises(ValueError, match=r"'tokens' has 6 values .* takes 5: use format='hdf5'"):
+        with pytest.raises(
+            ValueError, match=r"'tokens' has 6 values .* takes 5: use format='hdf5'"
+        ):
             out.write_episode({"tokens": [[1, 2, 3], [4, 5, 6]], "x": [1, 2]})
         out.write_episode({"tokens": tokens, "x": [3, 4]})
     dataset = EpisodeDataset(path)
