@@ -26,6 +26,7 @@ from tests.chat.templates import (
     sentence_piece,
 )
 from torchrl_mt.chat.dialogue_spans import DialogueRenderer
+from torchrl_mt.testing import tiny_chat_tokenizer
 
 
 def user(content):
@@ -168,9 +169,10 @@ def test_a_template_without_an_end_of_turn_trains_the_words_alone():
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    talk = [user("assistant: no"), said("yes"), user("b"), said("x\nuser: b")]
+    talk = [user("assistant: no"), said("yes "), user("assistant: b"), said(""), user("c")]
+    talk += [said("x\nuser: b")]
     trained, _ = answers_of(replace(PLAIN, template=template), talk)
-    assert trained == ["yes\n", "x\nuser: b\n"]
+    assert trained == ["yes \n", "\n", "x\nuser: b\n"]
 
 
 def test_an_answer_without_words_is_its_end():
@@ -251,6 +253,24 @@ def test_blocks_where_the_hosts_mask_is_wrong():
     assert list(map(int, trained)) != host["assistant_masks"]
 
 
+def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
+    """The host finds no token for such a space, and stops there, or marks all that follows."""
+    tokenizer = tiny_chat_tokenizer("guess 8 lower 4")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{% generation %} "
+        "{{ m.content }} <end> {% endgeneration %}{% else %}<user> {{ m.content }} <end> {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [user("guess"), said("8"), user("lower"), said("4"), user("guess")]
+    host = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    ids, trained = mask_of(tokenizer, talk)
+    assert ids == host["input_ids"]
+    assert list(map(int, trained)) != host["assistant_masks"]
+    assert tokenizer.decode([token for token, here in zip(ids, trained, strict=True) if here]) == (
+        "8 <end> 4 <end>"
+    )
+
+
 def test_the_end_of_the_turn_is_trained_though_a_block_leaves_it_out():
     content = BLOCKS.replace("message.content + '<|im_end|>' }}", "message.content }}").replace(
         "{{- '\n' }}\n    {%- else", "{{- '<|im_end|>\n' }}\n    {%- else"
@@ -283,8 +303,9 @@ def test_thoughts_and_arguments_have_the_form_that_the_template_reads():
     trained, _ = answers_of(family, [user("a"), message])
     assert "hm<|end|>" in trained[0]
     mapping = {**call, "function": {"name": "look", "arguments": {"q": "a"}}}
-    also, _ = answers_of(family, [user("a"), {**message, "tool_calls": [mapping]}])
+    also, dialogue = answers_of(family, [user("a"), {**message, "tool_calls": [mapping]}])
     assert also == trained
+    assert not dialogue.dropped
 
 
 def test_empty_entries_and_parts_of_text_are_as_if_they_were_not_there():

@@ -340,6 +340,10 @@ GOOD = {"messages": MESSAGES}
         ),
         ({"messages": [{"role": "assistant"}]}, ValueError, "message 0 .assistant. must have a"),
         (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]},
+            *(TypeError, "message 0 must have mappings with a 'function'"),
+        ),
+        (
             {"messages": [{"role": "assistant", "content": "8", "weight": -1}]},
             *(ValueError, "message 0 must have a finite 'weight' of at least 0, got -1"),
         ),
@@ -435,10 +439,10 @@ def test_a_model_learns_the_answers_alone():
         optimizer.zero_grad()
     assert value < 0.1
     prompt = tokenizer.apply_chat_template(
-        MESSAGES[:3], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        MESSAGES[:3], add_generation_prompt=True, return_dict=False
     )
-    out = model.generate(**prompt, max_new_tokens=4, do_sample=False)
-    assert tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]) == "4 <end>"
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(out[0, len(prompt) :]) == "4 <end>"
 
 
 def test_the_hosts_loss_takes_the_rows():

@@ -13,11 +13,13 @@ from tensordict import TensorDict, lazy_stack
 from tests.tiers import few_or_many
 from torchrl_mt.datasets import (
     ClipDataset,
+    ConversationDataset,
     DatasetError,
     EpisodeDataset,
     open_episodes,
     save_episodes,
 )
+from torchrl_mt.testing import tiny_chat_tokenizer
 
 from .episodes import assert_same, random_data
 
@@ -209,8 +211,8 @@ def test_a_damaged_line_loses_only_its_episode(tmp_path):
     save_numbers(path, 5)
     lines = path.read_bytes().splitlines(keepends=True)
     damages = {
-        0: b"\xff" + lines[0],
-        1: lines[1].replace(b"[1, 1]", b"[1, 1"),
+        0: lines[0].replace(b'"int64"', b"[64]"),
+        1: b"\xff" + lines[1].replace(b"2", b"9" * 30),
         2: lines[2].replace(b"[2, 2, 2]", b"[2, 2]"),
         3: b'{"messages": []}\n',
         4: lines[4].replace(b"int64", b"int128"),
@@ -276,8 +278,9 @@ def test_conversations_of_others_are_for_another_class(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"loss": 1.5}\n[3]\n')
     with pytest.raises(DatasetError, match=r"log\.jsonl.*no line of it is an episode"):
         EpisodeDataset(tmp_path / "log.jsonl")
-    with pytest.raises(DatasetError, match="no line of it is an episode"):
-        open_episodes(tmp_path / "log.jsonl", mode="append")
+    for mode in ("append", "overwrite"):
+        with pytest.raises(DatasetError, match="no line of it is an episode"):
+            open_episodes(tmp_path / "log.jsonl", mode=mode)
     assert (tmp_path / "log.jsonl").read_text() == '{"loss": 1.5}\n[3]\n'
 
 
@@ -317,3 +320,16 @@ def test_a_replaced_file_is_read_on_as_it_was(tmp_path):
     save_episodes([{"number": [9]}], path, mode="overwrite")
     assert [dataset.episode(i)["number"][0].item() for i in range(3)] == [0, 1, 2]
     assert numbers(path) == [[9]]
+
+
+def test_its_lines_are_conversations_for_a_supervised_start(tmp_path):
+    words = ["guess", "8", "lower", "4"]
+    path = tmp_path / "talk.jsonl"
+    roles = ["user", "assistant"] * 2
+    says = [{"role": role, "content": text} for role, text in zip(roles, words, strict=True)]
+    save_episodes([{"text": [says[:2], says[2:]]}, {"text": [says[:2]]}], path)
+    rows = ConversationDataset(path, tiny_chat_tokenizer(words))
+    expected = ConversationDataset([{"messages": says}, {"messages": says[:2]}], rows.tokenizer)
+    assert len(rows) == 2
+    for i in range(2):
+        assert (rows[i] == expected[i]).all()

@@ -105,8 +105,9 @@ def test_an_episode_ends_truncated_unless_it_says_otherwise(folder, tmp_path):
     assert not end["terminated"].any()
 
 
-@pytest.mark.parametrize("one_row_group", [False, True])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    ("one_row_group", "stride"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)]
+)
 def test_clips_are_parts_of_episodes(tmp_path, one_row_group, stride):
     lengths, files = (9, 5, 12, 3, 8), (0, 0, 1, 1, 1)
     features = {name: each for name, each in FEATURES.items() if name != "note"}
@@ -143,7 +144,7 @@ def test_it_equals_what_torchrl_reads(folder, tmp_path, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     write_folder(tmp_path / "a", LENGTHS, features=PLAIN)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "a"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     snapshot = lerobot._LeRobotSnapshot("any/thing")
     columns = lerobot.LeRobotExperienceReplay._extract_columns(snapshot)
     theirs = lerobot.lerobot_columns_to_tensordict(columns)

@@ -24,8 +24,9 @@ from torchrl_mt.datasets import (
     save_episodes,
 )
 
-LAYOUTS = ["hdf5", "arrow", "parquet"]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize(
+    "layout", ["hdf5", "arrow", pytest.param("parquet", marks=pytest.mark.slow)]
+)
 BOX = gym.spaces.Box(-1, 1, (3,), np.float32)
 NESTED = gym.spaces.Dict(
     {

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from tests.tiers import examples
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
@@ -123,11 +124,11 @@ def test_what_is_no_picture_is_stored_as_in_the_format_folder(tmp_path):
 # ---- any frame ----------------------------------------------------------------------------------
 
 
-@examples(60, few=8)
+@examples(60, few=5)
 @given(
     T=st.sampled_from([1, 2, 15, 16, 17, 33]) | st.integers(1, 70),
-    height=st.integers(2, 40),
-    width=st.integers(2, 40),
+    height=st.integers(1, 40),
+    width=st.integers(1, 40),
     layout=st.sampled_from(["hw", "hw1", "hw3", "1hw", "3hw"]),
     is_noise=st.booleans(),
     crf=st.sampled_from([None, 0, 40]),
@@ -274,3 +275,14 @@ def test_frames_that_the_decoder_would_make_up_are_refused(tmp_path):
             noticed += 1
     # A flipped bit may also mean another color, so not all can be noticed.
     assert noticed > 15
+
+
+@pytest.mark.slow
+def test_forked_workers_read_what_this_process_has_read(tmp_path):
+    dataset = write(tmp_path / "set", {"x": smooth(12, 24, 32, 3)})
+    clips = ClipDataset(dataset, 4)
+    expected = [clips[i]["x"] for i in range(len(clips))]
+    loader = DataLoader(clips, batch_size=3, num_workers=2, multiprocessing_context="fork")
+    got = [x for batch in loader for x in batch["x"]]
+    assert all(map(torch.equal, got, expected))
+    assert len(got) == len(expected) == 9

@@ -148,7 +148,7 @@ def _message(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
         )
     if calls is not None:
         calls = _listed(calls, f"tool_calls' of 'message {i}")
-        message["tool_calls"] = [_filled(call, drop_none) for call in calls]
+        message["tool_calls"] = [_called(call, i, drop_none) for call in calls]
     if is_share_gpt and named in _CALLS and isinstance(content, str):
         called = _call(content)
         if called:
@@ -156,14 +156,19 @@ def _message(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
     return {"role": message.pop("role"), **message}
 
 
-def _filled(call: Any, drop_none: bool) -> Any:
+def _called(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
     """A call without empty entries of its own; those of its arguments may mean something."""
-    if not isinstance(call, Mapping):
-        return call
-    call = _without_none(call) if drop_none else {k: v for k, v in call.items() if v is not None}
-    function = call.get("function")
-    if isinstance(function, Mapping):
-        call["function"] = {name: value for name, value in function.items() if value is not None}
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TypeError(
+            f"message {i} must have mappings with a 'function' that has a 'name' as its 'tool_calls', "
+            f"got {given!r}."
+        )
+    call = _without_none(given) if drop_none else dict(given)
+    call = {name: value for name, value in call.items() if value is not None}
+    if "function" in call:
+        found = call["function"].items()
+        call["function"] = {name: value for name, value in found if value is not None}
     return call
 
 

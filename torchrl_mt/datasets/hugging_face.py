@@ -102,14 +102,15 @@ def _rows_of(batch: Any, number: int) -> Iterator[dict[str, Any]]:
     columns = {name: _lists(batch, key) for name, (key, _) in _RAGGED.items()}
     ids, groups = _numbers(batch, ("collector", "traj_ids")), _numbers(batch, "group")
     for k, (begin, end) in enumerate(zip(first, last, strict=True)):
-        if not dialogues[k]:
+        messages = dialogues[k]
+        if not messages:
             raise ValueError(
                 f"episode {number + k} must have messages under 'text', as the collector writes them, "
                 f"got the keys {sorted(map(str, batch.keys()))}."
             )
         here = slice(begin, end + 1)
         yield {
-            "messages": [dict(message) for message in dialogues[k]],
+            "messages": [dict(message) for message in messages],
             "reward": float(sum(rewards[here])),
             "rewards": rewards[here],
             "num_turns": end + 1 - begin,

@@ -1,10 +1,11 @@
 """One HDF5 file, which h5py alone reads.
 
 A dense entry is the dataset at its path (``/action``, ``/next/reward``), with the rows of all episodes
+A dense entry is the dataset at its path (``/action``, ``/next/reward``), with the rows of all episodes
 one after the other. A ragged entry is a group of ``values``, the ``shapes`` of its rows and their
 ``ends`` in the values; an object is a group of ``values`` (JSON in UTF-8) and ``ends``. ``k`` with a
-shared ``("next", k)`` has ``T + 1`` rows per episode, or ``2 T`` where the two disagree. ``ep_len`` holds
-the steps of each episode.
+shared ``("next", k)`` has ``T + 1`` rows per episode, or ``2 T`` where the two disagree. The steps of
+each episode are in ``ep_len``.
 
 While episodes are appended, the file is open for SWMR, so it is whole at every moment. An episode counts
 from when its number in ``ep_len`` is not 0, which is written last, by one write of eight bytes.
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_mt.data._store.steps import Path, name_of
+from torchrl_mt.data._store.steps import Path
 from torchrl_mt.datasets.formats.hdf5_rows import GrowingRows, MappedRows, create_rows
 from torchrl_mt.datasets.readers import DatasetError, FlatReader, runs_of
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
@@ -50,6 +51,8 @@ _LENGTHS, _OFFSETS = "ep_len", "ep_offset"
 """Steps of each episode, and steps of those before it; stable-worldmodel has them, too."""
 _OWN_NEXT = "ep_own_next"
 _METADATA = "ep_metadata"
+_CACHE = 1 << 26
+"""Bytes that h5py keeps of the chunks of a dataset that it reads."""
 _LIBVER = ("v110", "v110")
 """The oldest layout that is whole at every moment, so that old readers can read it."""
 
@@ -78,7 +81,7 @@ def _place_of(path: Path) -> str:
 def _open_to_read(path: FilePath) -> Any:
     """Open a file that may have a writer, or may have had one that was killed."""
     try:
-        return _h5py().File(path, "r", swmr=True, locking=False)
+        return _h5py().File(path, "r", swmr=True, locking=False, rdcc_nbytes=_CACHE)
     except OSError as error:
         raise DatasetError(
             f"{path} is no HDF5 file that can be read: {error}. It is cut off or damaged: restore it "
@@ -262,7 +265,7 @@ class _FlatColumns(FlatReader):
 def _field_of(dataset: Any) -> Field | None:
     """Return the field of a column; None if it is something else."""
     if _h5py().check_string_dtype(dataset.dtype) is not None:
-        return Field("object")
+        return Field("object") if dataset.ndim == 1 else None
     if dataset.dtype.kind not in "biufc":
         return None
     try:
@@ -286,7 +289,8 @@ class _Writer(FormatWriter):
         self._unfinished: FilePath | None = None
         """Where the file is as long as it is not at its path."""
         self._rows: dict[str, GrowingRows] = {}
-        self._steps = 0
+        self._counted = dict[str, int](), 0
+        """Rows of each dataset that count, and steps of all episodes."""
         if mode == "append" and self.path.is_file():
             self._open()
 
@@ -299,7 +303,10 @@ class _Writer(FormatWriter):
         metadata: str,
     ) -> None:
         """Write one encoded episode."""
-        rows = {_OFFSETS: np.array([self._steps]), **self._items_of(_METADATA, [metadata.encode()])}
+        rows = {
+            _OFFSETS: np.array([self._counted[1]]),
+            **self._items_of(_METADATA, [metadata.encode()]),
+        }
         if schema.shared:
             rows[_OWN_NEXT] = np.array([own_next])
         for path, stored in columns.items():
@@ -328,15 +335,15 @@ class _Writer(FormatWriter):
             raise
 
     def _append(self, rows: Mapping[str, np.ndarray], length: int) -> None:
-        lengths = self._rows[_LENGTHS]
-        lengths.write(np.zeros(1, np.int64))
+        counts, steps = self._counted
+        lengths, number = self._rows[_LENGTHS], counts.get(_LENGTHS, 0)
+        lengths.write(np.zeros(1, np.int64), number)
         for place, each in rows.items():
-            self._rows[place].write(each)
+            self._rows[place].write(each, counts.get(place, 0))
         self._file.flush()
-        lengths.write(np.array([length]))  # From here on, the episode counts.
-        for each in self._rows.values():
-            each.commit()
-        self._steps += length
+        lengths.write(np.array([length]), number)  # From here on, the episode counts.
+        ends = {place: counts.get(place, 0) + len(each) for place, each in rows.items()}
+        self._counted = ends | {_LENGTHS: number + 1}, steps + length
 
     def _items_of(self, place: str, items: list[bytes]) -> dict[str, np.ndarray]:
         """Return the rows of values of different sizes."""
@@ -345,7 +352,7 @@ class _Writer(FormatWriter):
         return {f"{place}/values": values, f"{place}/ends": ends}
 
     def _count(self, place: str) -> int:
-        return self._rows[place].count if place in self._rows else 0
+        return self._counted[0].get(place, 0)
 
     def _create(self, schema: EpisodeSchema, first: Mapping[str, np.ndarray]) -> None:
         """Create a file for episodes like this one."""
@@ -384,7 +391,8 @@ class _Writer(FormatWriter):
                 f"{self.path} was written by another program, which episodes cannot be appended to: "
                 f"write to another path, and copy its episodes there with save_episodes."
             )
-        self.schema, self._steps = reader.schema, int(reader.lengths.sum())
+        self.schema = reader.schema
+        self._counted = counts, int(reader.lengths.sum())
         h5f, h5p = _h5py().h5f, _h5py().h5p
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
@@ -401,9 +409,7 @@ class _Writer(FormatWriter):
             self._renew()
             opened = h5f.open(os.fsencode(self.path), how, fapl=access)
         self._file = _h5py().File(opened)
-        self._rows = {
-            place: GrowingRows(self._file[place].id, count) for place, count in counts.items()
-        }
+        self._rows = {place: GrowingRows(self._file[place].id) for place in counts}
 
     def _renew(self) -> None:
         """Replace the file by a copy."""

@@ -1,8 +1,8 @@
 """Rows of one HDF5 dataset: appended one episode at a time, and read many at once.
 
-``GrowingRows`` writes straight to the file, so that rows are there when ``write`` returns. ``StoredRows``
-copies rows from a map of the file, which is a hundred times faster than many small reads of h5py; where
-rows do not lie in the file as they are (compression, other byte orders), h5py reads them.
+``GrowingRows`` writes straight to the file: rows are there when ``write`` returns. ``MappedRows`` copies
+rows from a map of the file, which is a hundred times as fast as many small reads of h5py. h5py reads
+those that do not lie in the file as they are (compressed, of another byte order).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def create_rows(file: Any, place: str, first: np.ndarray, *, zeros: bool = False
     space = h5py.h5s.create_simple((0, *first.shape[1:]), (h5py.h5s.UNLIMITED, *first.shape[1:]))
     kind = h5py.h5t.py_create(first.dtype, logical=True)
     return GrowingRows(
-        h5py.h5d.create(file.id, place.encode(), kind, space, dcpl=created, lcpl=linked), 0
+        h5py.h5d.create(file.id, place.encode(), kind, space, dcpl=created, lcpl=linked)
     )
 
 
@@ -55,37 +55,25 @@ class GrowingRows:
 
     Args:
         dataset: an ``h5py.h5d.DatasetID`` without chunk cache.
-        count: rows that count; what follows them is written over.
     """
 
-    def __init__(self, dataset: Any, count: int) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._h5s = import_extra("h5py.h5s", "hdf5")
         self._dataset, self._kind = dataset, dataset.get_type()
         self._extent, *tail = dataset.shape
         self._tail = tuple(tail)
         self._zeros = (0,) * len(tail)
-        self.count = self.end = count
 
-    def extend(self, number: int) -> None:
-        """Make room for that many rows after those that count."""
-        self.end = self.count + number
-        if self.end > self._extent:
-            self._dataset.set_extent((self.end, *self._tail))
-            self._extent = self.end
-
-    def write(self, rows: np.ndarray) -> None:
-        """Write rows after those that count."""
-        self.extend(len(rows))
-        if not rows.size:
-            return
-        there = self._h5s.create_simple((self._extent, *self._tail))
-        there.select_hyperslab((self.count, *self._zeros), rows.shape)
-        here = self._h5s.create_simple(rows.shape)
-        self._dataset.write(here, there, np.ascontiguousarray(rows), self._kind)
-
-    def commit(self) -> None:
-        """Count the rows that were written."""
-        self.count = self.end
+    def write(self, rows: np.ndarray, at: int) -> None:
+        """Write rows from the row ``at`` on, over what is there or at the end."""
+        if at + len(rows) > self._extent:
+            self._dataset.set_extent((at + len(rows), *self._tail))
+            self._extent = at + len(rows)
+        if rows.size:
+            there = self._h5s.create_simple((self._extent, *self._tail))
+            there.select_hyperslab((at, *self._zeros), rows.shape)
+            here = self._h5s.create_simple(rows.shape)
+            self._dataset.write(here, there, np.ascontiguousarray(rows), self._kind)
 
 
 class MappedRows:
@@ -112,7 +100,8 @@ class MappedRows:
             self._chunk, self._addresses = places
             begins = np.arange(len(self._addresses)) * self._chunk
             ends = self._addresses + np.minimum(self._count - begins, self._chunk) * self._size
-            self._intact = int(ends.max(initial=0)) <= len(contents)
+            written = int(self._addresses.min(initial=0)) >= 0
+            self._intact = written and int(ends.max(initial=0)) <= len(contents)
 
     def take(self, first: np.ndarray, counts: np.ndarray, stride: int = 1) -> np.ndarray:
         """Read rows: see :meth:`FlatReader.take`.
@@ -150,10 +139,11 @@ class MappedRows:
         width, size = count * self._size, len(self._contents)
         split = within > self._chunk - count
         splits = bool(split.any())
+        if not self._intact:
+            for begin in begins[~split].tolist():
+                self._check(begin, begin + width)
         if splits:
-            begins = np.minimum(begins, size - width)  # What is read beyond a chunk is replaced.
-        elif not self._intact:
-            self._check(int(begins.max()) + width)
+            begins = np.clip(begins, 0, size - width)  # What is read beyond a chunk is replaced.
         # Every place of the file as a value as wide as a run, so that NumPy copies a run at once.
         runs = np.ndarray((size - width + 1,), f"V{width}", self._contents, 0, (1,))[begins]
         for i in np.flatnonzero(split).tolist() if splits else ():
@@ -170,15 +160,16 @@ class MappedRows:
                 chunk, within = divmod(begin, self._chunk)
                 rows = min(end - begin, self._chunk - within)
                 place = int(self._addresses[chunk]) + within * self._size
-                self._check(place + rows * self._size)
                 width = rows * self._size
+                self._check(place, place + width)
                 target[done : done + width] = source[place : place + width]
                 begin, done = begin + rows, done + width
 
-    def _check(self, end: int) -> None:
-        if end > len(self._contents):
+    def _check(self, begin: int, end: int) -> None:
+        if begin < 0 or end > len(self._contents):
             raise DatasetError(
-                f"the file ends at byte {len(self._contents)}, before these steps: it is cut off."
+                f"the file has {len(self._contents)} bytes, and these steps are not among them: it is "
+                f"cut off or damaged."
             )
 
     def _read(self, first: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
@@ -191,7 +182,7 @@ class MappedRows:
 
 
 def _places(dataset: Any, dtype: np.dtype) -> tuple[int, np.ndarray] | None:
-    """Return the rows of a chunk and the address of each chunk; None if they are not in the file so."""
+    """Return the rows per chunk and the addresses of the chunks; None if only h5py can read them."""
     h5py = import_extra("h5py", "hdf5")
     made, shape = dataset.id.get_create_plist(), dataset.shape
     native = h5py.h5t.py_create(dtype, logical=True)
@@ -211,4 +202,6 @@ def _places(dataset: Any, dtype: np.dtype) -> tuple[int, np.ndarray] | None:
     for row, address in found:
         if row < shape[0]:
             addresses[row // chunk] = address
+    if addresses.min(initial=0) < 0 and made.get_fill_time() != h5py.h5d.FILL_TIME_NEVER:
+        return None  # What was not written reads as the fill value.
     return chunk, addresses

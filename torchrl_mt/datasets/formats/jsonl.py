@@ -56,6 +56,7 @@ _DTYPE = re.compile(
     r"(?P<dtype>\w+)(?:\[(?P<shape>[\d?, ]*)\])?(?P<stacked> stacked)?"
     r"(?: shapes=(?P<shapes>\S+))?(?: bytes=(?P<bytes>\S*))?"
 )
+_MOST_STEPS = 1 << 40
 _TEXT: Path = ("text",)
 _REWARD: Path = ("next", "reward")
 
@@ -108,7 +109,7 @@ class _Reader(WholeReader):
     def _first_schema(self) -> EpisodeSchema:
         """Return the schema of the first episode that can be read."""
         for i in range(len(self._starts)):
-            with contextlib.suppress(DatasetError):
+            with contextlib.suppress(DatasetError, ValueError, TypeError):
                 fields = {
                     path: _parse_dtype(note)[0] for path, note in _leaves(self._line(i)["dtypes"])
                 }
@@ -137,6 +138,8 @@ class _Writer(FormatWriter):
         self._new = None if adds else unfinished_path(path)
         """What becomes ``path``: with the first episode, or at the end of an overwrite."""
         self._written = False
+        if mode == "overwrite" and _detect(path):
+            _Reader(path).close()  # Lines of others are not replaced.
         if adds:
             _mend_end(path)
             reader = _Reader(path)
@@ -183,7 +186,7 @@ def _find_lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # A killed writer may have left part of the last line.
         if line.endswith(b"\n") or _parsed(line) is not None:
             if match is not None:
-                length = int(match[1])
+                length = _length({"length": int(match[1])})
             elif line.isspace():
                 length = -1
             else:
@@ -207,7 +210,7 @@ def _parsed(line: bytes) -> Any:
 def _length(line: Any) -> int:
     """Return the steps of an episode; 0 for a line that is none, so that it has no clips."""
     length = line.get("length") if isinstance(line, dict) else None
-    return length if isinstance(length, int) and length > 0 else 0
+    return length if isinstance(length, int) and 0 < length < _MOST_STEPS else 0
 
 
 def _is_episode(line: Any) -> bool:
@@ -216,6 +219,7 @@ def _is_episode(line: Any) -> bool:
         and isinstance(line.get("length"), int)
         and isinstance(line.get("steps"), dict)
         and isinstance(line.get("dtypes"), dict)
+        and isinstance(line.get("metadata", {}), dict)
     )
 
 

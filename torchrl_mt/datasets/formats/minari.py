@@ -340,10 +340,11 @@ class _Reader(EpisodicReader):
             is_after_steps = root == "infos" and leaf.extra == 0
             if is_after_steps:
                 path = ("next", *path)
+            following = ("next", *path)
             self._leaves[path] = leaf
             fields[path] = leaf.field
             if root in ("observations", "infos") and not is_after_steps:
-                fields[("next", *path)] = replace(leaf.field, shared=True)
+                fields[following] = replace(leaf.field, shared=True)
         fields[_DONE] = Field("dense", (1,), torch.bool)
         return fields
 
