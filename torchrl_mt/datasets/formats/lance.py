@@ -120,13 +120,15 @@ class _Reader(FormatReader):
 
     def _open(self) -> dict[str, Any]:
         """Open the files; return the header."""
+        header: dict[str, Any] = {}
         for last in (False, False, True):
-            self._lance, header = _open(self._path)
-            if header is None:
+            self._lance, found = _open(self._path)
+            if found is None:
                 raise DatasetError(
                     f"{self._path} is a Lance data set of another program: it says nothing about "
                     f"episodes. Read it with Lance, and write its episodes with open_episodes."
                 )
+            header = found
             self._data = self._path / header["data"]
             with contextlib.nullcontext() if last else contextlib.suppress(FileNotFoundError):
                 self._list = EpisodeList(self._data)
