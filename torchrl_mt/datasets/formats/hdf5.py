@@ -1,7 +1,6 @@
 """One HDF5 file, which h5py alone reads.
 
 A dense entry is the dataset at its path (``/action``, ``/next/reward``), with the rows of all episodes
-A dense entry is the dataset at its path (``/action``, ``/next/reward``), with the rows of all episodes
 one after the other. A ragged entry is a group of ``values``, the ``shapes`` of its rows and their
 ``ends`` in the values; an object is a group of ``values`` (JSON in UTF-8) and ``ends``. ``k`` with a
 shared ``("next", k)`` has ``T + 1`` rows per episode, or ``2 T`` where the two disagree. The steps of
@@ -78,10 +77,17 @@ def _place_of(path: Path) -> str:
     return "/".join(names)
 
 
+def _is_open(path: FilePath) -> bool:
+    """Whether a file has a writer, or had one that was killed: the flags of its superblock say so."""
+    with open(path, "rb") as file:
+        head = file.read(12)
+    return len(head) == 12 and head[8] >= 3 and bool(head[11] & 0b101)
+
+
 def _open_to_read(path: FilePath) -> Any:
-    """Open a file that may have a writer, or may have had one that was killed."""
     try:
-        return _h5py().File(path, "r", swmr=True, locking=False, rdcc_nbytes=_CACHE)
+        # Without a writer, HDF5 reads without SWMR: with it, damage is read again and again.
+        return _h5py().File(path, "r", swmr=_is_open(path), locking=False, rdcc_nbytes=_CACHE)
     except OSError as error:
         raise DatasetError(
             f"{path} is no HDF5 file that can be read: {error}. It is cut off or damaged: restore it "
@@ -90,7 +96,20 @@ def _open_to_read(path: FilePath) -> Any:
 
 
 def _reader(path: FilePath) -> FlatReader:
-    file = _open_to_read(path)
+    had_writer = _is_open(path)
+    try:
+        reader = _reader_of(path, _open_to_read(path))
+    except (DatasetError, KeyError, RuntimeError):
+        if had_writer or not _is_open(path):
+            raise
+        return _reader(path)
+    if not had_writer and _is_open(path):  # A writer came while the file was being opened.
+        reader.close()
+        return _reader(path)
+    return reader
+
+
+def _reader_of(path: FilePath, file: Any) -> FlatReader:
     try:
         if _LENGTHS not in file:
             raise DatasetError(
@@ -393,14 +412,14 @@ class _Writer(FormatWriter):
             )
         self.schema = reader.schema
         self._counted = counts, int(reader.lengths.sum())
-        h5f, h5p = _h5py().h5f, _h5py().h5p
-        access = h5p.create(h5p.FILE_ACCESS)
+        h5f = _h5py().h5f
+        with _open_to_read(self.path) as file:
+            access = file.id.get_access_plist()
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
-        access.set_fclose_degree(h5f.CLOSE_STRONG)
-        access.set_file_locking(False, True)
         access.set_cache(0, 521, 0, 0.75)  # No chunks are cached.
         how = h5f.ACC_RDWR | h5f.ACC_SWMR_WRITE
         try:
+            # In this mode at once, so that readers that come now find it whole.
             opened = h5f.open(os.fsencode(self.path), how, fapl=access)
         except OSError:
             if not os.access(self.path, os.W_OK):

@@ -1,0 +1,316 @@
+"""HDF5 files: what h5py alone sees, files of other writers, damage, and writers that were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiers import examples
+from torchrl_mt.datasets import (
+    ClipDataset,
+    DatasetError,
+    EpisodeDataset,
+    open_episodes,
+    save_episodes,
+)
+from torchrl_mt.datasets.formats import hdf5, hdf5_rows
+from torchrl_mt.datasets.readers import runs_of
+
+from .episodes import assert_same, random_data
+
+
+def episode(length, first=0):
+    """An episode whose every value is told by its step."""
+    t = np.arange(first, first + length)
+    return {
+        "observation": np.stack([t, -t], 1).astype(np.float32),
+        "action": t.astype(np.int16),
+        "tokens": [np.arange(i % 4) for i in t],
+        "text": [f"stép {i}" for i in t],
+        "next": {"reward": t[:, None] / 2, "done": (t == t[-1])[:, None]},
+    }
+
+
+def steps_of(path):
+    return [each["action"].tolist() for each in EpisodeDataset(path).episodes()]
+
+
+KEYS = st.sampled_from(
+    ["", ".", "..", "%", "%2E", "%65p_len", "ep_len", "a/b", "a", "b", "\0", "é"]
+)
+
+
+# ---- what h5py alone sees -----------------------------------------------------------------------
+
+
+def test_h5py_alone_reads_it(tmp_path):
+    path = tmp_path / "a.h5"
+    save_episodes([(episode(3), {"task": 7}), (episode(2, 10), {})], path)
+    with h5py.File(path) as file:
+        assert file["ep_len"][:].tolist() == [3, 2]
+        assert file["ep_offset"][:].tolist() == [0, 3]
+        t = np.array([0, 1, 2, 10, 11])
+        assert file["action"].dtype == np.int16
+        assert file["action"][:].tolist() == t.tolist()
+        np.testing.assert_array_equal(file["observation"][:], np.stack([t, -t], 1))
+        np.testing.assert_array_equal(file["next/reward"][:], t[:, None] / 2)
+        assert file["next/done"].dtype == bool
+        tokens = np.split(file["tokens/values"][:], file["tokens/ends"][:-1])
+        assert [each.tolist() for each in tokens] == [list(range(i % 4)) for i in t]
+        text = np.split(file["text/values"][:], file["text/ends"][:-1])
+        assert [json.loads(each.tobytes()) for each in text] == [f"stép {i}" for i in t]
+        about = file["ep_metadata/values"][: file["ep_metadata/ends"][0]]
+        assert json.loads(about.tobytes()) == {"task": 7}
+        assert json.loads(file.attrs["schema"])["fields"]
+
+
+def test_a_shared_next_has_one_row_more(tmp_path):
+    path, seen = tmp_path / "a.h5", torch.arange(5)
+    agreeing = {"observation": seen[:4], "next": {"observation": seen[1:]}}
+    own = {"observation": seen[:4], "next": {"observation": seen[:4] * 10}}
+    save_episodes([agreeing, own], path)
+    with h5py.File(path) as file:
+        assert file["observation"][:].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 10, 20, 30]
+        assert "next" not in file
+    for got, written in zip(EpisodeDataset(path).episodes(), (agreeing, own), strict=True):
+        assert torch.equal(got["next", "observation"], written["next"]["observation"])
+
+
+@examples()
+@given(st.lists(st.lists(KEYS, min_size=1, max_size=3), unique_by=tuple, max_size=6))
+def test_no_two_keys_have_the_same_place(paths):
+    places = [hdf5._place_of(tuple(path)) for path in paths]
+    assert len(set(places)) == len(places)
+    for place in places:
+        assert "" not in place.split("/")
+        assert "." not in place.split("/")
+        assert "\0" not in place
+        assert not place.startswith("ep_")
+
+
+def test_small_data_sets_are_small_files(tmp_path):
+    save_episodes([{"action": torch.zeros(20, 2)}], tmp_path / "a.h5")
+    assert os.path.getsize(tmp_path / "a.h5") < 50_000
+
+
+# ---- files of other writers ---------------------------------------------------------------------
+
+LAYOUTS = {
+    "one row per chunk": {"chunks": (1, 2)},
+    "odd chunks": {"chunks": (7, 1)},
+    "compressed": {"chunks": (5, 2), "compression": "gzip"},
+    "contiguous": {"chunks": None},
+    "big endian": {"dtype": ">f4"},
+    "unwritten": {"chunks": (5, 2), "fillvalue": 3},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_without_a_schema_are_read(layout, tmp_path):
+    path, rng = tmp_path / "flat", np.random.default_rng(0)
+    lengths = rng.integers(3, 9, 12)
+    total = int(lengths.sum())
+    values = rng.standard_normal((total, 2)).astype(np.float32)
+    with h5py.File(path, "w") as file:
+        file["ep_len"] = lengths.astype(np.int32)
+        file["ep_offset"] = lengths.cumsum() - lengths
+        if layout == "unwritten":
+            file.create_dataset("observation", (total, 2), np.float32, **LAYOUTS[layout])
+            values[:] = 3
+        else:
+            file.create_dataset("observation", data=values, **LAYOUTS[layout])
+        file["next/done"] = np.arange(total) % 5 == 0
+        file["task"] = [f"tásk {i}" for i in range(total)]
+        file["about"] = "no column"
+    dataset = EpisodeDataset(path)
+    assert dataset.lengths.tolist() == lengths.tolist()
+    assert dataset.keys == [("next", "done"), "observation", "task"]
+    end = 0
+    for got, length in zip(dataset.episodes(), lengths.tolist(), strict=True):
+        begin, end = end, end + length
+        np.testing.assert_array_equal(got["observation"], values[begin:end])
+        assert got["next", "done"].tolist() == [i % 5 == 0 for i in range(begin, end)]
+        assert got["task"] == [f"tásk {i}" for i in range(begin, end)]
+    clips = ClipDataset(EpisodeDataset(path, ["observation"]), 2)
+    begins = [i for i in range(total - 1) if i + 1 not in lengths.cumsum()]
+    for clip, begin in zip(clips.__getitems__(range(len(clips))), begins, strict=True):
+        np.testing.assert_array_equal(clip["observation"], values[begin : begin + 2])
+    with pytest.raises(DatasetError, match="save_episodes"):
+        open_episodes(path, mode="append")
+    assert save_episodes(dataset, tmp_path / "copy.h5") == len(lengths)
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+@examples()
+@given(st.data())
+def test_runs_of_rows_are_those_of_h5py(data):
+    draw = data.draw
+    count, chunk = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    stride = draw(st.integers(1, 3))
+    rows = draw(st.sampled_from([np.uint8, np.int64, np.complex128, bool]))
+    values = np.arange(count * 3).reshape(count, 3).astype(rows)
+    runs = []
+    same = draw(st.none() | st.integers(0, (count - 1) // stride + 1))
+    for _ in range(draw(st.integers(0, 6))):
+        number = draw(st.integers(0, (count - 1) // stride + 1)) if same is None else same
+        most = count - (max(number, 1) - 1) * stride - 1
+        runs.append((draw(st.integers(0, most)), number))
+    first, counts = np.array(runs, np.int64).reshape(-1, 2).T
+    with h5py.File("rows", "w", driver="core", backing_store=False) as file:
+        dataset = file.create_dataset("x", data=values, chunks=(chunk, 3))
+        file.flush()
+        stored = hdf5_rows.MappedRows(dataset, file.id.get_file_image(), dataset.dtype)
+        assert stored.in_map
+        got = stored.take(first, counts, stride)
+        np.testing.assert_array_equal(got, values[runs_of(first, counts, stride)])
+        assert got.flags.writeable
+        assert got.dtype == values.dtype
+
+
+# ---- writers that were killed, and others -------------------------------------------------------
+
+
+def test_what_a_killed_writer_leaves_is_whole_and_goes_on(tmp_path):
+    path = tmp_path / "a.h5"
+    for seed in range(2):
+        episodes, metadata = random_data(seed)
+        with open_episodes(path, mode="overwrite") as out:
+            out.write_episode(episodes[0], metadata[0])
+        with open_episodes(path, mode="append") as out:
+            for i, each in enumerate(episodes):
+                if i:
+                    out.write_episode(each, metadata[i])
+                left = tmp_path / f"{seed}-{i}.h5"
+                shutil.copyfile(path, left)  # What a reader sees now, and after a kill.
+                dataset = EpisodeDataset(left)
+                assert len(dataset) == i + 1
+                for written, got in zip(episodes, dataset.episodes(), strict=False):
+                    assert_same(got, written)
+                with pytest.raises(OSError, match=r"already open"):
+                    h5py.File(left)  # As if the writer still had it open.
+                save_episodes([(episodes[0], {"last": True})], left, mode="append")
+                dataset = EpisodeDataset(left)
+                for j, written in enumerate([*episodes[: i + 1], episodes[0]]):
+                    assert_same(dataset.episode(j), written)
+                assert dataset.metadata(i) == metadata[i]
+                assert dataset.metadata(-1) == {"last": True}
+                h5py.File(left).close()
+
+
+def test_a_write_that_fails_anywhere_is_undone(tmp_path, monkeypatch):
+    path, expected, write = tmp_path / "a.h5", [], hdf5_rows.GrowingRows.write
+    until = 0
+
+    def failing(self, rows, at):
+        nonlocal until
+        until -= 1
+        if not until:
+            raise OSError("no space left on device")
+        write(self, rows, at)
+
+    monkeypatch.setattr(hdf5_rows.GrowingRows, "write", failing)
+    with open_episodes(path) as out:
+        for number in range(2 * 14):
+            until = 0 if number % 2 else number // 2 + 1  # Every other episode fails, ever later.
+            steps = episode(2 + number % 3, 10 * number)
+            with contextlib.suppress(OSError):
+                out.write_episode(steps)
+                expected.append(steps["action"].tolist())
+            assert not expected or steps_of(path) == expected
+            assert path.exists() == bool(expected)
+    assert len(expected) == 14
+    assert os.listdir(tmp_path) == ["a.h5"]
+
+
+def test_an_open_data_set_keeps_no_writer_out(tmp_path):
+    path = tmp_path / "a.h5"
+    save_episodes([episode(3)], path)
+    before = EpisodeDataset(path)
+    assert before.episode(0)["action"].tolist() == [0, 1, 2]
+    with open_episodes(path, mode="append") as out:
+        out.write_episode(episode(2, 10))
+        assert steps_of(path) == [[0, 1, 2], [10, 11]]
+        assert len(before) == 1
+        assert before.episode(0)["action"].tolist() == [0, 1, 2]
+    save_episodes([episode(1, 50)], path, mode="overwrite")
+    assert before.episode(0)["action"].tolist() == [0, 1, 2]
+    assert steps_of(path) == [[50]]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_no_file_stays_open(tmp_path):
+    path = tmp_path / "a.h5"
+    save_episodes([episode(3)], path)
+    save_episodes([episode(3)], path, mode="append")
+    dataset = EpisodeDataset(path)
+    dataset.episode(0)
+    dataset.close()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            assert str(tmp_path) not in os.readlink(each)
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+def test_other_files_are_named(tmp_path):
+    path = tmp_path / "a.h5"
+    path.write_bytes(b"not HDF5")
+    with pytest.raises(DatasetError, match=r"a\.h5"):
+        EpisodeDataset(path, format="hdf5")
+    with h5py.File(path, "w") as file:
+        file["x"] = [1]
+    with pytest.raises(DatasetError, match="no 'ep_len'"):
+        EpisodeDataset(path)
+    path.unlink()
+    save_episodes([episode(3)], path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["version"] = 99
+    with pytest.raises(DatasetError, match="upgrade torchrl_mt"):
+        EpisodeDataset(path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["version"] = 1
+        del file["action"]
+    with pytest.raises(DatasetError, match=r"a\.h5"):
+        EpisodeDataset(path)
+
+
+def test_a_file_that_is_cut_off_gives_right_episodes_or_says_so(tmp_path):
+    path, episodes = tmp_path / "a.h5", [episode(20, 100 * i) for i in range(30)]
+    save_episodes(episodes, path)
+    whole = path.read_bytes()
+    readable = 0
+    for size in np.linspace(0, len(whole), 40, dtype=int).tolist():
+        path.write_bytes(whole[:size])
+        with contextlib.suppress(DatasetError):
+            dataset = EpisodeDataset(path, format="hdf5")
+            readable += len(dataset)
+            for written, got in zip(episodes, dataset.episodes(), strict=True):
+                assert got["action"].tolist() == written["action"].tolist()
+                assert got["text"] == written["text"]
+                np.testing.assert_array_equal(got["observation"], written["observation"])
+    assert readable >= len(episodes)
+
+
+def test_steps_that_are_not_in_the_file_are_named(tmp_path):
+    path = tmp_path / "a.h5"
+    save_episodes([episode(20), episode(20, 100)], path)
+    with h5py.File(path, "r+") as file:
+        file["ep_len"][1] = 200  # More steps than the other entries have.
+    dataset = EpisodeDataset(path)
+    assert dataset.episode(0)["action"].tolist() == [*range(20)]
+    with pytest.raises(DatasetError, match=r"episode 1 of .*a\.h5.*missing"):
+        dataset.episode(1)
+    assert len([*dataset.episodes(skip_unreadable=True)]) == 1
