@@ -99,7 +99,7 @@ CASES = [
     pytest.param(
         *(family, kind),
         id=f"{family.name}: {kind}",
-        marks=() if number % 9 == 0 else pytest.mark.slow,
+        marks=() if number % 27 == 0 else pytest.mark.slow,
     )
     for number, (family, kind) in enumerate((f, k) for f in FAMILIES for k in kinds(f))
 ]

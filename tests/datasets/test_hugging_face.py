@@ -15,7 +15,13 @@ from tests.chat.templates import byte_level
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.datasets import ConversationDataset, to_hf_dataset
+from torchrl_mt.datasets import (
+    ConversationDataset,
+    EpisodeDataset,
+    episode_writer,
+    save_episodes,
+    to_hf_dataset,
+)
 from torchrl_mt.envs import GuessNumber, ToolEnv
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -115,6 +121,15 @@ def test_it_becomes_rows_and_survives_a_file(batch, tokenizer, tmp_path):
         assert tokenizer.decode(said) == " ".join(f"{guess} <end>" for guess in GUESSES)
 
 
+@pytest.mark.parametrize(("name", "format"), [("games.jsonl", "jsonl"), ("games", "arrow")])
+def test_episodes_on_disk_are_conversations_too(batch, tokenizer, tmp_path, name, format):
+    save_episodes(stored(batch), tmp_path / name, format=format)
+    expected = ConversationDataset(to_hf_dataset(batch), tokenizer)
+    for source in (tmp_path / name, to_hf_dataset(EpisodeDataset(tmp_path / name))):
+        for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
+            assert torch.equal(row["tokens", "full"], other["tokens", "full"])
+
+
 def test_tool_calls_are_kept_exactly():
     """Two tools with arguments of other names and types, and a null that means something."""
     tokenizer = QWEN25.on(byte_level())
@@ -168,6 +183,25 @@ def test_tool_calls_are_kept_exactly():
         dataset, (said[0] + "yes<|im_end|>", said[1] + "no<|im_end|>"), strict=True
     ):
         assert tokenizer.decode(row["tokens", "full"][row["masks", "all_assistant_mask"]]) == text
+
+
+@pytest.mark.parametrize("has_json", [True, False])
+def test_tools_of_the_metadata_are_kept(batch, has_json, monkeypatch):
+    if not has_json:
+        monkeypatch.delattr(datasets, "Json", raising=False)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    storage = EpisodeStorage(100)
+    with episode_writer(storage) as out:
+        for k, game in enumerate(split(batch)):
+            out.write_episode(game, {"tools": tools} if k else {})
+    table = to_hf_dataset(storage)
+    if has_json and hasattr(datasets, "Json"):
+        assert table[1]["tools"] == tools
+    tokenizer = QWEN25.on(byte_level())
+    rows = [
+        tokenizer.decode(row["tokens", "full"]) for row in ConversationDataset(table, tokenizer)
+    ]
+    assert ["# Tools" in row for row in rows] == [False, True, True]
 
 
 def test_older_releases_get_arguments_as_text(monkeypatch):

@@ -38,7 +38,8 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
     - ``reward``, the sum, and ``rewards``, those of the turns;
     - ``num_turns``, ``stop_reason`` (``None`` if it is not known), ``episode`` and ``group`` (ids);
     - where all episodes have them, one list per turn of ``prompt_ids``, ``response_ids``, ``log_probs``
-      and ``versions``.
+      and ``versions``;
+    - ``tools``, where the episodes' metadata have any.
 
     :class:`~torchrl_mt.datasets.ConversationDataset` takes the result. Releases of ``datasets`` without
     the type ``Json`` get the arguments of tool calls as JSON text.
@@ -62,10 +63,11 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
         [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]
     """
     datasets = import_extra("datasets", "arrow")
+    metadata = getattr(episodes, "metadata", None)
     rows: list[dict[str, Any]] = []
-    for batch in _batches(episodes):
-        for row in _rows_of(batch, len(rows)):
-            rows.append(row)
+    for k, batch in enumerate(_batches(episodes)):
+        tools = metadata(k).get("tools") if callable(metadata) else None
+        rows += [{**row, "tools": tools} for row in _rows_of(batch, len(rows))]
     features = _features(datasets, rows)
     columns = {name: [row[name] for row in rows] for name in features}
     return datasets.Dataset.from_dict(columns, features=features)
@@ -173,6 +175,10 @@ def _features(datasets: Any, rows: list[dict[str, Any]]) -> Any:
     for name, (_, dtype) in _RAGGED.items():
         if rows and all(name in row for row in rows):
             features[name] = [[datasets.Value(dtype)]]
+    if any(row["tools"] for row in rows):
+        features["tools"] = [datasets.Json()] if hasattr(datasets, "Json") else text
+        for row in rows if features["tools"] is text else ():
+            row["tools"] = json.dumps(row["tools"] or [])
     return datasets.Features(features)
 
 
