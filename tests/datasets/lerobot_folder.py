@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import av
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -123,8 +124,7 @@ def write_folder(root, lengths, *, files=(0, 0, 1), features=None, one_row_group
     meta = root / "meta"
     (meta / "episodes" / "chunk-000").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), meta / "episodes" / "chunk-000" / "file-000.parquet")
-    tasks = pa.table({"task_index": [0, 1], "__index_level_0__": TASKS})
-    pq.write_table(tasks, meta / "tasks.parquet")
+    pandas.DataFrame({"task_index": [0, 1]}, index=TASKS).to_parquet(meta / "tasks.parquet")
     info = {
         "codebase_version": "v3.0",
         "robot_type": "none",
