@@ -186,16 +186,16 @@ def test_it_becomes_another_data_set(folder, tmp_path):
 
 
 def test_loading_needs_the_memory_of_some_episodes_only(tmp_path):
-    features = {"observation.state": {"dtype": "float32", "shape": [500]}, "index": PLAIN["index"]}
-    write_folder(tmp_path, (50,) * 20, files=(0,) * 20, features=features)
-    dataset, storage = EpisodeDataset(tmp_path), EpisodeStorage(100)
+    features = {"observation.state": {"dtype": "float32", "shape": [4000]}, "index": PLAIN["index"]}
+    write_folder(tmp_path, (20,) * 40, files=(0,) * 40, features=features)
+    dataset, storage = EpisodeDataset(tmp_path), EpisodeStorage(40)
     dataset.episode(0)
     tracemalloc.start()
-    assert load_episodes(dataset, storage) == 20
+    assert load_episodes(dataset, storage) == 40
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 20 * 50 * 500 * 4 / 2
-    assert storage.episode(0)["index"][0] == 18 * 50
+    assert peak < 40 * 20 * 4000 * 4 / 2
+    assert storage.episode(0)["index"][0] == 38 * 20
 
 
 # ---- refusals and damage ------------------------------------------------------------------------
