@@ -140,6 +140,7 @@ def test_the_frames_of_a_video_are_those_of_pyav(folder):
         assert np.array_equal(got.numpy(), frames[i])
 
 
+@pytest.mark.slow
 def test_it_equals_what_torchrl_reads(folder, tmp_path, monkeypatch):
     lerobot = pytest.importorskip("torchrl.data.datasets.lerobot")
     huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -185,16 +186,16 @@ def test_it_becomes_another_data_set(folder, tmp_path):
 
 
 def test_loading_needs_the_memory_of_some_episodes_only(tmp_path):
-    features = {"observation.state": {"dtype": "float32", "shape": [500]}, "index": PLAIN["index"]}
-    write_folder(tmp_path, (50,) * 60, files=(0,) * 60, features=features)
-    dataset, storage = EpisodeDataset(tmp_path), EpisodeStorage(100)
+    features = {"observation.state": {"dtype": "float32", "shape": [4000]}, "index": PLAIN["index"]}
+    write_folder(tmp_path, (20,) * 40, files=(0,) * 40, features=features)
+    dataset, storage = EpisodeDataset(tmp_path), EpisodeStorage(40)
     dataset.episode(0)
     tracemalloc.start()
-    assert load_episodes(dataset, storage) == 60
+    assert load_episodes(dataset, storage) == 40
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 60 * 50 * 500 * 4 / 2
-    assert storage.episode(0)["index"][0] == 58 * 50
+    assert peak < 40 * 20 * 4000 * 4 / 2
+    assert storage.episode(0)["index"][0] == 38 * 20
 
 
 # ---- refusals and damage ------------------------------------------------------------------------
