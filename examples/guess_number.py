@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import ReplayBuffer
 from tqdm import tqdm, trange
 from transformers import (
@@ -35,8 +34,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_mt.collectors import ChatTokens, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import ConversationDataset, RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     else:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         model, tokenizer = tiny_chat_model([*WORDS, *map(str, range(1, args.numbers + 1))])
-        warm_start(model.to(args.device), tokenizer, args)
+        model.to(args.device)
 
     env = GuessNumber(args.numbers, args.turns, prompt=args.prompt)
     limits = Limits(max_turns=args.turns, max_response_tokens=MAX_RESPONSE_TOKENS)
@@ -92,15 +92,27 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         total_episodes=args.updates * EPISODES_PER_UPDATE,
         max_concurrency=CONCURRENCY,
         limits=limits,
+        sampling={"seed": args.seed},
         replay_buffer=buffer,
     )
     maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
     loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.003)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(args.updates))
-    report = Report(args, before=evaluate(collector, args))
+    report = Report(args)
+    run = {"model": model, "optimizer": optimizer, "schedule": schedule, "buffer": buffer}
+    run |= {"collector": collector, "maker": maker, "report": report}
+    checkpoint = RunCheckpoint(args.checkpoints) if args.checkpoints else None
+    done = checkpoint.restore(**run) if checkpoint else None
+    if done is None:
+        if not args.model:
+            warm_start(model, tokenizer, args)
+        report.start(evaluate(collector, args))
 
-    with contextlib.suppress(KeyboardInterrupt), tqdm(collector, unit="update") as progress:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        tqdm(collector, unit="update", initial=done or 0) as progress,
+    ):
         for _ in progress:
             report.collected()
             rows = maker(buffer.sample().to(args.device))
@@ -115,6 +127,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
             collector.update_policy_weights_(model)
             progress.set_postfix(report.updated(buffer.storage, losses, collector.stats()))
             buffer.empty()
+            if checkpoint:
+                checkpoint.save(len(report.metrics), **run)
 
     report.save()
     engine.update_weights(model)  # an interrupt may have come between a step and its update
@@ -132,32 +146,22 @@ def warm_start(
 ) -> None:
     """Teach the rules by imitating random players, who guess any number that the hints allow."""
     rng = random.Random(args.seed)
-    chat = ChatTokens(tokenizer)
 
-    def random_game() -> tuple[torch.Tensor, torch.Tensor]:
-        """A game's tokens and labels; the labels are -100 except on the player's tokens."""
+    def random_game() -> dict[str, Any]:
+        """The messages of a game, up to the last guess."""
         number = rng.randint(1, args.numbers)
         game = play_guess_number(rng.randint, number, numbers=args.numbers, turns=args.turns)
-        opening, *rest = game.messages
-        tokens = chat.open([opening])
-        labels = [-100] * len(tokens)
-        for said, hint in zip(rest[::2], rest[1::2], strict=True):
-            guess = tokenizer(said["content"], add_special_tokens=False)["input_ids"]
-            answered = chat.extend([hint], last_token=tokenizer.eos_token_id)
-            tokens += [*guess, tokenizer.eos_token_id, *answered]
-            labels += [*guess, tokenizer.eos_token_id, *[-100] * len(answered)]
-        return torch.tensor(tokens), torch.tensor(labels)
+        return {"messages": game.messages[:-1]}
 
     steps = args.warm_start_steps
+    games = ConversationDataset([random_game() for _ in range(16 * steps)], tokenizer)
+    rows = games.collate(list(games)).to(args.device)
+    loss_module = MultiTurnLoss(model, objective="sft")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(steps))
     for _ in trange(steps, desc="warm start"):
-        tokens, labels = zip(*(random_game() for _ in range(64)), strict=True)
-        loss = model(
-            input_ids=pad_sequence(tokens, batch_first=True).to(args.device),
-            labels=pad_sequence(labels, batch_first=True, padding_value=-100).to(args.device),
-        ).loss
-        loss.backward()
+        batch = rows[torch.randint(len(rows), (64,))]
+        loss_module(batch)["loss_objective"].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -208,13 +212,25 @@ def transcript(steps: TensorDictBase, games: int) -> str:
 class Report:
     """Records metrics and writes them to the output folder."""
 
-    def __init__(self, args: argparse.Namespace, before: dict[str, Any]) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.out: Path = args.out
         self.optimum = optimal_return(args.numbers, args.turns, GAMMA)
         self.title = f"Guess a number from 1 to {args.numbers} in {args.turns} turns"
-        self.before = before
+        self.before: dict[str, Any] = {}
         self.metrics: list[dict[str, float]] = []
         self.seconds = {"rollout": 0.0, "training": 0.0}
+        self.clock = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before, "metrics": self.metrics, "seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.clock = time.perf_counter()
+
+    def start(self, before: dict[str, Any]) -> None:
+        """Begin the training, given the scores before it."""
+        self.before = before
         print(
             f"start: return {before['return']:.3f}, success {before['success']:.3f} "
             f"(optimum {self.optimum:.3f})"
@@ -354,6 +370,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="where the model lives")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/guess_number"), help="folder for the results"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="FOLDER",
+        help="save every update there; a run that was stopped goes on from the last",
     )
     parser.add_argument(
         "--warm-start-steps", type=positive, default=300, help="steps of imitation, without --model"

@@ -17,6 +17,7 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
+from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
@@ -214,3 +215,26 @@ def test_a_checkpoint_loads_on_another_device(saved_on, loaded_on, tmp_path):
     other.load_state_dict(rb.state_dict())
     assert other[:].device.type == loaded_on
     torch.testing.assert_close(other[:].cpu()["observation"], data["observation"][:16])
+
+
+def test_a_restored_run_goes_on_as_it_would_have(tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout()).cuda()
+        noise = torch.Generator("cuda").manual_seed(seed)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "noise": noise}
+
+    def update(run):
+        x = torch.randn(16, 4, device="cuda", generator=run["noise"])
+        loss = (run["model"](x) - torch.rand(16, 8, device="cuda")).square().mean()
+        loss.backward()
+        run["optimizer"].step()
+        run["optimizer"].zero_grad()
+        return loss.item()
+
+    first, second = make(0), make(1)
+    update(first), update(second)
+    RunCheckpoint(tmp_path).save(1, **first)
+    expected = [update(first) for _ in range(3)]
+    assert RunCheckpoint(tmp_path).restore(**second) == 1
+    assert [update(second) for _ in range(3)] == expected

@@ -16,6 +16,7 @@ PACKAGES = (
     "agents",
     "collectors",
     "data",
+    "datasets",
     "engines",
     "envs",
     "objectives",

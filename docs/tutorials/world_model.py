@@ -40,10 +40,9 @@ env = TransformedEnv(PendulumEnv(), StepCounter(max_steps=50))
 env.set_seed(0)
 
 
-def demonstrator(state):
-    torque = -8.0 * state["th"].sin() - 2.0 * state["thdot"] + 0.5 * torch.randn(())
-    state["action"] = torque.clamp(-2, 2).reshape(1)
-    return state
+def demonstrator(tensordict):
+    torque = -8.0 * tensordict["th"].sin() - 2.0 * tensordict["thdot"] + 0.5 * torch.randn(())
+    return tensordict.set("action", torque.clamp(-2, 2).reshape(1))
 
 
 def play(policy, start=None):
@@ -90,7 +89,9 @@ def observe(state):
     return torch.stack([state["th"].cos(), state["th"].sin(), state["thdot"] / 8], -1)
 
 
-model = nn.Sequential(nn.Linear(4, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 3))
+model = nn.Sequential(
+    nn.Linear(4, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 3)
+)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
@@ -120,15 +121,15 @@ for _ in range(15):
 # tests are episodes that it never saw, of the controller and of random torques:
 
 
-def test_set(policy, start=lambda: None):
+def held_out(policy, start=lambda: None):
     storage = EpisodeStorage(1000)
     for _ in range(10):
         storage.append(play(policy, start()))
     return next(iter(DataLoader(ClipDataset(storage, 10), batch_size=10_000)))
 
 
-near_the_top = test_set(demonstrator, lambda: (0.3 * torch.randn(()), torch.randn(())))
-anywhere = test_set(env.rand_action)
+near_the_top = held_out(demonstrator, lambda: (0.3 * torch.randn(()), torch.randn(())))
+anywhere = held_out(env.rand_action)
 
 
 @torch.no_grad()

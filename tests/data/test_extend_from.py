@@ -42,7 +42,7 @@ def source_of(kind, episodes):
     return (Episodes if kind == "plain" else WithMetadata)(episodes)
 
 
-@examples(60, few=8)
+@examples(60, few=5)
 @given(
     kind=st.sampled_from(["plain", "metadata", "storage", "buffer"]),
     data=st.sampled_from(["vectors", "turns"]),
@@ -71,6 +71,14 @@ def test_it_is_what_appending_each_would_have_done(
     for i in range(storage.num_episodes):
         assert make.steps(storage.episode(i)) == make.steps(expected.episode(i))
         assert storage.metadata(i) == expected.metadata(i)
+
+
+def test_of_a_batch_beyond_the_budget_the_newest_keep_their_metadata(make):
+    storage = EpisodeStorage(1000, max_episodes=2)
+    dataset = WithMetadata(make.split(make.vectors([3, 2, 4, 1])))
+    assert storage.extend_from(dataset) == 4
+    assert storage.lengths.tolist() == [4, 1]
+    assert [storage.metadata(i) for i in range(2)] == [{}, {"number": 3}]
 
 
 def test_it_reads_a_bounded_number_of_steps_ahead(make, monkeypatch):

@@ -1,6 +1,5 @@
 """Metadata of episodes comes back with its episode, and leaves with it."""
 
-import gc
 import weakref
 
 import pytest
@@ -34,7 +33,7 @@ def fitting(stored, max_steps, max_episodes):
     return kept
 
 
-@examples(60, few=8)
+@examples(60, few=4)
 @given(
     events=st.lists(st.lists(st.tuples(st.integers(1, 6), metadata), max_size=4), max_size=12),
     by_writer=st.sets(st.integers(0, 11)),
@@ -79,6 +78,7 @@ def test_metadata_follows_its_episode(
         budgets = budgets if how in ("dumps", "state_dict") else (15, None)
     model = fitting(model, *budgets)
     assert pairs(same) == [(number, given) for _, number, given in model]
+    assert len(same.table.metadata) == sum(bool(given) for *_, given in model)
     for event in events[:3]:  # It goes on.
         write(same, event)
         model = fitting(model, *budgets)
@@ -109,8 +109,21 @@ def test_metadata_of_an_evicted_episode_is_freed(make):
     alive = weakref.ref(fact)
     del fact
     storage.append(make.vectors([4]))
-    gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("how", ["load_memmap", "state_dict"])
+def test_a_smaller_budget_keeps_the_metadata_of_what_it_keeps(make, tmp_path, how):
+    storage, same = EpisodeStorage(20), EpisodeStorage(20, max_episodes=2)
+    for i in range(4):
+        storage.append(make.vectors([3], first_id=i), {"number": i})
+    if how == "load_memmap":
+        storage.dumps(tmp_path)
+        same = EpisodeStorage.load_memmap(tmp_path, max_episodes=2)
+    else:
+        same.load_state_dict(storage.state_dict())
+    assert pairs(same) == [(2, {"number": 2}), (3, {"number": 3})]
+    assert len(same.table.metadata) == 2  # that of the others is not kept
 
 
 @pytest.mark.parametrize("given", ["demonstration", [("a", 1)], 3])

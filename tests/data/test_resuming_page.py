@@ -1,6 +1,7 @@
 """The page on replay says how a run is resumed: as it says, the run goes on as if nothing had been."""
 
 import copy
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torchrl.data import AdaptiveKLController, ReplayBuffer
 from tests.tiers import slow
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
@@ -21,10 +23,10 @@ from torchrl_mt.transforms import MergeTurns
 PAGE = Path(__file__).parents[2] / "docs" / "replay.rst"
 
 
-def functions_of_the_page():
-    """The source of ``save`` and ``load``."""
+def code_of_the_page():
+    """The loop that begins or resumes a run."""
     section = PAGE.read_text(encoding="utf-8").split("Resuming a run\n")[1]
-    code = section.split(".. code-block:: python\n")[1].split("\n.. ")[0]
+    code = section.split(".. code-block:: python\n")[1].split("\nMake all parts")[0]
     return textwrap.dedent(code)
 
 
@@ -66,44 +68,61 @@ def parts(seed, adaptive):
     return locals()
 
 
-def train(run, updates):
-    """Train so often; what each update was made of."""
-    seen, batches = [], iter(run["collector"])
-    for _ in range(updates):
-        next(batches)
-        rows = run["maker"](run["buffer"].sample())
-        out = run["loss"](rows)
-        (out["loss_objective"] + out["loss_critic"]).backward()
-        run["optimizer"].step()
-        run["scheduler"].step()
-        run["optimizer"].zero_grad()
-        run["collector"].update_policy_weights_(run["model"])
-        weights = sum(float(p.detach().double().square().sum()) for p in run["loss"].parameters())
-        version, stored = run["collector"].policy_version, len(run["buffer"])
-        tokens = rows["tokens", "full"].tolist()
-        seen.append((rows["episode_index"].tolist(), tokens, version, stored))
-        lr = run["scheduler"].get_last_lr()[0]
-        seen.append((weights, lr, run["maker"].metrics["kl_coef"]))
+def update(run):
+    """Train once; what the update was made of."""
+    rows = run["maker"](run["buffer"].sample())
+    out = run["loss"](rows)
+    (out["loss_objective"] + out["loss_critic"]).backward()
+    run["optimizer"].step()
+    run["scheduler"].step()
+    run["optimizer"].zero_grad()
+    run["collector"].update_policy_weights_(run["model"])
+    weights = sum(float(p.detach().double().square().sum()) for p in run["loss"].parameters())
+    version, stored = run["collector"].policy_version, len(run["buffer"])
+    tokens = rows["tokens", "full"].tolist()
+    lr = run["scheduler"].get_last_lr()[0]
+    data = (rows["episode_index"].tolist(), tokens, version, stored)
+    return data, (weights, lr, run["maker"].metrics["kl_coef"])
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def follow_the_page(seed, adaptive, end, before=lambda number: None):
+    """Do as the page says, until the run is killed in update ``end``; what its updates were made of."""
+    run, seen = parts(seed, adaptive), []
+
+    def one_update():
+        number = run["scheduler"].last_epoch + 1
+        before(number)
+        seen.append(update(run))
+        if number == end:
+            raise Killed
+
+    try:
+        with pytest.raises(Killed):
+            exec(code_of_the_page(), run | {"RunCheckpoint": RunCheckpoint, "update": one_update})
+    finally:
+        run["collector"].shutdown()
+        run["engine"].close()
     return seen
 
 
 @pytest.mark.parametrize("adaptive", [True, slow(False)])
-def test_a_run_that_is_resumed_as_the_page_says_goes_on_as_it_would_have(tmp_path, adaptive):
-    code = functions_of_the_page()
-    first = parts(0, adaptive) | {"torch": torch}
-    second = parts(1, adaptive) | {"torch": torch}
-    try:
-        train(first, 2)
-        exec(code, first)
-        first["save"](tmp_path)
-        expected = train(first, 2)
-        exec(code, second)
-        second["load"](tmp_path)
-        got = train(second, 2)
-    finally:
-        for run in (first, second):
-            run["collector"].shutdown()
-            run["engine"].close()
-    assert got[::2] == expected[::2]
-    for numbers, others in zip(got[1::2], expected[1::2], strict=True):
+def test_a_run_that_is_resumed_as_the_page_says_goes_on_as_it_would_have(
+    tmp_path, monkeypatch, adaptive
+):
+    def copy_checkpoints(number):
+        if number == 3:
+            shutil.copytree("checkpoints", tmp_path / "killed" / "checkpoints")
+
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "undisturbed")
+    expected = follow_the_page(0, adaptive, 4, copy_checkpoints)[2:]
+    monkeypatch.chdir(tmp_path / "killed")
+    got = follow_the_page(1, adaptive, 4)
+    assert [data for data, _ in got] == [data for data, _ in expected]
+    for (_, numbers), (_, others) in zip(got, expected, strict=True):
         torch.testing.assert_close(numbers, others, rtol=1e-5, atol=1e-6)

@@ -146,7 +146,12 @@ def test_a_loader_collates_clips_of_ragged_entries(tmp_path):
 
 def test_tensordicts_of_other_datasets_are_collated_too():
     data = [TensorDict({"a": torch.ones(2) * i}) for i in range(4)]
-    assert next(iter(DataLoader(data, batch_size=4)))["a"].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert next(iter(DataLoader(data, batch_size=4)))["a"].tolist() == [
+        [0, 0],
+        [1, 1],
+        [2, 2],
+        [3, 3],
+    ]
 
 
 def test_it_can_be_pickled(source):
@@ -159,7 +164,7 @@ def test_bad_arguments_are_named(tmp_path):
     storage = storage_of([5])
     with pytest.raises(ValueError, match="slice_len must be a positive integer, got 0"):
         ClipDataset(storage, 0)
-    with pytest.raises(ValueError, match="stride must be a positive integer, got 1.5"):
+    with pytest.raises(ValueError, match=r"stride must be a positive integer, got 1.5"):
         ClipDataset(storage, 1, stride=1.5)
     with pytest.raises(TypeError, match="source must be an EpisodeDataset, a path, or"):
         ClipDataset([1, 2], 1)

@@ -251,7 +251,9 @@ def test_lists_of_lists_may_differ_in_length(tmp_path):
 def test_a_shape_that_varies_after_a_fixed_one_is_explained(tmp_path):
     with open_episodes(tmp_path / "a.jsonl") as out:
         out.write_episode({"pixels": [np.zeros((2, 2)), np.zeros((2, 2))]})
-        with pytest.raises(ValueError, match=r"give it as a lazy stack .* from the first episode on"):
+        with pytest.raises(
+            ValueError, match=r"give it as a lazy stack .* from the first episode on"
+        ):
             out.write_episode({"pixels": [np.zeros((2, 2)), np.zeros((3, 2))]})
 
 
@@ -287,7 +289,9 @@ def test_a_key_filter_is_a_list_of_keys_or_a_function():
         assert set(storage.episode(0).keys(True, True)) == {"action"}
     with pytest.raises(TypeError, match="key_filter must be a list of keys"):
         episode_writer(EpisodeStorage(10), "action")
-    with pytest.raises(TypeError, match="buffer must be an EpisodeStorage or a ReplayBuffer on one"):
+    with pytest.raises(
+        TypeError, match="buffer must be an EpisodeStorage or a ReplayBuffer on one"
+    ):
         episode_writer(ReplayBuffer())
 
 
@@ -305,3 +309,10 @@ def test_a_buffer_that_is_too_small_keeps_the_newest(tmp_path):
     storage = EpisodeStorage(5)
     assert load_episodes(tmp_path / "a.jsonl", storage) == 5
     assert storage[:]["action"].tolist() == [3, 3, 4, 4]
+
+
+def test_the_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_episodes([episode(1)], "~/a.jsonl")
+    assert contents(tmp_path) == ["a.jsonl"]
+    assert actions("~/a.jsonl") == [[1]]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
+import os
 import signal
 import statistics
 import subprocess
@@ -9,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.examples import killed_runs
+from tests.waiting import PATIENCE
 from torchrl_mt.testing import tiny_chat_model
 
 from .conftest import EXAMPLES, SHORT
@@ -50,7 +54,7 @@ def test_the_figure_says_what_it_shows(example, tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(example.plt, "close", shown.append)
     args = example.parse(["--numbers", "8", "--turns", "4", "--out", str(tmp_path)])
-    report = example.Report(args, before={"return": 0.5, "success": 0.5})
+    report = example.Report(args)
     returns = [0.0, 1.0] * 10
     report.metrics = [
         {"episodes": 128 * (k + 1), "return": value, "success": value}
@@ -141,3 +145,72 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path):
     with (tmp_path / "metrics.csv").open() as file:
         assert 1 <= len(list(csv.DictReader(file))) < 500
     assert (tmp_path / "episodes.txt").exists()
+
+
+def metrics_of(out):
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [{k: float(v) for k, v in row.items() if not k.endswith("seconds")} for row in rows]
+
+
+def check_equal(metrics, expected):
+    """Counters and data must be the same; what depends on weights, up to rounding."""
+    assert len(metrics) == len(expected)
+    for got, row in zip(metrics, expected, strict=True):
+        rounded = {"entropy", "approx_kl"}
+        assert {k: v for k, v in got.items() if k not in rounded} == {
+            k: v for k, v in row.items() if k not in rounded
+        }
+        for name in rounded:
+            assert got[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6)
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example, "plt", None)
+    args = [*QUICK, "--numbers", "4", "--turns", "2"]
+    out, checkpoints = tmp_path / "out", ["--checkpoints", str(tmp_path / "checkpoints")]
+    assert example.main([*args, "--out", str(tmp_path / "undisturbed")]) == 0
+    with monkeypatch.context() as patch:
+        save = example.RunCheckpoint.save
+
+        def stop_after_saving(self, step, **parts):
+            save(self, step, **parts)
+            raise OSError("stopped")
+
+        patch.setattr(example.RunCheckpoint, "save", stop_after_saving)
+        assert example.main([*args, "--out", str(out), *checkpoints]) == 1
+    assert not (out / "metrics.csv").exists()
+    capsys.readouterr()
+    monkeypatch.delattr(example, "warm_start")
+    assert example.main([*args, "--out", str(out), *checkpoints]) == 0
+    check_equal(metrics_of(out), metrics_of(tmp_path / "undisturbed"))
+    printed, bars = capsys.readouterr()
+    assert "start:" not in printed
+    assert "1/2" in bars
+    games = [(each / "episodes.txt").read_text() for each in (out, tmp_path / "undisturbed")]
+    assert games[0] == games[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
+def test_a_run_that_is_killed_twenty_times_goes_on_as_if_undisturbed(tmp_path):
+    run = subprocess.run(
+        [sys.executable, killed_runs.__file__, str(tmp_path), "20"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    log = report["log"]
+    assert [kill["status"] for kill in log] == [-signal.SIGKILL] * 20
+    # The kills came while saving, too: before a checkpoint counted and after it.
+    assert sum(kill["unfinished"] for kill in log) >= 5
+    assert any(len(kill["found"]) - kill["unfinished"] > 3 for kill in log)
+    assert len({tuple(sorted(kill["found"])) for kill in log}) >= 10
+    assert report["end"] == 0
+    assert report["left"] == [f"checkpoint-{step}" for step in (28, 29, 30)]
+    check_equal(report["killed"], report["undisturbed"])
+    assert len({row["data_order"] for row in report["killed"]}) == killed_runs.UPDATES

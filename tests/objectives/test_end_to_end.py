@@ -165,7 +165,7 @@ def test_every_objective_and_aggregation_trains(experience, actor, objective, ag
         objective=objective,
         aggregation=aggregation,
         correction=correction,
-        clip_epsilon=None if objective in ("reinforce", "sapo") else 0.9,
+        clip_epsilon=None if objective in ("reinforce", "sapo", "sft") else 0.9,
     )
     train(loss, experience.clone())
 

@@ -444,7 +444,7 @@ def test_sampled_tokens_on_padding_are_refused_by_key_and_row(model, experience)
 def test_objectives_keep_their_own_bounds(model, objective):
     default = inspect.signature(OBJECTIVES[objective]).parameters["clip_epsilon"].default
     assert MultiTurnLoss(model, objective=objective).clip_epsilon == default
-    if objective in ("reinforce", "sapo"):
+    if objective in ("reinforce", "sapo", "sft"):
         with pytest.raises(ValueError, match=f"clip_epsilon must be None for '{objective}'"):
             MultiTurnLoss(model, objective=objective, clip_epsilon=0.1)
     else:

@@ -14,6 +14,7 @@ from torchrl_mt.chat.replies import ParsedReply
 __all__ = [
     "ARGUMENT",
     "THOUGHT",
+    "THOUGHT_FIELDS",
     "AssistantMessages",
     "name_tool_results",
     "trial_call",
@@ -23,7 +24,8 @@ __all__ = [
 THOUGHT, TOOL, ARGUMENT = "THOUGHT", "look", "ARGUMENT"
 """Thoughts, a tool and its argument, for testing templates."""
 
-_THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which templates and data sets have thoughts."""
 
 
 def trial_call(k: int = 0, family: str = "") -> dict[str, Any]:
@@ -105,9 +107,9 @@ class AssistantMessages:
         )
         """Whether the template wants arguments as JSON text; ``None`` if it writes no calls."""
         call = calling(json_text=self._json_arguments) if self._json_arguments is not None else {}
-        plain = [name for name in _THOUGHT_FIELDS if writes(THOUGHT, **{name: THOUGHT})]
+        plain = [name for name in THOUGHT_FIELDS if writes(THOUGHT, **{name: THOUGHT})]
         called = [
-            name for name in _THOUGHT_FIELDS if call and writes(THOUGHT, **call, **{name: THOUGHT})
+            name for name in THOUGHT_FIELDS if call and writes(THOUGHT, **call, **{name: THOUGHT})
         ]
         self._thoughts = next(iter([*plain, *called]), None)
         """The field for thoughts."""
@@ -125,6 +127,16 @@ class AssistantMessages:
     def takes_thoughts(self) -> bool:
         """Whether the template has a field for thoughts."""
         return self._thoughts is not None
+
+    @property
+    def thought_field(self) -> str | None:
+        """The template's field for thoughts; ``None`` if it has none."""
+        return self._thoughts
+
+    @property
+    def argument_type(self) -> type | None:
+        """Type of calls' arguments in the template; ``None`` if it writes no calls."""
+        return {None: None, False: dict, True: str}[self._json_arguments]
 
     @property
     def takes_calls(self) -> bool:

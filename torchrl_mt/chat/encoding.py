@@ -52,6 +52,45 @@ class RenderedTextEncoder:
         """Encode text that follows other text."""
         return list(chain.from_iterable(map(self._encode_within, text.split(BREAK))))
 
+    def with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode text at the beginning of a prompt, and find the characters of each token.
+
+        Tokenizers may leave white space out of a token's place. Here it belongs to the token after it.
+
+        Args:
+            text: what :meth:`beginning` takes.
+
+        Returns:
+            The tokens, and for each the index of its first character and of the one after its last.
+        """
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        start = end = 0
+        for k, part in enumerate(text.split(BREAK)):
+            found, offsets = self._encode_part(part, within=k > 0)
+            ids += found
+            for first, last in offsets:
+                places.append((min(start + first, end), max(start + last, end)))
+                end = places[-1][1]
+            start += len(part) + len(BREAK)
+            end = max(end, start - len(BREAK))
+        return ids, places
+
+    def _encode_part(self, text: str, *, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a text and their places in it."""
+        for before, expected in [*(self._before if within else []), ("", [])]:
+            encoded = self._tokenizer(
+                before + text, add_special_tokens=False, return_offsets_mapping=True
+            )
+            ids, places = list(encoded["input_ids"]), encoded["offset_mapping"]
+            if ids[: len(expected)] == expected:
+                break
+        skipped = len(before)
+        return ids[len(expected) :], [
+            (max(first - skipped, 0), max(last - skipped, 0))
+            for first, last in places[len(expected) :]
+        ]
+
     def _encode_within(self, text: str) -> list[int]:
         for before, expected in self._before:
             ids = self._encode(before + text)

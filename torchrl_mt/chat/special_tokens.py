@@ -7,7 +7,7 @@ Text of users, tools and servers must not become a special token, which could en
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, MappingView, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from numbers import Number
 from typing import Any
 
@@ -26,11 +26,19 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 class SpecialTokenNames:
-    """Finds the names of a tokenizer's special tokens in text, and splits them."""
+    """Finds the names of a tokenizer's special tokens in text, and splits them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        tokenizer: the tokenizer.
+        chosen: the names; all of them if ``None``.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chosen: Iterable[str] | None = None
+    ) -> None:
+        found = special_tokens(tokenizer) if chosen is None else set(chosen)
         # A name of one character cannot be split.
-        names = [re.escape(name) for name in special_tokens(tokenizer) if len(name) > 1]
+        names = [re.escape(name) for name in found if len(name) > 1]
         self.pattern = re.compile("|".join(sorted(names)) or "(?!)")
         """Matches any of the names."""
         # A lookahead, since names may overlap.
@@ -47,7 +55,9 @@ class SpecialTokenNames:
             TypeError: if it holds anything else, whose text could contain a name.
         """
         if isinstance(value, str):
-            return self._beginning.sub(rf"\1{BREAK}", value.replace(BREAK, ""))
+            text = value.replace(BREAK, "")
+            # Most texts have no names, which is faster to find out without the lookahead.
+            return self._beginning.sub(rf"\1{BREAK}", text) if self.pattern.search(text) else text
         if value is None or isinstance(value, Number):
             return value
         if isinstance(value, Mapping):

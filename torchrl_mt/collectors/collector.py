@@ -432,6 +432,15 @@ class MultiTurnCollector(BaseCollector):
         finally:
             self._may_begin.set()
 
+    @contextmanager
+    def hold_deliveries(self) -> Iterator[None]:
+        """Deliver no batch within the context, so that counters and replay buffer belong together.
+
+        Episodes go on. Other threads that deliver wait for the end of the context.
+        """
+        with self._delivering:
+            yield
+
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """Shut the collector down, see :meth:`shutdown`, and raise the error of :meth:`start`'s thread.
 

@@ -29,7 +29,7 @@ from torchrl_mt._hosts.torchrl import (
 from torchrl_mt.data._store.files.manifest import HASHES
 from torchrl_mt.data._store.files.store_files import StoreFiles, save_store
 from torchrl_mt.data._store.files.versions import (
-    is_unfinished,
+    is_part,
     newest,
     read_version,
     save_version,
@@ -95,7 +95,7 @@ class FileCheckpointer(StorageCheckpointerBase):
             with storage.lock:
                 save_store(storage._store, folder)
 
-        if is_unfinished(path.parent):  # A whole buffer is being saved.
+        if is_part(path):  # A whole buffer or run is being saved.
             write(path)
         else:
             save_version(path, lambda version: write(version / _STORAGE))

@@ -70,7 +70,7 @@ class EpisodeDataset:
             raise TypeError(
                 f"keys must be a list of keys, got the string {keys!r}: give [{keys!r}]."
             )
-        self.path = FilePath(path)
+        self.path = FilePath(path).expanduser()
         if not self.path.exists():
             raise FileNotFoundError(f"there is no data set at {self.path}.")
         self.format = find_format(self.path, format).name

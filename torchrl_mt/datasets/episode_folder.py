@@ -7,12 +7,14 @@ counts from when its record is in the list, which is written last.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -81,18 +83,32 @@ class EpisodeFolder:
         format: name of its format.
         mode: ``"append"`` or ``"error"`` write into ``path`` from the first episode on, ``"overwrite"``
             when it is finished.
+        given: options of the format that the user gives, kept in the header; None means not given.
+        defaults: the options of a new data set where they are not given.
+
+    Raises:
+        ValueError: if an option is given and is not that of the data set to append to.
     """
 
-    def __init__(self, path: Path, format: str, mode: Mode) -> None:
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        mode: Mode,
+        given: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path.absolute()
         self.format = format
+        self.options = dict(defaults or {})
+        """Options of the format; a reader finds them in the header."""
         self.schema: EpisodeSchema | None = None
         self.num_episodes = 0
-        self._records: BinaryIO | None = None
-        self._metadata: BinaryIO | None = None
+        self._records: io.FileIO | None = None
+        self._metadata: io.FileIO | None = None
         self._new: Path | None = None
         """What becomes ``path`` with the first episode."""
-        header = read_header(self.path) if (self.path / _HEADER).exists() else None
+        header = self.read_header()
         self._replaces = mode == "overwrite"
         self._before = None if header is None else self.path / header["data"]
         if header is not None:
@@ -101,6 +117,8 @@ class EpisodeFolder:
                 if each.name != header["data"]:
                     shutil.rmtree(each, ignore_errors=True)
         if header is not None and not self._replaces:
+            self.options |= header.get("options", {})
+            self._check_same(given or {})
             self.schema = EpisodeSchema.from_json(header["schema"])
             self.data = self.path / header["data"]
             episodes = EpisodeList(self.data)
@@ -112,9 +130,21 @@ class EpisodeFolder:
             self._records.truncate(self.num_episodes * _RECORD.itemsize)
             self._metadata.truncate(episodes.size)
         else:
+            self.options |= {
+                name: value for name, value in (given or {}).items() if value is not None
+            }
             self._name = f"data-{uuid.uuid4().hex[:12]}"
             self._new = None if self._before is not None else unfinished_path(self.path)
             self.data = (self._new or self.path) / self._name
+
+    def _check_same(self, given: Mapping[str, Any]) -> None:
+        """Refuse options that differ from those of the data set to append to (``ValueError``)."""
+        for name, value in given.items():
+            if value is not None and value != self.options[name]:
+                raise ValueError(
+                    f"{name} must be that of the data set to append to, {self.options[name]!r}, got "
+                    f"{value!r}: leave it out, or write another data set."
+                )
 
     def make(self) -> Path:
         """Make the folder of the data, if it is not there, and return it."""
@@ -128,16 +158,22 @@ class EpisodeFolder:
         self.make()
         assert self._records is not None
         assert self._metadata is not None
-        text = metadata.encode()
-        self._metadata.write(text)
-        self._metadata.flush()
-        record = np.array([(length, own_next, self._metadata.tell())], _RECORD)
-        self._records.write(record.tobytes())
-        self._records.flush()
-        self.schema = schema
-        self.num_episodes += 1
-        if self._new is not None and not self._replaces:
-            self._publish(self._new)
+        before, end = self.num_episodes, os.fstat(self._metadata.fileno()).st_size
+        try:
+            text = f"{metadata}\n".encode()
+            _write_all(self._metadata, text)
+            record = np.array([(length, own_next, end + len(text))], _RECORD)
+            _write_all(self._records, record.tobytes())
+            self.schema = schema
+            if self._new is not None and not self._replaces:
+                self._publish(self._new)
+            self.num_episodes = before + 1
+        except BaseException:
+            # The disk is full, or the user interrupted: the episode does not count.
+            self.num_episodes = before
+            self._records.truncate(before * _RECORD.itemsize)
+            self._metadata.truncate(end)
+            raise
 
     def finish(self) -> None:
         """Close the files; put what was written in the place of what was there."""
@@ -148,7 +184,7 @@ class EpisodeFolder:
             self._publish(self._new)
         else:
             assert self._before is not None
-            self._write_header(self.path)
+            self.write_header(self.path)
             shutil.rmtree(self._before, ignore_errors=True)
 
     def abort(self) -> None:
@@ -161,7 +197,7 @@ class EpisodeFolder:
 
     def _publish(self, new: Path) -> None:
         """Put a new folder at the path, where there is nothing, an empty folder, or another format."""
-        self._write_header(new)
+        self.write_header(new)
         if self._replaces and self.path.exists():
             replace(new, self.path)
         else:
@@ -170,21 +206,37 @@ class EpisodeFolder:
             os.rename(new, self.path)
         self._new, self.data = None, self.path / self._name
 
-    def _write_header(self, folder: Path) -> None:
+    @property
+    def root(self) -> Path:
+        """The folder that is or becomes the data set."""
+        return self._new or self.path
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header of what is being written."""
         assert self.schema is not None
-        header = {
+        return {
             "format": self.format,
             "version": _VERSION,
-            "data": self._name,
+            "data": self.data.name,
+            "options": self.options,
             "schema": self.schema.to_json(),
         }
+
+    def read_header(self) -> dict[str, Any] | None:
+        """Read the header of what is there; None if there is no data set."""
+        return read_header(self.path) if (self.path / _HEADER).exists() else None
+
+    def write_header(self, folder: Path) -> None:
+        """Put the header into ``folder``, in one step, in the place of the one that is there."""
         partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
-        partial.write_text(json.dumps(header), encoding="utf-8")
+        partial.write_text(json.dumps(self.header), encoding="utf-8")
         os.replace(partial, folder / _HEADER)
 
     def _open(self) -> None:
-        self._records = (self.data / _RECORDS).open("ab")
-        self._metadata = (self.data / _METADATA).open("ab")
+        # Without a buffer: what failed to be written must not be written later.
+        self._records = (self.data / _RECORDS).open("ab", buffering=0)
+        self._metadata = (self.data / _METADATA).open("ab", buffering=0)
 
     def _close(self) -> None:
         for file in (self._records, self._metadata):
@@ -201,12 +253,27 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     try:
         header = json.loads((path / _HEADER).read_text(encoding="utf-8"))
-        version, _ = header["version"], header["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise DatasetError(f"{path / _HEADER} is no header of a data set: {error!r}.") from error
-    if version > _VERSION:
+    return checked_header(path / _HEADER, header)
+
+
+def checked_header(path: Path, header: Any) -> dict[str, Any]:
+    """Return a header that was read from ``path``; errors as for :func:`read_header`."""
+    try:
+        version, _ = header["version"], header["data"]
+        newer = version > _VERSION
+    except (KeyError, TypeError) as error:
+        raise DatasetError(f"{path} has no header of a data set: {error!r}.") from error
+    if newer:
         raise DatasetError(
             f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
             f"reads {_VERSION}): upgrade torchrl_mt."
         )
     return dict(header)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

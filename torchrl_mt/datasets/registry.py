@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.datasets.readers import DatasetError
@@ -16,36 +16,13 @@ __all__ = ["Format", "Mode", "find_format", "import_extra", "register_format"]
 Mode = Literal["error", "append", "overwrite"]
 
 
-class Reader(Protocol):
-    """What a format's ``reader(path)`` returns. ``metadata(i)`` and ``close()`` may be missing."""
-
-    lengths: Any
-    """Integers ``[E]``: steps of each episode."""
-
-    def episode(self, i: int) -> Any:
-        """Return episode ``i`` as a TED TensorDict ``[T]``, or what ``write_episode`` takes."""
-
-
-class Writer(Protocol):
-    """What a format's ``writer(path, mode)`` returns. ``abort()`` may be missing."""
-
-    def write_episode(self, episode: Any, metadata: dict[str, Any]) -> None:
-        """Write a TED TensorDict ``[T]``: all of it or, on an error, nothing."""
-
-    def close(self) -> None:
-        """Finish the data set."""
-
-    def abort(self) -> None:
-        """Give up an ``overwrite`` that is not complete: what was there remains."""
-
-
 @dataclass(frozen=True)
 class Format:
-    """How data sets of one format are read and written."""
+    """How data sets of one format are read and written; see :func:`register_format`."""
 
     name: str
-    reader: Callable[[Path], Reader] | None
-    writer: Callable[..., Writer] | None
+    reader: Callable[[Path], Any] | None
+    writer: Callable[..., Any] | None
     detect: Callable[[Path], bool]
 
 
@@ -87,8 +64,7 @@ def register_format(
         TypeError: if an argument is not callable.
 
     Examples:
-        >>> import torch
-        >>> from torchrl_mt.datasets import EpisodeDataset
+        >>> from torchrl_mt.datasets import EpisodeDataset, register_format
         >>> class Words:
         ...     def __init__(self, path):
         ...         self.episodes = path.read_text().split()
@@ -99,7 +75,7 @@ def register_format(
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "two.words")
         >>> _ = file.write_text("yes no")
-        >>> EpisodeDataset(file).episode(1)["letter"]
+        >>> list(EpisodeDataset(file).episode(1)["letter"])
         ['n', 'o']
     """
     if not isinstance(name, str) or not name:

@@ -67,7 +67,7 @@ class EpisodeSchema:
         length = torch.tensor([steps.length])
         fields: dict[Path, Field] = {}
         for path, entry in Schema.of(steps, length, share_next=False).entries.items():
-            if entry.kind == "dense" and not entry.lazy:
+            if entry.kind == "dense" and not (entry.lazy and entry.shape):
                 fields[path] = Field("dense", entry.shape, entry.dtype)
             elif entry.kind == "object":
                 fields[path] = Field("object")
@@ -221,6 +221,8 @@ def _form(column: Column) -> str:
 def _advice(column: Column, field: Field) -> str:
     """Say what to do about a shape that varies."""
     if field.kind != "dense" or isinstance(column, Objects):
+        return ""
+    if isinstance(column, Tensor) and column.shape[1:] == field.shape:
         return ""
     return (
         " If its shape may vary, give it as a lazy stack (tensordict.lazy_stack) from the first "

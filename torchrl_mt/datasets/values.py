@@ -38,13 +38,7 @@ def to_json_text(value: Any) -> str:
         >>> from_json_text(to_json_text({1: (2.5, b"x")}))
         {1: (2.5, b'x')}
     """
-    plain = _plain(value)
-    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # Half of a surrogate pair.
-        return json.dumps(plain, allow_nan=False)
-    return text
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def from_json_text(text: str | bytes) -> Any:
@@ -75,7 +69,10 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        value = str.__str__(value)
+        if _is_unicode(value):
+            return value
+        return {_TYPE: "str", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -86,7 +83,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return {_TYPE: "tuple", "items": [_plain(each) for each in value]}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _TYPE not in value:
+        plain = all(isinstance(key, str) and _is_unicode(key) for key in value)
+        if plain and _TYPE not in value:
             return {str.__str__(key): _plain(each) for key, each in value.items()}
         return {_TYPE: "dict", "items": [[_plain(k), _plain(v)] for k, v in value.items()]}
     if isinstance(value, bytes):
@@ -105,6 +103,15 @@ def _plain(value: Any) -> Any:
         f"a {type(value).__name__} cannot be written to a file: give None, bools, numbers, strings, "
         f"bytes, tensors or arrays, or lists, tuples and dicts of these."
     )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a string has no lone surrogates, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _base64(data: bytes) -> str:
@@ -136,6 +143,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tuple": lambda record: tuple(record["items"]),
     "dict": lambda record: dict(record["items"]),
     "bytes": lambda record: base64.b64decode(record["base64"]),
+    "str": lambda record: base64.b64decode(record["base64"]).decode("utf-8", "surrogatepass"),
     "array": _array,
     "tensor": _tensor,
 }

@@ -62,7 +62,7 @@ class DatasetWriter(EpisodeSink):
         self, path: str | os.PathLike[str], format: str | None, mode: Mode, options: dict[str, Any]
     ) -> None:
         check_choice("mode", mode, ("error", "append", "overwrite"))
-        self.path = FilePath(path)
+        self.path = FilePath(path).expanduser()
         self.mode = mode
         exists = self.path.exists() and not _is_empty_folder(self.path)
         if exists and mode == "error":

@@ -37,7 +37,7 @@ from torchrl_mt.objectives.functional import (
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
 from torchrl_mt.objectives.functional.corrections import weighs
 from torchrl_mt.objectives.functional.kl import KLKind
-from torchrl_mt.objectives.functional.policy.objectives import clip_bounds, takes
+from torchrl_mt.objectives.functional.policy.objectives import clip_bounds, compares, takes
 from torchrl_mt.objectives.kl import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.loss_inputs import (
     check_outputs,
@@ -50,6 +50,7 @@ from torchrl_mt.objectives.metrics import (
     CORRECTION_DIAGNOSTICS,
     CRITIC_DIAGNOSTICS,
     POLICY_DIAGNOSTICS,
+    SUPERVISED_DIAGNOSTICS,
     critic_diagnostics,
     policy_diagnostics,
 )
@@ -80,6 +81,9 @@ class MultiTurnLoss(LossModule):
     - with ``correction``: ``"correction_ess"``, ``"correction_clip_fraction"``,
       ``"correction_mask_fraction"``;
     - with ``critic``: ``"value_clip_fraction"``, ``"explained_variance"``.
+
+    ``objective="sft"`` imitates the trained tokens. Its rows need neither rewards, advantages nor
+    log-probabilities, and without a correction it has no diagnostics that compare policies.
 
     These tokens are left out of everything, the divisor included: a row's first token, which nothing
     predicts; rows whose ``"valid"`` ``[N]`` bool is false; and tokens that TorchRL's ``loss_mask_key``
@@ -265,7 +269,7 @@ class MultiTurnLoss(LossModule):
             *([] if entropy_coef is None else ["loss_entropy"]),
             *([] if critic is None else ["loss_critic", *CRITIC_DIAGNOSTICS]),
             *(CORRECTION_DIAGNOSTICS if corrections else []),
-            *POLICY_DIAGNOSTICS,
+            *(POLICY_DIAGNOSTICS if "sample_log_prob" in self._names() else SUPERVISED_DIAGNOSTICS),
         ]
 
     @property
@@ -276,6 +280,8 @@ class MultiTurnLoss(LossModule):
     def _names(self) -> list[str]:
         """List the required entries by their names in ``set_keys``."""
         needed = {
+            "sample_log_prob": compares(self.objective) or bool(self.corrections),
+            "advantage": compares(self.objective),
             "ref_log_probs": self.kl_coef is not None and not self._ref_is_optional,
             "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),
             "turns": self.sequence == "turn",
@@ -283,7 +289,7 @@ class MultiTurnLoss(LossModule):
             "value_target": self.critic_network is not None,
             "value": self.clip_value is not None,
         }
-        always = ["action", "attention_mask", "assistant_mask", "sample_log_prob", "advantage"]
+        always = ["action", "attention_mask", "assistant_mask"]
         return always + [name for name, is_needed in needed.items() if is_needed]
 
     @property
@@ -337,7 +343,8 @@ class MultiTurnLoss(LossModule):
         """Compute the losses and diagnostics.
 
         Args:
-            tensordict: Rows ``[N]`` as :class:`ExperienceMaker` completes them.
+            tensordict: Rows ``[N]`` as :class:`ExperienceMaker` completes them; for ``"sft"``, any
+                rows.
             total: For a shard, :meth:`total` of the whole batch: the shards' losses and gradients then
                 sum to the batch's. Diagnostics are the shard's own.
 
@@ -383,11 +390,11 @@ class MultiTurnLoss(LossModule):
             norm = self.aggregation_norm
             return aggregate(per_token, mask, self.aggregation, total=total, group=group, norm=norm)
 
-        old = rows["sample_log_prob"]
+        old = rows.get("sample_log_prob")
         loss, clipped = self.objective(
             log_prob,
             old,
-            rows["advantage"],
+            rows.get("advantage"),
             mask,
             clip_epsilon=self.clip_epsilon,
             **self._extras(rows),
@@ -395,6 +402,7 @@ class MultiTurnLoss(LossModule):
         check_shape("the loss that objective returns", loss, mask.shape)
         out = policy_diagnostics(log_prob, old, entropy, clipped, mask)
         if self.corrections:
+            assert old is not None
             weight, metrics = correct(
                 self.corrections, old, rows["sampler_log_prob"], mask, turns=rows.get("turns")
             )

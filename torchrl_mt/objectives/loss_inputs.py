@@ -61,7 +61,8 @@ def read_inputs(
         expected = {"advantage": (*shape, 1), "group": shape[:1]}.get(name, shape)
         check_like(getattr(keys, name), value, first, torch.Size(expected))
     _check_constant(rows, keys)
-    rows["advantage"] = rows["advantage"].squeeze(-1)
+    if "advantage" in rows:
+        rows["advantage"] = rows["advantage"].squeeze(-1)
     rows |= {name: rows[name].float() for name in FLOATING if name in rows}
     masks = rows["attention_mask"], rows["assistant_mask"]
     mask = counted_tokens(tensordict, keys, *masks, loss_masks)

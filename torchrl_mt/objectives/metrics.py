@@ -26,6 +26,8 @@ POLICY_DIAGNOSTICS = (
     "ess",
     "entropy",
 )
+SUPERVISED_DIAGNOSTICS = ("trained_tokens", "entropy")
+"""Those of an objective without an old policy."""
 CRITIC_DIAGNOSTICS = ("value_clip_fraction", "explained_variance")
 CORRECTION_DIAGNOSTICS = (
     "correction_ess",
@@ -75,19 +77,20 @@ def groups_without_spread(batch: RowBatch, outcome: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def policy_diagnostics(
-    log_prob: Tensor, old: Tensor, entropy: Tensor, clipped: Tensor, mask: Tensor
+    log_prob: Tensor, old: Tensor | None, entropy: Tensor, clipped: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Compute :data:`POLICY_DIAGNOSTICS`."""
+    """Compute :data:`POLICY_DIAGNOSTICS`; without an old policy :data:`SUPERVISED_DIAGNOSTICS`."""
+    out = {"trained_tokens": mask.sum().float(), "entropy": aggregate(entropy, mask)}
+    if old is None:
+        return out
     difference = log_ratio(log_prob, old, mask)
     side = clipped.to(torch.int8)
-    return {
-        "trained_tokens": mask.sum().float(),
+    return out | {
         "clip_fraction": aggregate(side != 0, mask),
         "clip_fraction_low": aggregate(side < 0, mask),
         "clip_fraction_high": aggregate(side > 0, mask),
         "approx_kl": aggregate(kl_estimate(torch.zeros_like(difference), difference, "k3"), mask),
         "ess": effective_sample_size(ratio_of(difference), mask),
-        "entropy": aggregate(entropy, mask),
     }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer
 
 from tests.data.saving import HOW, saved
-from tests.tiers import examples
+from tests.tiers import examples, pairs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeStorage,
@@ -95,7 +95,7 @@ def test_linear_mix_gives_each_its_share(make, step, steps, num):
     selector = linear_mix(partial(always, 1), partial(always, 5), steps)
     torch.manual_seed(0)
     share = min(step / steps, 1) * num
-    draws = 300
+    draws = 100
     counts, places = [], torch.zeros(num)
     for _ in range(draws):
         chosen = selector(step, storage, num, 3)
@@ -144,8 +144,7 @@ def test_uniform_is_what_a_sampler_without_a_selector_draws(make):
         assert torch.equal(plain.sample()["step"], selected.sample()["step"])
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("name", "how"), pairs(SELECTORS, HOW))
 def test_samples_go_on_as_they_would_have(make, name, how, tmp_path):
     rb, other = buffer(SELECTORS[name]), buffer(SELECTORS[name], seed=9)
     rb.extend(make.vectors([9, 8, 2]))

@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.torchrl import ConstructorSignature
+from torchrl_mt._hosts.torchrl import ConstructorSignature, is_called_by_ensemble
 from torchrl_mt.checks import check_choice, check_positive_integer
-from torchrl_mt.data._store.steps import path_of
+from torchrl_mt.data._store.selection import Selection
+from torchrl_mt.data._store.steps import Steps, name_of, path_of
 from torchrl_mt.data._store.table import Choice, EpisodeTable, Unit, search
 from torchrl_mt.data.checkpoint import SavesState
 from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
@@ -25,7 +26,7 @@ from torchrl_mt.data.samplers.draws import (
     require_episodes,
 )
 from torchrl_mt.data.samplers.selectors import Selector, check_selector, check_step, choose_clips
-from torchrl_mt.data.samplers.strides import check_strides
+from torchrl_mt.data.samplers.strides import check_strides, is_strided
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["ClipSampler"]
@@ -197,7 +198,8 @@ class ClipSampler(SavesState, Sampler):
 
         Returns:
             int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
-            ``layout="clips"``), and an empty ``info``: reading the handles adds the marks.
+            ``layout="clips"``), and an empty ``info``: reading the handles adds the marks. A
+            ``SamplerEnsemble``, which reads copies of them, finds the marks in ``info``.
 
         Raises:
             TypeError: if ``storage`` is another kind of storage, or ``selector`` returns no tensor.
@@ -220,7 +222,7 @@ class ClipSampler(SavesState, Sampler):
                 cut = Cut(offsets, slice_len)
             else:
                 cut = self._cut(storage.table, episodes, offsets, slice_len)
-            index, _ = storage.select(
+            index, selection = storage.select(
                 episodes,
                 cut.offsets,
                 cut.spans,
@@ -230,7 +232,10 @@ class ClipSampler(SavesState, Sampler):
                 mark=partial(self._marks.mark, cut, storage.device),
             )
             self._step = step + 1
-            return index, self._info(storage, episodes, cut, index)
+            info = self._info(storage, episodes, cut, index)
+            if is_called_by_ensemble():
+                info |= self._changed(storage, selection, cut)
+            return index, info
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -306,6 +311,23 @@ class ClipSampler(SavesState, Sampler):
     ) -> dict[Any, Any]:
         """Return the sample's ``info``."""
         return {}
+
+    def _changed(self, storage: EpisodeStorage, selection: Selection, cut: Cut) -> dict[Any, Any]:
+        """Read the entries of a sample that are not those stored under its handles."""
+        paths = self._marks.paths
+        if self.stride > 1 and storage.schema is not None:
+            paths = [*paths, *filter(is_strided, storage.schema.entries)]
+        read = {path: storage.read_selected(selection, path) for path in paths}
+        steps = Steps(len(selection.plan), {p: c for p, c in read.items() if c is not None})
+        self._marks.mark(cut, storage.device, steps)
+        for path, column in steps.columns.items():
+            if not isinstance(column, Tensor):
+                raise ValueError(
+                    f"a ReplayBufferEnsemble takes no {name_of(path)} of clips with stride="
+                    f"{self.stride}, since it is no tensor of one shape per step: use stride=1, or "
+                    f"sample the buffers one by one."
+                )
+        return {unravel_key(path): column for path, column in steps.columns.items()}
 
     def _units(self, storage: EpisodeStorage, choice: Choice) -> tuple[np.ndarray, int]:
         """Count the units before each episode and in all; ``RuntimeError`` if there are none."""

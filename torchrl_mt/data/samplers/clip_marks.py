@@ -86,6 +86,11 @@ class ClipMarks:
         self._known_ends: tuple[Any, Any] = (None, None)
         """Cache of :meth:`_ends_of`: arguments and result."""
 
+    @property
+    def paths(self) -> list[Path]:
+        """Entries that marks change if they are stored."""
+        return [*self._flags, *self._inits]
+
     def mark(self, cut: Cut, device: torch.device, steps: Steps) -> None:
         """Add the marks to steps on ``device``, in place."""
         columns = steps.columns

@@ -38,6 +38,7 @@ from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, Objec
 from torchrl_mt.objectives.functional.policy.ppo import ppo
 from torchrl_mt.objectives.functional.policy.reinforce import reinforce
 from torchrl_mt.objectives.functional.policy.sapo import sapo
+from torchrl_mt.objectives.functional.policy.sft import sft
 from torchrl_mt.objectives.functional.reward_shaping import (
     RewardNormalizer,
     clip_reward,
@@ -130,6 +131,7 @@ __all__ = [
     "sequence_mis",
     "sequence_sum",
     "sequence_tis",
+    "sft",
     "token_entropy",
     "token_log_probs",
     "token_tis",

@@ -2,7 +2,8 @@
 
 A version is written to ``checkpoint-<id>.tmp``, flushed to the disk, and then renamed to
 ``checkpoint-<number>``. Renaming is atomic, and the highest number is the newest version. Nothing else
-in the folder is touched.
+in the folder is touched. What is saved while a greater version is written, into its folder, is a part of
+that version: plain files, which count when it does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,15 @@ from torchrl_mt.data._store.files.manifest import (
     write_manifest,
 )
 
-__all__ = ["is_unfinished", "newest", "read_version", "save_version"]
+__all__ = [
+    "delete_unfinished",
+    "is_part",
+    "newest",
+    "newest_whole",
+    "number_of",
+    "read_version",
+    "save_version",
+]
 
 Result = TypeVar("Result")
 
@@ -38,15 +47,18 @@ _ABANDONED = 3600.0
 """Seconds without a write after which an unfinished version counts as abandoned."""
 
 
-def save_version(path: Path, write: Callable[[Path], None]) -> None:
+def save_version(path: Path, write: Callable[[Path], None], *, keep: int = 1) -> None:
     """Save a new version in the folder ``path``.
 
-    Several processes and threads may save and read at once. A save deletes the versions before its own,
-    and unfinished ones in which nothing was written for an hour: those of killed writers.
+    Several processes and threads may save and read at once. A save deletes older versions, and
+    unfinished ones in which nothing was written for an hour: those of killed writers. Within a version
+    that is being written (:func:`is_part`), ``path`` gets the files themselves.
 
     Args:
         path: the folder; created if it does not exist.
         write: called with an empty folder to write to. If it fails, nothing has changed.
+        keep: number of versions to keep, the new one included. Versions with a missing or cut file do
+            not count, and are deleted.
 
     Examples:
         >>> import tempfile
@@ -55,6 +67,10 @@ def save_version(path: Path, write: Callable[[Path], None]) -> None:
         >>> read_version(path, lambda folder: (folder / "a.txt").read_text())
         'first'
     """
+    if is_part(path):
+        path.mkdir(parents=True)
+        write(path)
+        return
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
         _flush(path.parent)
@@ -68,7 +84,7 @@ def save_version(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         raise
     _flush(path)
-    _delete_old(path, number)
+    _delete_old(path, number, keep)
 
 
 def read_version(
@@ -102,13 +118,62 @@ def read_version(
 
 def newest(path: Path) -> Path | None:
     """Return the newest version in a folder; None if there is none."""
-    numbers = _numbers(path)
-    return path / f"checkpoint-{max(numbers)}" if numbers else None
+    return next(_newest_first(path), None)
 
 
-def is_unfinished(folder: Path) -> bool:
+def newest_whole(path: Path) -> tuple[Path | None, dict[Path, Exception]]:
+    """Find the newest version of which every file has the hash that it was written with.
+
+    Args:
+        path: the folder that was given to :func:`save_version`; it need not exist.
+
+    Returns:
+        The version, None if there is none, and the damaged ones that are newer, with what is wrong
+        with each.
+    """
+    while True:
+        damaged: dict[Path, Exception] = {}
+        for folder in _newest_first(path):
+            try:
+                _check(folder, verify=True, hashed=True)
+            except (OSError, ValueError) as error:
+                if not folder.exists():
+                    break  # A save has just deleted it: there are newer ones.
+                damaged[folder] = error
+            else:
+                return folder, damaged
+        else:
+            return None, damaged
+
+
+def number_of(version: Path) -> int:
+    """Return the number of a version; later versions have higher ones."""
+    found = _VERSION.fullmatch(version.name)
+    assert found is not None
+    return int(found[1])
+
+
+def is_part(path: Path) -> bool:
+    """Whether a path lies in a version that is being written."""
+    return any(map(_is_unfinished, path.parents))
+
+
+def delete_unfinished(path: Path) -> None:
+    """Delete all unfinished versions in a folder, also those that somebody is still writing."""
+    for each in path.iterdir() if path.is_dir() else ():
+        if _is_unfinished(each):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _is_unfinished(folder: Path) -> bool:
     """Whether a folder is a version that is being written."""
     return _UNFINISHED.fullmatch(folder.name) is not None
+
+
+def _newest_first(path: Path) -> Iterator[Path]:
+    """List the versions in a folder."""
+    for number in sorted(_numbers(path), reverse=True):
+        yield path / f"checkpoint-{number}"
 
 
 def _numbers(path: Path) -> list[int]:
@@ -134,14 +199,17 @@ def _finish(folder: Path) -> None:
     _flush(folder)
 
 
-def _check(folder: Path, verify: bool) -> None:
-    """Refuse a version with a missing or damaged file."""
+def _check(folder: Path, verify: bool, hashed: bool = False) -> None:
+    """Refuse a version with a missing or damaged file; ``hashed``: verify also files hashed beside."""
     files = read_manifest(folder / _FILES)
     for name, (size, _) in files.items():
         check_size(folder / name, size)
     for name, (_, digest) in files.items() if verify else ():
+        file = folder / name
+        if digest is None and hashed:
+            _, digest = read_manifest(file.with_name(HASHES))[file.name]
         if digest is not None:
-            check_hash(folder / name, digest)
+            check_hash(file, digest)
 
 
 def _publish(new: Path) -> int:
@@ -158,12 +226,26 @@ def _publish(new: Path) -> int:
             return number
 
 
-def _delete_old(path: Path, number: int) -> None:
-    """Delete the versions below ``number``, and unfinished ones that were abandoned."""
+def _delete_old(path: Path, number: int, keep: int) -> None:
+    """Delete the versions below the new one, except the last whole ones, and abandoned ones."""
+    for each in _newest_first(path):
+        if number_of(each) < number:
+            if keep > 1 and _is_complete(each):
+                keep -= 1
+            else:
+                shutil.rmtree(each, ignore_errors=True)
     for each in path.iterdir():
-        found = _VERSION.fullmatch(each.name)
-        if int(found[1]) < number if found else is_unfinished(each) and _is_abandoned(each):
+        if _is_unfinished(each) and _is_abandoned(each):
             shutil.rmtree(each, ignore_errors=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether every file of a version is there, with the size that it was written with."""
+    try:
+        _check(folder, verify=False)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from torchrl_mt.objectives.functional.policy.gspo import gspo, gspo_token
 from torchrl_mt.objectives.functional.policy.ppo import ppo
 from torchrl_mt.objectives.functional.policy.reinforce import reinforce
 from torchrl_mt.objectives.functional.policy.sapo import sapo
+from torchrl_mt.objectives.functional.policy.sft import sft
 
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """``(log_prob, old_log_prob, advantage, mask, clip_epsilon) -> (loss, clipped)``, all ``[N, S]``.
@@ -24,8 +25,8 @@ Objective = Callable[..., tuple[Tensor, Tensor]]
 ``clipped`` is int8: -1 where a ratio is below its bounds, 1 above, else 0 (a bool's true counts as
 above). ``clip_epsilon`` is passed by keyword; its default is ``None`` if the objective does not clip.
 An objective with a keyword ``sampler_log_prob`` gets the sampler's log-probabilities; one with a
-keyword ``turns`` gets the turn ids if a sequence is a turn. Bind other hyperparameters with
-``functools.partial``."""
+keyword ``turns`` gets the turn ids if a sequence is a turn. One whose ``advantage`` has a default gets
+``None`` as ``old_log_prob`` and ``advantage``. Bind other hyperparameters with ``functools.partial``."""
 
 OBJECTIVES: dict[str, Objective] = {
     "cispo": cispo,
@@ -36,6 +37,7 @@ OBJECTIVES: dict[str, Objective] = {
     "ppo": ppo,
     "reinforce": reinforce,
     "sapo": sapo,
+    "sft": sft,
 }
 """Objectives by their names in :class:`~torchrl_mt.objectives.MultiTurnLoss`."""
 
@@ -48,6 +50,17 @@ def takes(function: Callable, name: str) -> bool:
         (True, False)
     """
     return name in inspect.signature(function).parameters
+
+
+def compares(objective: Objective) -> bool:
+    """Whether an objective reads old log-probabilities and advantages: ``advantage`` has no default.
+
+    Examples:
+        >>> compares(ppo), compares(sft)
+        (True, False)
+    """
+    third = list(inspect.signature(objective).parameters.values())[2:3]
+    return all(parameter.default is parameter.empty for parameter in third)
 
 
 def clip_bounds(

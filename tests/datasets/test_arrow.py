@@ -1,0 +1,214 @@
+"""Parquet files: what `datasets` reads of them, names, strings, damage."""
+
+from __future__ import annotations
+
+import sys
+
+import datasets
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from tests.tiers import examples
+from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack
+from torchrl_mt.datasets import DatasetError, EpisodeDataset, arrow_columns, open_episodes
+from torchrl_mt.datasets.formats import arrow
+from torchrl_mt.datasets.values import to_json_text
+
+from .episodes import assert_same, random_bits, random_data
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """Keep `datasets` quiet and in its place."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def load(path, tmp_path):
+    return datasets.load_dataset(str(path), cache_dir=str(tmp_path / "cache"), split="train")
+
+
+def turns(*messages):
+    return Objects([list(each) for each in messages])
+
+
+def test_datasets_shows_what_a_person_expects(tmp_path):
+    path = tmp_path / "chats"
+    ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    columns = {
+        ("text",): turns([ask, answer], [ask, call]),
+        ("tokens", "response"): Rows([torch.tensor([5]), torch.tensor([6, 7])]),
+        ("log_probs", "response"): Rows([torch.tensor([-0.5]), torch.tensor([-0.25, -1.0])]),
+        ("next", "reward"): torch.tensor([[0.0], [1.0]]),
+        ("next", "done"): torch.tensor([[False], [True]]),
+        ("image",): torch.arange(12, dtype=torch.uint8).reshape(2, 2, 3),
+        ("crops",): Rows([torch.zeros(1, 2), torch.ones(2, 1)]),
+        ("signal",): torch.tensor([1 + 2j, 3j]),
+        ("observation",): torch.tensor([1, 2]),
+        ("next", "observation"): torch.tensor([2, 3]),
+        ("stop_reason",): Objects(["", "eos"]),
+        ("info",): Objects([{"a": 1}, None]),
+    }
+    with open_episodes(path, format="arrow") as out:
+        out.write_episode(pack(Steps(2, columns), unread=True), {"task": "é"})
+    loaded = load(path, tmp_path)
+    assert loaded[0] == {
+        "length": 2,
+        "metadata": '{"task": "é"}',
+        "messages": [ask, answer, ask, {"role": "assistant", "content": None}],
+        "text": [to_json_text([ask, answer]), to_json_text([ask, call])],
+        "tokens.response": [[5], [6, 7]],
+        "log_probs.response": [[-0.5], [-0.25, -1.0]],
+        "next.reward": [0.0, 1.0],
+        "next.done": [False, True],
+        "image": [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]],
+        "crops": [[0.0, 0.0], [1.0, 1.0]],
+        "crops.shape": [[1, 2], [2, 1]],
+        "signal": [[1.0, 2.0], [0.0, 3.0]],
+        "observation": [1, 2, 3],
+        "stop_reason": ["", "eos"],
+        "info": ['{"a": 1}', "null"],
+    }
+    files = datasets.load_dataset(
+        "parquet", data_files=f"{path}/*/*.parquet", cache_dir=str(tmp_path / "cache")
+    )
+    assert files["train"][0] == loaded[0]
+
+
+@examples(40, few=3)
+@given(st.integers(0, 2**32))
+def test_datasets_reads_every_episode_of_any_schema(tmp_path_factory, seed):
+    tmp_path = tmp_path_factory.mktemp("any")
+    episodes, _ = random_data(seed)
+    with open_episodes(tmp_path / "x", format="arrow") as out:
+        out.write_episodes(episodes)
+    loaded = load(tmp_path / "x", tmp_path)
+    assert loaded["length"][:] == [len(episode) for episode in episodes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_datasets_reads_every_bit(dtype, tmp_path):
+    import random
+
+    values = random_bits(random.Random(0), (1000,), dtype)
+    values[:3] = torch.tensor([-0.0, 0.0, float("nan")])
+    with open_episodes(tmp_path / "x", format="arrow") as out:
+        out.write_episode({"x": values})
+    column = load(tmp_path / "x", tmp_path).with_format("arrow")[:]["x"].combine_chunks()
+    assert column.flatten().to_numpy().tobytes() == values.numpy().tobytes()
+
+
+def test_columns_have_names_of_their_own(tmp_path):
+    episode = TensorDict(
+        {
+            "length": torch.ones(2),
+            "a": {"b": torch.tensor([1, 2])},
+            "a.b": torch.tensor([3, 4]),
+            "A": torch.tensor([5, 6]),
+            "": torch.tensor([7, 8]),
+        },
+        [2],
+    )
+    with open_episodes(tmp_path / "x", format="arrow") as out:
+        out.write_episode(episode)
+    assert_same(EpisodeDataset(tmp_path / "x").episode(0), episode)
+    names = ["length", "metadata", "length_2", "a.b", "a.b_2", "A", "entry"]
+    assert load(tmp_path / "x", tmp_path).column_names == names
+
+
+def check_text(string):
+    stored = arrow_columns._readable(to_json_text(string))
+    assert arrow_columns._json_text(stored) == to_json_text(string)
+    assert stored == string or arrow_columns._is_json(string)
+
+
+@examples(300, few=10)
+@given(st.text() | st.text(alphabet='"[]{}:,0-eNan\\ \n'))
+def test_a_string_is_itself_unless_it_reads_as_something_else(string):
+    check_text(string)
+
+
+def test_odd_strings():
+    for string in ["null", "-0.5", "NaN", '"', '"a"', "[1]", "{}", " 1 ", '"a\nb"', "\ufeff1"]:
+        check_text(string)
+    for string in ["9" * 5000, "[" * 100_000]:
+        check_text(string)
+
+
+def write(path, number):
+    with open_episodes(path, format="arrow", mode="append") as out:
+        for i in range(number):
+            out.write_episode({"x": torch.arange(50) + i, "y": [str(i)] * 50})
+
+
+def test_row_groups_are_read_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow, "_ROW_GROUP", 2000)
+    write(tmp_path / "x", 12)
+    (file,) = (tmp_path / "x").glob("*/*.parquet")
+    from pyarrow import parquet
+
+    assert parquet.ParquetFile(file).num_row_groups == 4
+    dataset = EpisodeDataset(tmp_path / "x")
+    for i in (5, 0, 11, 4, 3):
+        assert dataset.episode(i)["x"].tolist() == list(range(i, i + 50))
+        assert dataset.episode(i)["y"] == [str(i)] * 50
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "deleted", "zeros"])
+def test_the_other_episodes_of_a_damaged_file_are_readable(damage, tmp_path):
+    path = tmp_path / "x"
+    for _ in range(3):
+        write(path, 2)
+    file = sorted(path.glob("*/*.parquet"))[1]
+    content = file.read_bytes()
+    if damage == "truncated":
+        file.write_bytes(content[:-20])
+    elif damage == "text":
+        file.write_text("no Parquet")
+    elif damage == "zeros":
+        file.write_bytes(content[:8] + bytes(len(content) // 2) + content[8 + len(content) // 2 :])
+    else:
+        file.unlink()
+    dataset = EpisodeDataset(path)
+    names = "lacks the file" if damage == "deleted" else file.name
+    for i in range(6):
+        if i in (2, 3):
+            with pytest.raises(DatasetError, match=rf"(?s)episode {i} of .*{names}"):
+                dataset.episode(i)
+        else:
+            assert dataset.episode(i)["x"][0].item() == i % 2
+    assert len(list(dataset.episodes(skip_unreadable=True))) == 4
+
+
+def test_too_much_for_one_episode_is_refused_by_name(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    tokens = [[1, 2], [3]]
+    with open_episodes(path, format="arrow") as out:
+        out.write_episode({"tokens": tokens, "x": [1, 2]})
+        monkeypatch.setattr(arrow_columns, "_MOST_VALUES", 5)
+        with pytest.raises(
+            ValueError, match=r"'tokens' has 6 values .* takes 5: use format='hdf5'"
+        ):
+            out.write_episode({"tokens": [[1, 2, 3], [4, 5, 6]], "x": [1, 2]})
+        out.write_episode({"tokens": tokens, "x": [3, 4]})
+    dataset = EpisodeDataset(path)
+    assert [episode["x"].tolist() for episode in dataset.episodes()] == [[1, 2], [3, 4]]
+
+
+def test_what_is_read_may_be_changed(tmp_path):
+    write(tmp_path / "x", 1)
+    dataset = EpisodeDataset(tmp_path / "x")
+    dataset.episode(0)["x"].zero_()
+    assert dataset.episode(0)["x"].tolist() == [*range(50)]
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[arrow\]'"):
+        open_episodes(tmp_path / "x", format="arrow")
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,477 @@
+"""Conversations of every usual form become the rows that a played episode of them would be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch.utils.data import DataLoader
+from torchrl.objectives.llm.sft import SFTLoss
+
+from tests.chat.families import QWEN25 as QWEN_TOOLS
+from tests.chat.templates import CHATML, QWEN3, byte_level, sentence_piece
+from tests.collectors.scripted import ScriptedEngine
+from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.datasets import ConversationDataset, to_hf_dataset
+from torchrl_mt.envs import GuessNumber
+from torchrl_mt.objectives import MultiTurnLoss
+from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
+from torchrl_mt.transforms import MergeTurns
+
+datasets = pytest.importorskip("datasets")
+
+WORDS = ["guess", "to", "higher", "lower", "correct", *map(str, range(1, 17))]
+TALK = [("user", "guess"), ("assistant", "8"), ("user", "lower"), ("assistant", "4")]
+MESSAGES = [{"role": role, "content": content} for role, content in TALK]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_chat_tokenizer(WORDS, extra_roles=["system", "tool"])
+
+
+@pytest.fixture(scope="module")
+def chatml():
+    return CHATML.on(byte_level())
+
+
+def trained(row, tokenizer):
+    """The text that is trained."""
+    return tokenizer.decode(row["tokens", "full"][row["masks", "all_assistant_mask"]])
+
+
+def assert_same(a, b):
+    assert set(a.keys(True, True)) == set(b.keys(True, True))
+    assert (a == b).all()
+
+
+def test_a_row_has_the_keys_of_merged_turns(tokenizer):
+    row = ConversationDataset([{"messages": MESSAGES}], tokenizer)[0]
+    assert tokenizer.decode(row["tokens", "full"]) == (
+        "<user> guess <end> <assistant> 8 <end> <user> lower <end> <assistant> 4 <end>"
+    )
+    assert trained(row, tokenizer) == "8 <end> 4 <end>"
+    assert row["turns", "full"].tolist() == [0] * 6 + [1] * 6
+    assert not row["log_probs", "full"].any()
+    assert not row["rewards", "full"].any()
+    assert (row["versions", "full"] == -1).all()
+    assert row["masks", "all_attention_mask"].all()
+
+
+def test_rows_are_those_of_a_played_game(tokenizer):
+    guesses = iter(["8", "4", "6", "5", "3", "8", "12", "10"])
+
+    def answer(prompt):
+        return tokenizer(next(guesses) + "<end>")["input_ids"]
+
+    engine = ScriptedEngine(tokenizer, answer)
+    collector = MultiTurnCollector(
+        *(GuessNumber(16, 5), engine, [{"number": 7}, {"number": 10}]),
+        episodes_per_batch=2,
+        total_episodes=2,
+        max_concurrency=1,
+    )
+    (batch,) = collector
+    collector.shutdown()
+    played = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
+    talks = to_hf_dataset(batch)
+    # The game's last word is behind the last answer, where an episode's row ends.
+    source = [{"messages": talk["messages"][:-1]} for talk in talks]
+    dataset = ConversationDataset(source, tokenizer)
+    rows = dataset.collate(list(dataset))
+    for key in ("tokens", "masks", "turns"):
+        assert_same(rows[key], played[key])
+    # All of MergeTurns' entries but the engine's settings.
+    assert set(rows.keys(True, True)) == set(played.exclude("sampling").keys(True, True))
+    whole = ConversationDataset(talks, tokenizer)
+    size = int(rows["masks", "all_attention_mask"][0].sum())
+    assert torch.equal(whole[0]["tokens", "full"][:size], rows["tokens", "full"][0, :size])
+    assert not whole[0]["masks", "all_assistant_mask"][size:].any()
+
+
+SHARE_GPT = [{"from": {"user": "human"}.get(r, "gpt"), "value": c} for r, c in TALK]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": MESSAGES, "tools": None, "note": 1},
+        {"conversations": SHARE_GPT},
+        {"conversations": MESSAGES},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+        {"prompt": [], "completion": MESSAGES},
+        {"messages": [{**message, "weight": 1, "train": True} for message in MESSAGES]},
+        {"messages": [{**message, "name": None, "tool_calls": None} for message in MESSAGES]},
+        {"messages": [{"role": r, "content": [{"type": "text", "text": c}]} for r, c in TALK]},
+    ],
+)
+def test_the_usual_forms_are_the_same_row(tokenizer, row):
+    expected = ConversationDataset([{"messages": MESSAGES}], tokenizer)[0]
+    assert_same(ConversationDataset([row], tokenizer)[0], expected)
+
+
+def test_a_systems_text_may_be_a_column(tokenizer):
+    rules = {"role": "system", "content": "higher"}
+    expected = ConversationDataset([{"messages": [rules, *MESSAGES]}], tokenizer)[0]
+    row = {"system": "higher", "conversations": SHARE_GPT}
+    assert_same(ConversationDataset([row], tokenizer)[0], expected)
+
+
+def test_share_gpts_calls_are_tool_calls():
+    tokenizer = QWEN_TOOLS.on(byte_level())
+    call = {"name": "look", "arguments": {"q": "a"}}
+    share_gpt = [
+        {"from": "human", "value": "a?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "b"},
+        {"from": "gpt", "value": "c"},
+    ]
+    messages = [
+        {"role": "user", "content": "a?"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": call}],
+            "content": "",
+        },
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    rows = ConversationDataset(
+        [
+            {"conversations": share_gpt, "tools": json.dumps(tools)},
+            {"messages": messages, "tools": tools},
+        ],
+        tokenizer,
+    )
+    assert torch.equal(rows[0]["tokens", "full"], rows[1]["tokens", "full"])
+    expected = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+    assert rows[1]["tokens", "full"].tolist() == expected
+    assert (
+        trained(rows[0], tokenizer)
+        == trained(rows[1], tokenizer)
+        == (
+            '<tool_call>\n{"name": "look", "arguments": {"q": "a"}}\n</tool_call><|im_end|>c<|im_end|>'
+        )
+    )
+
+
+def test_messages_may_be_left_out_or_weighted(tokenizer):
+    first, last = MESSAGES[1], MESSAGES[3]
+    for left_out in ({"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}):
+        messages = [MESSAGES[0], {**first, **left_out}, MESSAGES[2], last]
+        row = ConversationDataset([{"messages": messages}], tokenizer)[0]
+        assert trained(row, tokenizer) == "4 <end>"
+        assert row["turns", "full"].max() == 1
+        assert "weights" not in row
+    prompt = ConversationDataset([{"prompt": MESSAGES[:3], "completion": [last]}], tokenizer)[0]
+    assert_same(row, prompt)
+    weighted = [MESSAGES[0], {**first, "weight": 0.5}, MESSAGES[2], last]
+    dataset = ConversationDataset([{"messages": weighted}, {"messages": MESSAGES}], tokenizer)
+    rows = dataset.collate([dataset[0], dataset[1]])
+    mask = rows["masks", "all_assistant_mask"]
+    assert rows["weights", "full"][mask].tolist() == [0.5, 0.5, 1, 1, 1, 1, 1, 1]
+
+
+def test_text_goes_on_from_a_prompt(chatml):
+    rows = ConversationDataset([{"prompt": "the answer", "completion": " é is"}], chatml)
+    assert trained(rows[0], chatml) == " é is<|im_end|>"
+    assert chatml.decode(rows[0]["tokens", "full"]) == "the answer é is<|im_end|>"
+    llama = CHATML.on(sentence_piece())
+    row = ConversationDataset([{"prompt": "", "completion": "a"}], llama)[0]
+    assert row["masks", "all_assistant_mask"].all()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    side=st.sampled_from(["left", "right"]),
+)
+def test_collate_pads_on_the_right(lengths, side):
+    tokenizer = tiny_chat_tokenizer(WORDS)
+    tokenizer.padding_side = side
+    dataset = ConversationDataset([{"messages": MESSAGES[: 2 * n]} for n in lengths], tokenizer)
+    rows = dataset.collate(list(dataset))
+    assert rows.batch_size == (len(lengths),)
+    for n, row in enumerate(dataset):
+        size = len(row["tokens", "full"])
+        cut = rows[n].clone()
+        for key in row.keys(True, True):
+            cut[key] = cut[key][:size] if row[key].ndim else cut[key]
+        assert_same(cut, row)
+        here = rows["masks", "all_attention_mask"][n]
+        assert here.sum() == size
+        assert (rows["tokens", "full"][n, size:] == tokenizer.pad_token_id).all()
+        assert (rows["turns", "full"][n, size:] == -1).all()
+
+
+def test_a_long_conversation_is_cut_and_one_without_trained_tokens_is_named(tokenizer, caplog):
+    whole = ConversationDataset([{"messages": MESSAGES}], tokenizer)[0]
+    rows = [{"messages": MESSAGES}, {"messages": [MESSAGES[0]]}, {"messages": MESSAGES}]
+    for length in range(1, 13):
+        row = ConversationDataset(rows, tokenizer, max_length=length)[0]
+        assert torch.equal(row["tokens", "full"], whole["tokens", "full"][:length])
+        mask = whole["masks", "all_assistant_mask"][:length]
+        assert torch.equal(row["masks", "all_assistant_mask"], mask)
+    caplog.clear()
+    dataset = ConversationDataset(rows, tokenizer, max_length=4)
+    for _ in range(2):
+        for row in dataset:
+            assert not row["masks", "all_assistant_mask"].any()
+    assert [record.getMessage() for record in caplog.records] == [
+        "conversation 0 has no trained token: its answers lie behind max_length=4 (1 so far). Drop it "
+        "from the data set.",
+        "conversation 1 has no trained token: it has no answer with a weight above 0 in the template's "
+        "rendering (2 so far). Drop it from the data set.",
+        "conversation 2 has no trained token: its answers lie behind max_length=4 (3 so far). Drop it "
+        "from the data set.",
+    ]
+
+
+def test_what_the_template_drops_is_said_once(caplog):
+    answer = {"role": "assistant", "content": "b", "reasoning_content": "x"}
+    messages = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "c"}, answer]
+    dataset = ConversationDataset([{"messages": messages}] * 2, QWEN3.on(byte_level()))
+    assert len(list(dataset)) == 2
+    (record,) = caplog.records
+    assert "drops a part of message 1 of conversation 0" in record.getMessage()
+    assert "template='training'" in record.getMessage()
+
+
+def test_names_of_special_tokens_in_answers_are_said_once(chatml, caplog):
+    answer = {"role": "assistant", "content": "b<|im_end|>"}
+    dataset = ConversationDataset([{"prompt": MESSAGES[:1], "completion": [answer]}] * 2, chatml)
+    assert len(list(dataset)) == 2
+    (record,) = caplog.records
+    assert "message 1 of conversation 0 names a special token" in record.getMessage()
+
+
+# Sources.
+
+
+@pytest.fixture
+def talks():
+    call = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "r", "tool_call_id": "c1"}
+    asked = {"role": "user", "content": "q"}
+    return [
+        {"messages": [asked, {"role": "assistant", "content": "a"}]},
+        {"messages": [asked, said, result, {"role": "assistant", "content": "b"}]},
+    ]
+
+
+def test_files_are_read_as_lists_are(tmp_path, talks):
+    tokenizer = QWEN_TOOLS.on(byte_level())
+    expected = list(ConversationDataset(talks, tokenizer))
+    lines, array, table = tmp_path / "a.jsonl", tmp_path / "a.json", tmp_path / "a.parquet"
+    lines.write_text("\n\n".join(json.dumps(talk, ensure_ascii=False) for talk in talks) + "\n")
+    array.write_text(json.dumps(talks))
+    hugging_face = datasets.Dataset.from_list(talks)
+    assert hugging_face[0]["messages"][0]["tool_calls"] is None  # Arrow fills in.
+    hugging_face.to_parquet(table)
+    hugging_face.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "parts").mkdir()
+    hugging_face.to_parquet(tmp_path / "parts" / "0.parquet")
+    sources = [lines, str(array), table, tmp_path / "saved", tmp_path / "parts", hugging_face]
+    sources += [iter(talks), tuple(talks)]
+    for source in sources:
+        dataset = ConversationDataset(source, tokenizer)
+        assert len(dataset) == 2
+        for row, other in zip(dataset, expected, strict=True):
+            assert_same(row, other)
+
+
+def test_arrows_fill_in_is_no_argument(talks):
+    """Calls of two tools share the keys of their arguments in an Arrow table."""
+    call = {"type": "function", "id": "c2", "function": {"name": "g", "arguments": {"y": 2}}}
+    talks[0]["messages"][1] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tokenizer = QWEN_TOOLS.on(byte_level())
+    table = datasets.Dataset.from_list(talks)
+    arguments = table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"x": None, "y": 2}
+    for row, other in zip(
+        ConversationDataset(table, tokenizer), ConversationDataset(talks, tokenizer), strict=True
+    ):
+        assert_same(row, other)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "match"),
+    [
+        ("nowhere.jsonl", FileNotFoundError, "source must be a file or a folder"),
+        (3, TypeError, "source must be a datasets.Dataset, an iterable of rows or a path, got int"),
+        ({"train": []}, TypeError, r"choose a split, such as source\['train'\]"),
+        (__file__, ValueError, "source must be a .jsonl, .json or .parquet file"),
+    ],
+)
+def test_other_sources_are_refused(tokenizer, source, error, match):
+    with pytest.raises(error, match=match):
+        ConversationDataset(source, tokenizer)
+
+
+GOOD = {"messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "match"),
+    [
+        ([], TypeError, "a row must be a mapping with 'messages'"),
+        ({"text": "a"}, ValueError, r"got the keys \['text'\]"),
+        ({"prompt": "a", "completion": MESSAGES}, TypeError, "'prompt' must be a list of messages"),
+        ({"messages": []}, ValueError, "must have at least one message"),
+        ({"messages": "a"}, TypeError, "'messages' must be a list of messages, got str"),
+        ({"messages": [MESSAGES[0], 3]}, TypeError, "message 1 must be a mapping, got int"),
+        ({"messages": [{"content": "a"}]}, TypeError, "message 0 must have its author"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            TypeError,
+            "message 0 .user. must have text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            *(ValueError, "message 0 .user. must have text alone.*'image'"),
+        ),
+        ({"messages": [{"role": "assistant"}]}, ValueError, "message 0 .assistant. must have a"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]},
+            *(TypeError, "message 0 must have mappings with a 'function'"),
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "8", "weight": -1}]},
+            *(ValueError, "message 0 must have a finite 'weight' of at least 0, got -1"),
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "8", "train": "no"}]},
+            *(TypeError, "message 0 must have true or false as 'train', got 'no'"),
+        ),
+        ({**GOOD, "tools": "{"}, ValueError, "'tools' must be JSON if it is text"),
+        ({**GOOD, "tools": [3]}, TypeError, "'tools' must be a list of mappings, got int"),
+        (
+            {"messages": [MESSAGES[0], {"role": "judge", "content": "8"}]},
+            *(ValueError, "refuses message 1 of 2 .role 'judge'"),
+        ),
+        ({"messages": [{"role": "user", "content": "moon"}]}, ValueError, "the word 'moon'"),
+    ],
+)
+def test_errors_name_the_conversation_and_the_message(tokenizer, row, error, match):
+    dataset = ConversationDataset([GOOD, row], tokenizer)
+    assert len(dataset[0]["tokens", "full"]) == 12
+    with pytest.raises(error, match=f"^conversation 1: .*{match}"):
+        dataset[1]
+
+
+def test_a_broken_line_is_named(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n{torn\n")
+    dataset = ConversationDataset(path, tokenizer)
+    assert len(dataset[0]["tokens", "full"]) == 12
+    with pytest.raises(ValueError, match=r"conversation 1: a line of .*a\.jsonl must be JSON"):
+        dataset[1]
+
+
+def test_indices_and_arguments_are_checked(tokenizer):
+    dataset = ConversationDataset([GOOD], tokenizer)
+    assert_same(dataset[-1], dataset[0])
+    for index in (1, -2):
+        with pytest.raises(IndexError, match="index must be below 1, the conversations"):
+            dataset[index]
+    with pytest.raises(ValueError, match="max_length must be"):
+        ConversationDataset([GOOD], tokenizer, max_length=0)
+    with pytest.raises(ValueError, match="tokenizer must be a fast one"):
+        ConversationDataset([GOOD], object())
+
+
+# Into training.
+
+
+def test_a_loader_gives_each_conversation_once_an_epoch(tokenizer):
+    dataset = ConversationDataset(
+        [{"messages": MESSAGES[: 2 + 2 * (n % 2)]} for n in range(10)], tokenizer
+    )
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=dataset.collate)
+    for _ in range(2):
+        batches = list(loader)
+        assert [len(rows) for rows in batches] == [4, 4, 2]
+        assert sorted(n for rows in batches for n in rows["episode"].tolist()) == list(range(10))
+
+
+def test_a_data_set_is_pickled(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n")
+    for source in (path, [GOOD], datasets.Dataset.from_list([GOOD])):
+        dataset = ConversationDataset(source, tokenizer)
+        expected = dataset[0]
+        assert_same(pickle.loads(pickle.dumps(dataset))[0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_give_what_the_process_itself_gives(tokenizer, tmp_path, context):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"messages": MESSAGES[: 2 + 2 * (n % 2)]}) + "\n" for n in range(9))
+    )
+    dataset = ConversationDataset(path, tokenizer)
+    loader = DataLoader(
+        dataset, 4, collate_fn=dataset.collate, num_workers=2, multiprocessing_context=context
+    )
+    for rows, other in zip(loader, DataLoader(dataset, 4, collate_fn=dataset.collate), strict=True):
+        assert_same(rows, other)
+
+
+def test_a_model_learns_the_answers_alone():
+    model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
+    dataset = ConversationDataset([GOOD], tokenizer)
+    rows = dataset.collate([dataset[0]])
+    loss = MultiTurnLoss(model, objective="sft")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(25):
+        value = loss(rows)["loss_objective"]
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert value < 0.1
+    prompt = tokenizer.apply_chat_template(
+        MESSAGES[:3], add_generation_prompt=True, return_dict=False
+    )
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(out[0, len(prompt) :]) == "4 <end>"
+
+
+def test_the_hosts_loss_takes_the_rows():
+    """TorchRL's SFTLoss reads the same masks; its mean over rows of means is ``seq_mean_token_mean``."""
+    model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
+    dataset = ConversationDataset([GOOD, {"messages": MESSAGES[:2]}], tokenizer)
+    rows = dataset.collate(list(dataset))
+
+    def log_probs(tokens):
+        found = model(input_ids=tokens).logits.log_softmax(-1)[:, :-1]
+        found = found.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        return torch.nn.functional.pad(found, (1, 0))
+
+    actor = TensorDictModule(log_probs, [("tokens", "full")], [("log_probs", "full")])
+    host = SFTLoss(actor, tokenizer)
+    host.set_keys(history=("tokens", "full"))
+    ours = MultiTurnLoss(model, objective="sft", aggregation="seq_mean_token_mean")
+    torch.testing.assert_close(host(rows).loss_sft, ours(rows)["loss_objective"])
+
+
+def test_rows_join_those_of_played_episodes(tokenizer):
+    dataset = ConversationDataset([GOOD], tokenizer)
+    rows = dataset.collate([dataset[0]])
+    both = torch.cat([rows, rows])
+    assert isinstance(both, TensorDict)
+    assert both["tokens", "full"].shape == (2, 12)
+
+
+def test_nothing_is_said_about_ordinary_conversations(tokenizer, caplog):
+    with caplog.at_level(logging.INFO, "torchrl_mt"):
+        list(ConversationDataset([GOOD], tokenizer))
+    assert not caplog.records

@@ -1,0 +1,78 @@
+"""Names of files: clear to a person, and safe on every file system."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiers import examples
+from torchrl_mt.datasets import EpisodeDataset, open_episodes
+from torchrl_mt.datasets.formats.entry_files import entry_name
+
+SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]*[A-Za-z0-9_-]|[a-z0-9_]")
+DEVICES = {
+    "con",
+    "prn",
+    "aux",
+    "nul",
+    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+}
+SUFFIXES = ["", ".npy", ".jsonl", ".mp4"]
+NASTY = ["..", ".", "/", "a/b", "a", "A", "a.b", "b", "npy", "a.npy", "mp4", "con", "NUL", "aux.x"]
+NASTY += [
+    "é",
+    "e\u0301",
+    "ß",
+    "ss",
+    "a ",
+    "a.",
+    " ",
+    "\n",
+    "\x00",
+    "~",
+    "-a",
+    "_",
+    "a~b",
+    "x" * 300,
+]
+NASTY += ["\\", "C:", "a*", "ı", "I", "K", "k", "観測", "a_b", "a__b"]
+PARTS = st.sampled_from(NASTY) | st.text(st.characters(), max_size=5)
+KEYS = st.lists(PARTS, min_size=1, max_size=4).map(tuple)
+
+
+def test_plain_keys_are_the_names():
+    assert entry_name(("observation",)) == "observation"
+    assert entry_name(("next", "agent_0", "top-camera")) == "next.agent_0.top-camera"
+
+
+@examples(500, few=30)
+@given(st.sets(KEYS, min_size=2, max_size=30))
+def test_names_are_safe_and_differ_wherever_case_or_accents_do_not_count(keys):
+    files = set()
+    for key in keys:
+        name = entry_name(key)
+        assert SAFE.fullmatch(name)
+        assert len(name) <= 100
+        assert name.split(".")[0].lower() not in DEVICES
+        files |= {unicodedata.normalize("NFKD", name + suffix).casefold() for suffix in SUFFIXES}
+    assert len(files) == len(keys) * len(SUFFIXES)
+
+
+def test_any_key_is_written_into_the_folder_of_its_episode_and_read_back(tmp_path):
+    keys = [("x", part) for part in NASTY] + [("..", "..", "escaped")]
+    written = {key: torch.full((2,), i) for i, key in enumerate(keys)}
+    path = tmp_path / "deep" / "er" / "set"
+    with open_episodes(path) as out:
+        out.write_episode(written)
+    episode = EpisodeDataset(path).episode(0)
+    assert {key: episode[key].tolist() for key in keys} == {
+        k: v.tolist() for k, v in written.items()
+    }
+    (folder,) = path.glob("data-*/chunk-000/episode-000000")
+    files = [file for file in tmp_path.rglob("*.npy") if file.is_file()]
+    assert len(files) == len(keys)
+    assert {file.parent for file in files} == {folder}

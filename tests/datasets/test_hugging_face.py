@@ -1,0 +1,256 @@
+"""Episodes leave as a Hugging Face data set that says all of them, and come back as conversations."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torchrl.data import ReplayBuffer
+
+from tests.chat.families import QWEN25
+from tests.chat.templates import byte_level
+from tests.collectors.scripted import ScriptedEngine
+from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import (
+    ConversationDataset,
+    EpisodeDataset,
+    episode_writer,
+    save_episodes,
+    to_hf_dataset,
+)
+from torchrl_mt.envs import GuessNumber, ToolEnv
+from torchrl_mt.testing import tiny_chat_tokenizer
+
+datasets = pytest.importorskip("datasets")
+
+NUMBERS = [7, 10, 3]
+GUESSES = ["8", "4", "7", "10", "1", "2", "3"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_chat_tokenizer(
+        ["guess", "to", "higher", "lower", "correct", *map(str, range(1, 17))]
+    )
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    """Three games of the same player, as the collector yields them."""
+    left = iter(GUESSES)
+    engine = ScriptedEngine(tokenizer, lambda prompt: tokenizer(next(left) + "<end>")["input_ids"])
+    with MultiTurnCollector(
+        *(GuessNumber(16, 5), engine, [{"number": n} for n in NUMBERS]),
+        episodes_per_batch=3,
+        total_episodes=3,
+        max_concurrency=1,
+    ) as collector:
+        (batch,) = collector
+    return batch
+
+
+def stored(batch):
+    storage = EpisodeStorage(100)
+    ReplayBuffer(storage=storage, writer=EpisodeWriter()).extend(batch)
+    return storage
+
+
+def split(batch):
+    ends = batch["next", "done"].flatten().nonzero().flatten().tolist()
+    return [
+        batch[a:b] for a, b in zip([0, *(e + 1 for e in ends)], (e + 1 for e in ends), strict=False)
+    ]
+
+
+def test_a_row_is_an_episode(batch, tokenizer):
+    table = to_hf_dataset(batch)
+    assert isinstance(table, datasets.Dataset)
+    assert table.num_rows == 3
+    rows = [dict(row) for row in table]
+    assert [row["num_turns"] for row in rows] == [3, 1, 3]
+    assert [row["reward"] for row in rows] == [1.0, 1.0, 1.0]
+    assert rows[0]["rewards"] == [0.0, 0.0, 1.0]
+    assert {row["stop_reason"] for row in rows} == {"done"}
+    assert [row["group"] for row in rows] == batch["group"].unique().tolist()
+    assert [row["episode"] for row in rows] == batch["collector", "traj_ids"].unique().tolist()
+    assert rows[1]["messages"] == [
+        {"role": "user", "content": "guess 1 to 16"},
+        {"role": "assistant", "content": "10"},
+        {"role": "user", "content": "correct"},
+    ]
+    first = split(batch)[0]
+    for name, key in (
+        ("prompt_ids", ("tokens", "prompt")),
+        ("response_ids", ("tokens", "response")),
+        ("versions", ("versions", "response")),
+        ("log_probs", ("log_probs", "response")),
+    ):
+        assert rows[0][name] == [value.tolist() for value in first.get(key, as_list=True)]
+
+
+def test_all_that_has_episodes_is_the_same_table(batch):
+    expected = to_hf_dataset(batch).to_list()
+    for episodes in (
+        [batch],
+        split(batch),
+        iter(split(batch)),
+        stored(batch),
+        stored(batch).episodes(),
+    ):
+        assert to_hf_dataset(episodes).to_list() == expected
+
+
+def test_it_becomes_rows_and_survives_a_file(batch, tokenizer, tmp_path):
+    table = to_hf_dataset(batch)
+    table.to_parquet(tmp_path / "games.parquet")
+    loaded = datasets.load_dataset(
+        "parquet",
+        data_files=str(tmp_path / "games.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert loaded.to_list() == table.to_list()
+    for source in (table, loaded, tmp_path / "games.parquet"):
+        dataset = ConversationDataset(source, tokenizer)
+        rows = dataset.collate(list(dataset))
+        said = rows["tokens", "full"][rows["masks", "all_assistant_mask"]]
+        assert tokenizer.decode(said) == " ".join(f"{guess} <end>" for guess in GUESSES)
+
+
+@pytest.mark.parametrize(("name", "format"), [("games.jsonl", "jsonl"), ("games", "arrow")])
+def test_episodes_on_disk_are_conversations_too(batch, tokenizer, tmp_path, name, format):
+    save_episodes(stored(batch), tmp_path / name, format=format)
+    expected = ConversationDataset(to_hf_dataset(batch), tokenizer)
+    for source in (tmp_path / name, to_hf_dataset(EpisodeDataset(tmp_path / name))):
+        for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
+            assert torch.equal(row["tokens", "full"], other["tokens", "full"])
+
+
+def test_tool_calls_are_kept_exactly():
+    """Two tools with arguments of other names and types, and a null that means something."""
+    tokenizer = QWEN25.on(byte_level())
+    calls = [
+        {"name": "look", "arguments": {"q": None}},
+        {"name": "find", "arguments": {"n": [1, "a"]}},
+    ]
+    said = [f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>" for call in calls]
+    left = iter([said[0], "yes<|im_end|>", said[1], "no<|im_end|>"])
+
+    def look(q: str | None) -> str:
+        """Look.
+
+        Args:
+            q: What.
+        """
+        return "here"
+
+    def find(n: list) -> str:
+        """Find.
+
+        Args:
+            n: What.
+        """
+        return "there"
+
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    engine = ScriptedEngine(
+        tokenizer,
+        lambda prompt: tokenizer(next(left), add_special_tokens=False)["input_ids"],
+        (stop,),
+    )
+    data = [{"messages": [{"role": "user", "content": "a"}]}] * 2
+    with MultiTurnCollector(
+        lambda: ToolEnv([look, find], reward=lambda messages, data: 1.0),
+        *(engine, data),
+        episodes_per_batch=2,
+        total_episodes=2,
+        max_concurrency=1,
+    ) as collector:
+        (batch,) = collector
+    table = to_hf_dataset(batch)
+    for row, call in zip(table, calls, strict=True):
+        answer = next(message for message in row["messages"] if message["tool_calls"])
+        (function,) = (each["function"] for each in answer["tool_calls"])
+        if not hasattr(datasets, "Json"):
+            function["arguments"] = json.loads(function["arguments"])
+        assert function == call
+    dataset = ConversationDataset(table, tokenizer)
+    for row, text in zip(
+        dataset, (said[0] + "yes<|im_end|>", said[1] + "no<|im_end|>"), strict=True
+    ):
+        assert tokenizer.decode(row["tokens", "full"][row["masks", "all_assistant_mask"]]) == text
+
+
+@pytest.mark.parametrize("has_json", [True, False])
+def test_tools_of_the_metadata_are_kept(batch, has_json, monkeypatch):
+    if not has_json:
+        monkeypatch.delattr(datasets, "Json", raising=False)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    storage = EpisodeStorage(100)
+    with episode_writer(storage) as out:
+        for k, game in enumerate(split(batch)):
+            out.write_episode(game, {"tools": tools} if k else {})
+    table = to_hf_dataset(storage)
+    if has_json and hasattr(datasets, "Json"):
+        assert table[1]["tools"] == tools
+    tokenizer = QWEN25.on(byte_level())
+    rows = [
+        tokenizer.decode(row["tokens", "full"]) for row in ConversationDataset(table, tokenizer)
+    ]
+    assert ["# Tools" in row for row in rows] == [False, True, True]
+
+
+def test_older_releases_get_arguments_as_text(monkeypatch):
+    monkeypatch.delattr(datasets, "Json", raising=False)
+    call = {"type": "function", "id": "a", "function": {"name": "look", "arguments": {"q": 1}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call], "parts": [1]}]
+    row = to_hf_dataset([episode(messages)])[0]["messages"][0]
+    assert row["tool_calls"][0]["function"]["arguments"] == '{"q": 1}'
+    assert row["parts"] == "[1]"
+    assert call["function"]["arguments"] == {"q": 1}  # The episode is as it was.
+
+
+def episode(messages, *, steps=1):
+    ends = torch.zeros(steps, 1, dtype=torch.bool)
+    ends[-1] = True
+    next = TensorDict({"reward": torch.ones(steps, 1), "done": ends}, [steps])
+    return TensorDict({"text": NonTensorStack(*[messages] * steps), "next": next}, [steps])
+
+
+def test_plain_episodes_have_what_they_have():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    table = to_hf_dataset([episode(talk, steps=2), episode(talk)])
+    names = ["messages", "reward", "rewards", "num_turns", "stop_reason", "episode", "group"]
+    assert table.column_names == names
+    assert table["stop_reason"][0] is None
+    assert list(table["episode"]) == list(table["group"]) == [0, 1]
+    assert table[0]["messages"] == talk * 2
+    assert to_hf_dataset([]).column_names == names
+
+
+@pytest.mark.parametrize(
+    ("episodes", "error", "match"),
+    [
+        (3, TypeError, "episodes must be TED TensorDicts or something with episodes"),
+        ([3], TypeError, r"episode 0 must be a TED TensorDict of shape \[T\], got int"),
+        ([TensorDict({}, [])], TypeError, r"episode 0 must be .* of shape \[\]"),
+        ([TensorDict({"a": torch.zeros(2)}, [2])], ValueError, "episode 0 must have messages"),
+    ],
+)
+def test_what_is_no_episode_is_refused(episodes, error, match):
+    with pytest.raises(error, match=match):
+        to_hf_dataset(episodes)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path, tokenizer):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # Its import fails.
+    (tmp_path / "a.parquet").touch()
+    for use in (to_hf_dataset, lambda _: ConversationDataset(tmp_path / "a.parquet", tokenizer)):
+        with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[arrow\]'"):
+            use([])
+    talk = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "8"}]
+    assert len(ConversationDataset([{"messages": talk}], tokenizer)) == 1

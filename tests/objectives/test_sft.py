@@ -1,0 +1,153 @@
+"""The objective sft is the cross-entropy of the trained tokens, however rows are cut or packed."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from tests.objectives.conftest import make_model, make_rows
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+
+READ = ("tokens", "masks", "group")
+"""All that a supervised row needs, and what the other aggregations read."""
+MODEL = make_model()
+
+
+def supervised(seed, **options):
+    """Rows without log-probabilities, rewards and advantages; some have weights."""
+    rows = make_rows(seed, **options).select(*READ)
+    if seed % 2:
+        g = torch.Generator().manual_seed(seed)
+        rows["weights", "full"] = 2 * torch.rand(rows["tokens", "full"].shape, generator=g)
+    return rows
+
+
+def reference(model, rows):
+    """Token by token: -log pi times the weight, over the number of tokens."""
+    total, number = 0.0, 0
+    weights = rows.get(("weights", "full"), torch.ones(rows["tokens", "full"].shape))
+    for n, row in enumerate(rows):
+        attended = row["masks", "all_attention_mask"].nonzero().flatten().tolist()
+        tokens = row["tokens", "full"][attended]
+        logits = model(input_ids=tokens[None]).logits[0]
+        for k, place in enumerate(attended):
+            if k and row["masks", "all_assistant_mask"][place]:
+                total = total + weights[n, place] * cross_entropy(logits[k - 1], tokens[k])
+                number += 1
+    return total / max(number, 1)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@given(seed=st.integers(0, 999), suffix=st.booleans(), packed=st.booleans())
+def test_value_and_gradient_are_the_references(seed, suffix, packed):
+    rows = supervised(seed, n=3, s=8, suffix_padding=suffix or packed)
+    loss = MultiTurnLoss(MODEL, objective="sft", packed=packed)(rows)["loss_objective"]
+    expected = reference(MODEL, rows)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    got = gradients(MODEL, loss)
+    torch.testing.assert_close(got, gradients(MODEL, expected), atol=1e-5, rtol=1e-4)
+
+
+def test_it_is_the_models_own_loss_of_labels():
+    rows = supervised(0)
+    masks, tokens = rows["masks"], rows["tokens", "full"]
+    labels = torch.where(masks["all_assistant_mask"], tokens, -100)
+    own = MODEL(
+        input_ids=tokens, attention_mask=masks["all_attention_mask"].long(), labels=labels
+    ).loss
+    loss = MultiTurnLoss(MODEL, objective="sft")(rows)["loss_objective"]
+    torch.testing.assert_close(loss, own)
+    torch.testing.assert_close(gradients(MODEL, loss), gradients(MODEL, own), atol=1e-6, rtol=1e-4)
+
+
+@given(seed=st.integers(0, 999), size=st.integers(1, 4))
+def test_shards_sum_to_the_whole(seed, size):
+    rows = supervised(seed, n=5)
+    loss = MultiTurnLoss(MODEL, objective="sft")
+    whole, total = loss(rows)["loss_objective"], loss.total(rows)
+    shards = sum(loss(part, total=total)["loss_objective"] for part in rows.split(size))
+    torch.testing.assert_close(shards, whole)
+    slopes = gradients(MODEL, loss(rows)["loss_objective"])
+    torch.testing.assert_close(gradients(MODEL, shards), slopes, atol=1e-6, rtol=1e-4)
+
+
+def test_weights_do_not_change_the_divisor():
+    rows = supervised(0)
+    loss = MultiTurnLoss(MODEL, objective="sft")
+    plain = loss(rows)["loss_objective"]
+    rows["weights", "full"] = torch.full(rows["tokens", "full"].shape, 0.25)
+    torch.testing.assert_close(loss(rows)["loss_objective"], 0.25 * plain)
+    rows["weights", "full"].zero_()
+    assert loss(rows)["loss_objective"] == 0
+
+
+def test_rows_need_tokens_and_masks_alone_and_nothing_is_said(caplog):
+    loss = MultiTurnLoss(MODEL, objective="sft")
+    assert loss.in_keys == [
+        ("tokens", "full"),
+        ("masks", "all_attention_mask"),
+        ("masks", "all_assistant_mask"),
+    ]
+    with caplog.at_level(logging.INFO, "torchrl_mt"):
+        out = loss(supervised(0).exclude("group"))
+    assert not caplog.records
+    assert sorted(out.keys()) == sorted(loss.out_keys)
+    assert set(loss.out_keys) == {"loss_objective", "trained_tokens", "entropy"}
+
+
+def test_kl_and_entropy_are_those_of_other_objectives():
+    other = make_model(1)
+    rows = ExperienceMaker(MODEL, ref=other)(make_rows(0))
+    both = {
+        name: MultiTurnLoss(MODEL, objective=name, kl_coef=0.1, entropy_coef=0.2)(rows)
+        for name in ("sft", "reinforce")
+    }
+    for key in ("loss_kl", "kl_to_ref", "loss_entropy", "entropy", "trained_tokens"):
+        torch.testing.assert_close(both["sft"][key], both["reinforce"][key])
+    assert both["sft"]["kl_to_ref"] > 0
+
+
+def test_a_correction_weights_tokens_by_the_ratio_to_the_sampler():
+    rows = ExperienceMaker(MODEL, old_log_probs="actor")(make_rows(0))
+    loss = MultiTurnLoss(MODEL, objective="sft", correction="token_tis")
+    out = loss(rows)
+    assert sorted(out.keys()) == sorted(loss.out_keys)
+    ratio = (rows["log_probs", "old"] - rows["log_probs", "full"]).exp().clamp(max=2.0)
+    rows["weights", "full"] = ratio
+    expected = MultiTurnLoss(MODEL, objective="sft")(rows)["loss_objective"]
+    torch.testing.assert_close(out["loss_objective"], expected)
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+)
+def test_it_respects_the_aggregation(aggregation):
+    rows = supervised(1, n=5)
+    loss = MultiTurnLoss(MODEL, objective="sft", aggregation=aggregation)
+    rows["advantage"] = torch.ones(*rows["tokens", "full"].shape, 1)
+    rows["log_probs", "old"] = torch.zeros(rows["tokens", "full"].shape)
+    expected = MultiTurnLoss(MODEL, objective="reinforce", aggregation=aggregation)(rows)
+    got = loss(rows)["loss_objective"]
+    torch.testing.assert_close(got, expected["loss_objective"])
+
+
+def test_training_on_a_conversation_learns_it():
+    model, rows = make_model(2), supervised(0)
+    loss = MultiTurnLoss(model, objective="sft")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    values = []
+    for _ in range(20):
+        value = loss(rows)["loss_objective"]
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(value.item())
+    assert values[-1] < 0.2 * values[0]

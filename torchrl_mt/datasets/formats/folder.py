@@ -1,0 +1,210 @@
+"""The format ``"folder"``: a folder of ordinary files per episode, which a person can look at.
+
+Arrays are ``.npy`` files, images are PNG files, and objects are JSON texts. What is read equals what was
+written, bit for bit, unless ``jpeg_quality`` is given.
+
+Episode 12 of a data set is ``data-ID/chunk-000/episode-000012``, with a thousand episodes in a chunk. Of
+an entry ``k`` with a shared ``("next", k)`` it has ``T + 1`` rows: those of ``k``, and the last of
+``("next", k)``. Where the two disagree, it has all of both.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrl_mt.data._store.steps import Column, Path, Steps
+from torchrl_mt.datasets.episode_folder import EpisodeFolder, EpisodeList, format_in, read_header
+from torchrl_mt.datasets.formats.entry_files import (
+    entry_name,
+    read_rows,
+    read_shapes,
+    write_array,
+    write_rows,
+)
+from torchrl_mt.datasets.formats.image_files import is_image, read_image, write_images
+from torchrl_mt.datasets.readers import EpisodicReader, Runs
+from torchrl_mt.datasets.registry import Format, Mode
+from torchrl_mt.datasets.schema import EpisodeSchema, Field
+from torchrl_mt.datasets.stored_columns import DenseRows, RaggedRows, StoredRows
+from torchrl_mt.datasets.writers import FormatWriter
+
+__all__ = ["FORMAT", "FolderReader", "FolderWriter"]
+
+_CHUNK = 1000
+_UNFINISHED = ".unfinished"
+
+
+class FolderReader(EpisodicReader):
+    """Reads a data set of ordinary files.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        DatasetError: if it cannot be read; names the file.
+    """
+
+    def __init__(self, path: FilePath) -> None:
+        header = read_header(path)
+        self._data = path.absolute() / header["data"]
+        self._episodes = EpisodeList(self._data)
+        self.options: dict[str, Any] = header.get("options", {})
+        schema = EpisodeSchema.from_json(header["schema"])
+        super().__init__(schema, self._episodes.lengths, self._episodes.own_next)
+
+    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
+        """Read steps, of these entries or of all; an image that is in two of them is decoded once."""
+        paths = [*(self.schema.fields if fields is None else fields)]
+        columns: dict[Path, Column] = {}
+        if runs.stride == 1 and not self.own_next[runs.episodes].any():
+            following = replace(runs, counts=runs.counts + 1)
+            ends = following.counts.cumsum()
+            for path in set(paths).intersection(self.schema.shared):
+                if path[1:] in paths and _is_image(self.schema.fields[path]):
+                    rows = self.column(path[1:], following)
+                    assert isinstance(rows, torch.Tensor)
+                    is_step = torch.ones(len(rows), dtype=torch.bool)
+                    is_next = is_step.clone()
+                    is_step[ends - 1], is_next[ends - following.counts] = False, False
+                    columns |= {path[1:]: rows[is_step], path: rows[is_next]}
+        rest = super().read(runs, [path for path in paths if path not in columns])
+        columns |= rest.columns
+        return Steps(rest.length, {path: columns[path] for path in paths})
+
+    def take(self, path: Path, episode: int, rows: np.ndarray) -> StoredRows:
+        """Read rows of one episode."""
+        base = _folder_of(self._data, episode) / entry_name(path)
+        return self.read_entry(base, self.schema.fields[path], rows)
+
+    def read_entry(self, base: FilePath, field: Field, rows: np.ndarray) -> StoredRows:
+        """Read rows of one entry; ``base`` is its path without a suffix."""
+        if field.dtype is not torch.uint8:
+            return read_rows(base, field, rows)
+        quality = self.options.get("jpeg_quality")
+        if _is_image(field):
+            values = np.empty((len(rows), *field.shape), dtype=np.uint8)
+            for place, row in enumerate(rows.tolist()):
+                values[place] = read_image(base, row, field.shape, quality)
+            return DenseRows(values)
+        if field.kind == "ragged":
+            shapes = read_shapes(base, field)
+            if all(map(is_image, shapes.tolist())):
+                images = [read_image(base, row, shapes[row], quality) for row in rows.tolist()]
+                values = np.concatenate([image.reshape(-1) for image in images])
+                return RaggedRows(values, shapes[rows])
+        return read_rows(base, field, rows)
+
+    def metadata(self, i: int) -> dict[str, Any]:
+        """Return the metadata of an episode."""
+        return self._episodes.metadata(i)
+
+
+class FolderWriter(FormatWriter):
+    """Writes a data set of ordinary files.
+
+    Args:
+        path: its folder.
+        mode: see :func:`~torchrl_mt.datasets.open_episodes`.
+        jpeg_quality: 1 to 100: write images as JPEG files of this quality, which are small and lossy.
+            Images with four channels stay PNG files. None writes PNG files, or, with ``"append"``, what
+            the data set has.
+
+    Raises:
+        ValueError: if ``jpeg_quality`` is out of range, or not that of the data set to append to.
+        ImportError: when the first image is written, if Pillow is not installed; names the extra.
+    """
+
+    def __init__(self, path: FilePath, mode: Mode, *, jpeg_quality: int | None = None) -> None:
+        super().__init__(path, mode)
+        if jpeg_quality is not None:
+            check_integer_within("jpeg_quality", jpeg_quality, 1, 100)
+        self.open("folder", {"jpeg_quality": jpeg_quality}, {"jpeg_quality": None})
+
+    def open(self, format: str, given: dict[str, Any], defaults: dict[str, Any]) -> None:
+        """Open the folder, with the options that are given and those that are not."""
+        self._folder = EpisodeFolder(self.path, format, self.mode, given, defaults)
+        self.schema = self._folder.schema
+        self.options = self._folder.options
+
+    def write(
+        self,
+        schema: EpisodeSchema,
+        length: int,
+        own_next: int,
+        columns: Mapping[Path, StoredRows],
+        metadata: str,
+    ) -> None:
+        """Write one encoded episode aside, put it in its place, and count it."""
+        data = self._folder.make()
+        unfinished = data / _UNFINISHED
+        place = _folder_of(data, self._folder.num_episodes)
+        for leftover in (unfinished, place):  # Of a killed writer; it does not count.
+            shutil.rmtree(leftover, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            for path, stored in columns.items():
+                self.write_entry(unfinished / entry_name(path), schema.fields[path], stored)
+            place.parent.mkdir(exist_ok=True)
+            os.rename(unfinished, place)
+            self._folder.commit(schema, length, own_next, metadata)
+        except BaseException:
+            for partial in (unfinished, place):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def write_entry(self, base: FilePath, field: Field, stored: StoredRows) -> None:
+        """Write all rows of one entry; ``base`` is its path without a suffix."""
+        quality = self.options.get("jpeg_quality")
+        if field.dtype is torch.uint8:
+            if isinstance(stored, DenseRows) and _is_image(field):
+                base.mkdir()
+                write_images(base, stored.values, quality)
+                return
+            if isinstance(stored, RaggedRows) and all(map(is_image, stored.shapes.tolist())):
+                base.mkdir()
+                write_array(base / "shapes.npy", stored.shapes)
+                ends = stored.shapes.prod(1).cumsum()
+                flat = np.split(stored.values, ends[:-1])
+                rows = zip(flat, stored.shapes.tolist(), strict=True)
+                write_images(base, (values.reshape(shape) for values, shape in rows), quality)
+                return
+        write_rows(base, stored)
+
+    def close(self) -> None:
+        """Finish the data set; with ``overwrite``, put it in the place of what was there."""
+        self._folder.finish()
+
+    def abort(self) -> None:
+        """Give up an ``overwrite``: what was there remains, and nothing else."""
+        self._folder.abort()
+
+
+def check_integer_within(name: str, value: Any, least: int, most: int) -> None:
+    """Refuse anything but an integer in ``[least, most]`` (bools too)."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}.")
+
+
+def _is_image(field: Field) -> bool:
+    """Whether the rows of an entry are images of one shape."""
+    return field.kind == "dense" and field.dtype is torch.uint8 and is_image(field.shape)
+
+
+def _folder_of(data: FilePath, episode: int) -> FilePath:
+    """Return the folder of an episode."""
+    return data / f"chunk-{episode // _CHUNK:03d}" / f"episode-{episode:06d}"
+
+
+def _detect(path: FilePath) -> bool:
+    return format_in(path) == "folder"
+
+
+FORMAT = Format("folder", FolderReader, FolderWriter, _detect)

@@ -1,0 +1,227 @@
+"""The parts of a run: how the state of each is taken, and in which order they are loaded.
+
+Whatever order the caller names them in, weights come first, then engines take them, and collectors,
+whose weight versions go on from their engines', come last.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+__all__ = [
+    "Kind",
+    "check_shapes",
+    "is_plain",
+    "kinds_of",
+    "load_parts",
+    "random_states",
+    "set_random_states",
+    "state_of",
+]
+
+_logger = logging.getLogger("torchrl_mt")
+
+Kind: TypeAlias = Literal["folder", "state", "generator", "data", "engine"]
+"""How a part is saved: by ``dumps``, by ``state_dict``, as what it is, or (an engine) not at all."""
+
+
+def kinds_of(parts: Mapping[str, Any]) -> dict[str, Kind]:
+    """Find out how each part is saved; raises for names and parts that cannot be saved."""
+    for name in parts:
+        if not name.isidentifier():
+            raise ValueError(f"parts must have names like those of arguments, got {name!r}.")
+    return {name: _kind_of(name, part) for name, part in parts.items()}
+
+
+def _kind_of(name: str, part: Any) -> Kind:
+    def has(*methods: str) -> bool:
+        return all(hasattr(part, method) for method in methods)
+
+    if has("dumps", "loads") and not isinstance(part, TensorDictBase):
+        return "folder"
+    if has("state_dict", "load_state_dict"):
+        return "state"
+    if isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
+        return "generator"
+    if has("generate", "update_weights"):
+        return "engine"
+    if isinstance(part, (dict, list)):
+        return "data"
+    raise TypeError(
+        f"part {name!r} must have state_dict and load_state_dict, or dumps and loads, or be an engine, "
+        f"a random generator, a dict or a list, got {type(part).__name__}: put numbers into a dict."
+    )
+
+
+def state_of(part: Any) -> Any:
+    """Return the state of a part that is not saved to a folder."""
+    if hasattr(part, "state_dict"):
+        return part.state_dict()
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    if isinstance(part, np.random.Generator):
+        return part.bit_generator.state
+    if isinstance(part, random.Random):
+        return part.getstate()
+    return part
+
+
+def _load_state(part: Any, state: Any) -> None:
+    """Load what :func:`state_of` returned."""
+    if hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
+    elif isinstance(part, torch.Generator):
+        part.set_state(state)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = state
+    elif isinstance(part, random.Random):
+        part.setstate(state)
+    elif isinstance(part, list):
+        part[:] = state
+    else:
+        part.clear()
+        part.update(state)
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device)
+
+
+def is_plain(state: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` reads a state.
+
+    Examples:
+        >>> is_plain({"weight": torch.ones(2), "steps": [1, 2]}), is_plain(np.ones(2))
+        (True, False)
+    """
+    if type(state) in (dict, OrderedDict):
+        inside: Iterable[Any] = [*state, *state.values(), *getattr(state, "__dict__", {}).values()]
+    elif type(state) in (list, tuple, set):
+        inside = state
+    elif type(state) is Tensor:
+        return state.layout is torch.strided and not (state.is_nested or vars(state))
+    else:
+        return type(state) in _PLAIN
+    return all(map(is_plain, inside))
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def check_shapes(name: str, part: Any, state: Any) -> None:
+    """Refuse a model's tensors of other shapes: ``load_state_dict`` loads the rest before it does."""
+    if not (isinstance(part, nn.Module) and isinstance(state, dict)):
+        return
+    own = part.state_dict()
+    for key, value in state.items():
+        there = own.get(key)
+        if (
+            isinstance(value, Tensor)
+            and isinstance(there, Tensor)
+            and not nn.parameter.is_lazy(there)
+            and there.shape != value.shape
+        ):
+            raise ValueError(
+                f"part {name!r} must have the shapes that were saved: {key} must be "
+                f"{tuple(value.shape)}, got {tuple(there.shape)}; make the model of the saved run."
+            )
+
+
+def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -> None:
+    """Load every part.
+
+    Args:
+        parts: the parts by name.
+        states: what :func:`state_of` returned for them; each is removed once it is loaded.
+        folder: has a folder for each part that has no state.
+
+    Raises:
+        ValueError: if a part refuses its state; the message says which, and what was loaded before.
+    """
+    loaded: list[str] = []
+    engines: list[Any] = []
+    for name in sorted(parts, key=lambda name: _rank(parts[name])):
+        part = parts[name]
+        engine = _engine_of(part)
+        try:
+            if engine is not None and not any(engine is other for other in engines):
+                engines.append(engine)
+                _pass_weights(engine, parts.get("model"))
+            if name in states:
+                # A copy: a part may keep what it is given, whose file will be deleted.
+                _load_state(part, copy.deepcopy(states.pop(name)))
+            elif part is not engine:
+                part.loads(folder / name)
+        except Exception as error:
+            raise ValueError(
+                f"part {name!r} cannot be restored from {folder.parent}: {error}\nLoaded before it: "
+                f"{', '.join(loaded) or 'nothing'}; make all parts as the saved run did."
+            ) from error
+        loaded.append(name)
+
+
+def _rank(part: Any) -> int:
+    """Where a part comes in the order of loading."""
+    if isinstance(part, nn.Module):
+        return 0
+    engine = _engine_of(part)
+    return 1 if engine is None else 2 if engine is part else 3
+
+
+def _engine_of(part: Any) -> Any:
+    """Return the engine of a collector, or the part itself if it is one; None otherwise."""
+    for engine in (part, getattr(part, "engine", None)):
+        if hasattr(engine, "generate") and hasattr(engine, "update_weights"):
+            return engine
+    return None
+
+
+def _pass_weights(engine: Any, model: Any) -> None:
+    """Pass restored weights to an engine."""
+    try:
+        # One that shares the weights has them, and need not know the names in what wraps the model.
+        engine.update_weights(None if getattr(engine, "shares_weights", False) else model)
+    except NotImplementedError as error:
+        _logger.warning(
+            "%s keeps its weights, pass it the restored ones: %s", type(engine).__name__, error
+        )
+
+
+# ---- global random generators -------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the global random generators of Python, NumPy and PyTorch."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if used else [],
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set what :func:`random_states` returned."""
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(states["torch"].clone())
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, state in enumerate(states["cuda"][:devices]):
+        torch.cuda.set_rng_state(state.clone(), device)
+    if left_out := states["cuda"][devices:]:
+        _logger.warning(
+            "random states of %d CUDA devices that are not here are left out.", len(left_out)
+        )
