@@ -86,8 +86,10 @@ def _columns(path: Path, node: Any, size: torch.Size) -> Iterator[tuple[Path, Te
 
 
 def _collate(batch: Sequence[Any]) -> Any:
-    together = isinstance(batch, ClipBatch)
-    clips = batch.clips if together else TensorDict.maybe_dense_stack([*batch])
+    if isinstance(batch, ClipBatch):
+        clips: Any = batch.clips
+    else:
+        clips = TensorDict.maybe_dense_stack([*batch])
     if get_worker_info() is None or type(clips) is not TensorDict:
         return clips
     columns = dict(_columns((), clips, clips.batch_size))

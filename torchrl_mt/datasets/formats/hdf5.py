@@ -216,10 +216,13 @@ class _Reader(FlatReader):
         self._rows = {}
 
 
-def _layout(schema: EpisodeSchema) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+_Layout = list[tuple[str, tuple[int, ...], np.dtype[Any]]]
+
+
+def _layout(schema: EpisodeSchema) -> _Layout:
     """List the datasets that grow with every episode: place, shape of a row and dtype."""
     number, byte = np.dtype(np.int64), np.dtype(np.uint8)
-    layout = [(_OFFSETS, (), number)]
+    layout: _Layout = [(_OFFSETS, (), number)]
     if schema.shared:
         layout.append((_OWN_NEXT, (), number))
     layout += [(f"{_METADATA}/values", (), byte), (f"{_METADATA}/ends", (), number)]

@@ -152,7 +152,7 @@ class MappedRows:
 
     def _copy(self, first: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
         """Read runs piece by piece, each piece of one chunk."""
-        target, source = memoryview(out.view(np.uint8)), memoryview(self._contents)
+        target, source = out.view(np.uint8).data, memoryview(self._contents)
         done = 0
         for begin, count in zip(first.tolist(), counts.tolist(), strict=True):
             end = begin + count
