@@ -35,9 +35,8 @@ def test_a_short_run_draws_its_curve(load, name, tmp_path):
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) for n in SHORT]
-)
+@pytest.mark.slow
+@each_example
 def test_without_matplotlib_a_run_says_how_to_get_the_curve(
     load, name, tmp_path, monkeypatch, capsys
 ):
