@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_everything_is_imported_without_the_extras():
     code = """
 import importlib, pkgutil, sys

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from torchrl_mt.envs import optimal_return
 
 README = Path(__file__).parents[1] / "README.md"
@@ -15,6 +17,7 @@ def quickstart() -> str:
     return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_short_and_learns(tmp_path):
     """With half of its games, and the best that it promises."""
     code = quickstart()
@@ -40,6 +43,7 @@ def test_importing_is_quick_and_light():
     assert not {"torch", "torchrl", "transformers", "matplotlib"} & set(loaded)
 
 
+@pytest.mark.slow
 def test_subpackages_are_attributes():
     code = "import torchrl_mt as mt; mt.data.EpisodeStorage; assert 'envs' in dir(mt); mt.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -246,7 +246,7 @@ def left_over():
     return connections, threads, process.children(recursive=True)
 
 
-@pytest.mark.parametrize("number", [60, slow(1000)])
+@pytest.mark.parametrize("number", [20, slow(1000)])
 def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
     loops = []
 

@@ -638,6 +638,7 @@ def sockets() -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::ResourceWarning")
 def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
     gc.collect()

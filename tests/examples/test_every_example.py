@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.tiers import first_fast
+
 from .conftest import SHORT
 
 INTERRUPTED = {
@@ -23,9 +25,10 @@ BAD_ARGUMENTS = [
     *(("pendulum_clips", ["--steps", "0"]), ("pendulum_clips", ["--slice-len", "101"])),
 ]
 each_example = pytest.mark.parametrize("name", SHORT)
+one_example_fast = pytest.mark.parametrize("name", first_fast(SHORT))
 
 
-@each_example
+@one_example_fast
 def test_a_short_run_draws_its_curve(load, name, tmp_path):
     out = tmp_path / "new" / "folder"
     assert load(name).main([*SHORT[name].split(), "--out", str(out)]) == 0
@@ -33,7 +36,7 @@ def test_a_short_run_draws_its_curve(load, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["pendulum_clips", *(pytest.param(n, marks=pytest.mark.slow) for n in [*SHORT][:2])]
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in SHORT]
 )
 def test_without_matplotlib_a_run_says_how_to_get_the_curve(
     load, name, tmp_path, monkeypatch, capsys
@@ -65,7 +68,7 @@ def test_bad_arguments_are_refused(load, name, arguments, tmp_path, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-@each_example
+@one_example_fast
 def test_control_c_stops_cleanly(load, name, tmp_path, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt

@@ -237,6 +237,7 @@ def test_the_oldest_dialogs_leave():
     assert 8 - MAX_TURNS < len(rb) <= 8 < sum(map(len, ended))
 
 
+@pytest.mark.slow
 def test_tokens_of_dialogs_count():
     storage = EpisodeStorage(100, max_tokens=200)
     rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
@@ -306,6 +307,7 @@ def test_mc_advantage_writes_whole_groups():
     assert plain_steps(theirs.sample()) == plain_steps(sample)
 
 
+@pytest.mark.slow
 def test_torchrls_grpo_loss_trains_on_sampled_dialogs():
     def with_group(episode):
         group = int(episode["query"][0].split()[-1])
