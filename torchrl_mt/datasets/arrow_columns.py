@@ -76,13 +76,6 @@ class ArrowColumns:
             if field.kind == "ragged" and len(field.shape) > 1:
                 self.names[path].append(unused(name((*path, "shape"))))
 
-    def types(self) -> dict[str, Any]:
-        """Return the type of every column, by its name."""
-        found = {}
-        for path, names in self.names.items():
-            found |= dict(zip(names, self._types(self._fields[path]), strict=False))
-        return found
-
     def arrays(self, columns: Mapping[Path, StoredRows]) -> dict[str, Any]:
         """Convert columns to Arrow arrays, by name.
 
@@ -135,23 +128,6 @@ class ArrowColumns:
         if size == 1:
             return ()
         return field.shape if self._nested else (size,)
-
-    def _types(self, field: Field) -> list[Any]:
-        import pyarrow as pa
-
-        if field.kind == "object":
-            return [pa.string()]
-        dtype = array_dtype(field)
-        kind: Any = pa.from_numpy_dtype(_real(dtype))
-        if dtype.kind == "c":
-            kind = pa.list_(kind, 2)
-        if field.kind == "dense":
-            for size in reversed(self._lists(field)):
-                kind = pa.list_(kind, size)
-            return [kind]
-        if not field.shape:
-            return [kind]
-        return [pa.list_(kind), pa.list_(pa.int64(), len(field.shape))]
 
     def _arrays(self, path: Path, field: Field, stored: StoredRows) -> list[Any]:
         import pyarrow as pa
