@@ -144,5 +144,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 def as_tensor(field: Field, array: np.ndarray) -> Tensor:
     """View an array of :func:`array_dtype` as a tensor of the field's dtype."""
     assert field.dtype is not None
-    tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == field.dtype else tensor.view(field.dtype)

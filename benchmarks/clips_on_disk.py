@@ -1,8 +1,11 @@
 """Clips per second from episodes on disk, through a ``DataLoader``: ours and others'.
 
 This package, stable-worldmodel and TorchRL read the same episodes and the same clips, in turn, so
-disturbances affect all. The files are in the page cache. stable-worldmodel's readers are left out where it is not installed (``pip install --no-deps
-stable-worldmodel==0.1.1 hdf5plugin lancedb loguru deprecation`` installs what its readers import).
+disturbances affect all. The files are in the page cache. The readers of stable-worldmodel are left out
+where it is not installed. They import no more than this installs::
+
+    pip install --no-deps stable-worldmodel==0.1.1 hdf5plugin lancedb loguru deprecation overrides
+
 """
 
 from __future__ import annotations
