@@ -20,7 +20,7 @@ from torchrl_mt.datasets import (
 )
 from torchrl_mt.datasets.registry import import_extra
 
-from .formats import ALL, new_path
+from .every_format import ALL, new_path
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
 
 from .episodes import assert_same
-from .formats import ALL, LOSSLESS, new_path, process_context
+from .every_format import ALL, LOSSLESS, new_path, process_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("format", ALL)]
 

@@ -12,7 +12,7 @@ import torch
 
 from torchrl_mt.datasets import EpisodeDataset, open_episodes
 
-from .formats import ALL, new_path
+from .every_format import ALL, new_path
 
 _watched: list[Counter] = []
 

@@ -19,7 +19,7 @@ from torchrl_mt.datasets import (
 )
 
 from .episodes import assert_same, random_data, random_episode, random_schema
-from .formats import LOSSLESS, new_path
+from .every_format import LOSSLESS, new_path
 
 pytestmark = pytest.mark.parametrize("format", LOSSLESS)
 
@@ -104,7 +104,7 @@ def test_clips_are_those_of_the_episodes(format, examples, stride, tmp_path):
 def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(format, tmp_path):
     if format == "lance":
         pytest.skip(
-            "starting processes that may use Lance takes long: tests/datasets/test_lance.py"
+            "starting processes that may use Lance takes long: tests/datasets/formats/test_lance.py"
         )
     lengths = [5, 3, 9, 4]
     path = new_path(tmp_path, format, "loader")

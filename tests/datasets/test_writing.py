@@ -20,7 +20,7 @@ from torchrl_mt.datasets import (
     save_episodes,
 )
 
-from .formats import ALL, new_path
+from .every_format import ALL, new_path
 
 every_format = pytest.mark.parametrize("format", ALL)
 

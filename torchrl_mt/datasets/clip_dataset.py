@@ -17,10 +17,10 @@ from torchrl_mt.data._store.steps import Column, Path, Steps, pack, unpack
 from torchrl_mt.data._store.table import Choice, search
 from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
 from torchrl_mt.data.samplers.strides import check_strides, is_joined, join
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._files.readers import Runs, runs_of
 from torchrl_mt.datasets.dataset import EpisodeDataset
 from torchrl_mt.datasets.loader_batches import ClipBatch
-from torchrl_mt.datasets.readers import Runs, runs_of
-from torchrl_mt.datasets.schema import EpisodeSchema
 
 __all__ = ["ClipDataset"]
 

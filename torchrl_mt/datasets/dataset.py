@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.steps import Path, Steps, pack
-from torchrl_mt.datasets.episode_steps import steps_of
-from torchrl_mt.datasets.readers import DatasetError, FormatReader, Runs, WholeReader
+from torchrl_mt.datasets._encoding.episode_steps import steps_of
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, WholeReader
 from torchrl_mt.datasets.registry import find_format
-from torchrl_mt.datasets.schema import EpisodeSchema, Field
 
 __all__ = ["EpisodeDataset", "open_reader"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrl_mt.checks import check_choice
-from torchrl_mt.datasets.readers import DatasetError
+from torchrl_mt.datasets._files.readers import DatasetError
 
 __all__ = ["Format", "Mode", "find_format", "import_extra", "register_format"]
 

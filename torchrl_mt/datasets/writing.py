@@ -17,13 +17,13 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.checks import check_choice
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.steps import Steps, pack, path_of
+from torchrl_mt.datasets._encoding.episode_steps import steps_of
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.values import to_json_text
+from torchrl_mt.datasets._files.readers import DatasetError
+from torchrl_mt.datasets._files.write_lock import WriteLock, delete_unfinished
 from torchrl_mt.datasets.dataset import open_reader
-from torchrl_mt.datasets.episode_steps import steps_of
-from torchrl_mt.datasets.readers import DatasetError
 from torchrl_mt.datasets.registry import Mode, find_format
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.values import to_json_text
-from torchrl_mt.datasets.write_lock import WriteLock, delete_unfinished
 
 __all__ = ["BufferWriter", "DatasetWriter", "EpisodeSink", "episode_writer", "open_episodes"]
 

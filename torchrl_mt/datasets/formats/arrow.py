@@ -25,15 +25,20 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.data._store.steps import Path
-from torchrl_mt.datasets.arrow_columns import ArrowColumns
-from torchrl_mt.datasets.episode_folder import EpisodeFolder, EpisodeList, format_in, read_header
-from torchrl_mt.datasets.episode_log import LoggedWriter, read_log
-from torchrl_mt.datasets.readers import DatasetError, EpisodicReader
+from torchrl_mt.datasets._encoding.arrow_columns import ArrowColumns
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.stored_columns import StoredRows, TextRows
+from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
+from torchrl_mt.datasets._files.episode_folder import (
+    EpisodeFolder,
+    EpisodeList,
+    format_in,
+    read_header,
+)
+from torchrl_mt.datasets._files.episode_log import LoggedWriter, read_log
+from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
+from torchrl_mt.datasets._files.write_lock import unfinished_path
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.stored_columns import StoredRows, TextRows
-from torchrl_mt.datasets.values import from_json_text, to_json_text
-from torchrl_mt.datasets.write_lock import unfinished_path
 
 __all__ = ["FORMAT"]
 

@@ -21,20 +21,25 @@ import numpy as np
 import torch
 
 from torchrl_mt.data._store.steps import Column, Path, Steps
-from torchrl_mt.datasets.episode_folder import EpisodeFolder, EpisodeList, format_in, read_header
-from torchrl_mt.datasets.formats.entry_files import (
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._encoding.stored_columns import DenseRows, RaggedRows, StoredRows
+from torchrl_mt.datasets._files.entry_files import (
     entry_name,
     read_rows,
     read_shapes,
     write_array,
     write_rows,
 )
-from torchrl_mt.datasets.formats.image_files import is_image, read_image, write_images
-from torchrl_mt.datasets.readers import EpisodicReader, Runs
+from torchrl_mt.datasets._files.episode_folder import (
+    EpisodeFolder,
+    EpisodeList,
+    format_in,
+    read_header,
+)
+from torchrl_mt.datasets._files.image_files import is_image, read_image, write_images
+from torchrl_mt.datasets._files.readers import EpisodicReader, Runs
+from torchrl_mt.datasets._files.writers import FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode
-from torchrl_mt.datasets.schema import EpisodeSchema, Field
-from torchrl_mt.datasets.stored_columns import DenseRows, RaggedRows, StoredRows
-from torchrl_mt.datasets.writers import FormatWriter
 
 __all__ = ["FORMAT", "FolderReader", "FolderWriter"]
 

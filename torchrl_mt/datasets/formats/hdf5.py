@@ -26,20 +26,20 @@ import numpy as np
 import torch
 
 from torchrl_mt.data._store.steps import Path
-from torchrl_mt.datasets.formats.hdf5_rows import GrowingRows, MappedRows, create_rows
-from torchrl_mt.datasets.readers import DatasetError, FlatReader, runs_of
-from torchrl_mt.datasets.registry import Format, Mode, import_extra
-from torchrl_mt.datasets.schema import EpisodeSchema, Field
-from torchrl_mt.datasets.stored_columns import (
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
     RaggedRows,
     StoredRows,
     TextRows,
     array_dtype,
 )
-from torchrl_mt.datasets.values import from_json_text
-from torchrl_mt.datasets.write_lock import replace, unfinished_path
-from torchrl_mt.datasets.writers import FormatWriter
+from torchrl_mt.datasets._encoding.values import from_json_text
+from torchrl_mt.datasets._files.hdf5_rows import GrowingRows, MappedRows, create_rows
+from torchrl_mt.datasets._files.readers import DatasetError, FlatReader, runs_of
+from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
+from torchrl_mt.datasets._files.writers import FormatWriter
+from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT"]
 

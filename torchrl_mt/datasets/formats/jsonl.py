@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.data._store.steps import Path, Steps
-from torchrl_mt.datasets.formats.episode_lines import columns_of, describe, fields_of
-from torchrl_mt.datasets.readers import DatasetError, WholeReader
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.stored_columns import StoredRows
+from torchrl_mt.datasets._encoding.values import from_json_text
+from torchrl_mt.datasets._files.episode_lines import columns_of, describe, fields_of
+from torchrl_mt.datasets._files.readers import DatasetError, WholeReader
+from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
+from torchrl_mt.datasets._files.writers import FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.stored_columns import StoredRows
-from torchrl_mt.datasets.values import from_json_text
-from torchrl_mt.datasets.write_lock import replace, unfinished_path
-from torchrl_mt.datasets.writers import FormatWriter
 from torchrl_mt.json_lines import append_lines, line_of
 
 __all__ = ["FORMAT"]

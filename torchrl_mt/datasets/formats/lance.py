@@ -23,19 +23,19 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.data._store.steps import Column, Path, Steps
-from torchrl_mt.datasets.arrow_columns import ArrowColumns
-from torchrl_mt.datasets.episode_folder import EpisodeFolder, EpisodeList, checked_header
-from torchrl_mt.datasets.episode_log import LoggedWriter, has_log, read_log
-from torchrl_mt.datasets.readers import DatasetError, FormatReader, Runs, runs_of
-from torchrl_mt.datasets.registry import Format, Mode, import_extra
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.stored_columns import (
+from torchrl_mt.datasets._encoding.arrow_columns import ArrowColumns
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
     RaggedRows,
     StoredRows,
     TextRows,
     decode,
 )
+from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, EpisodeList, checked_header
+from torchrl_mt.datasets._files.episode_log import LoggedWriter, has_log, read_log
+from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, runs_of
+from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT"]
 

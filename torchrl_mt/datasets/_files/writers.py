@@ -8,10 +8,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchrl_mt.data._store.steps import Path, unpack
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.stored_columns import StoredRows, encode_episode
+from torchrl_mt.datasets._encoding.values import to_json_text
 from torchrl_mt.datasets.registry import Mode
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.stored_columns import StoredRows, encode_episode
-from torchrl_mt.datasets.values import to_json_text
 
 __all__ = ["FormatWriter"]
 

@@ -13,11 +13,10 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
+from tests.datasets.episodes import assert_same, random_bits
+from tests.datasets.every_format import process_context
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
 from torchrl_mt.datasets.formats import lance
-
-from .episodes import assert_same, random_bits
-from .formats import process_context
 
 
 def walk(T: int, *, agrees: bool = True) -> TensorDict:

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_mt.datasets.readers import DatasetError
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.values import from_json_text
+from torchrl_mt.datasets._files.readers import DatasetError
+from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
 from torchrl_mt.datasets.registry import Mode
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.values import from_json_text
-from torchrl_mt.datasets.write_lock import replace, unfinished_path
 
 __all__ = ["EpisodeFolder", "EpisodeList", "format_in"]
 

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from tensordict import TensorDict, lazy_stack
 
+from tests.datasets.episodes import assert_same
 from tests.tiers import examples, first_fast
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
+from torchrl_mt.datasets._files import image_files
+from torchrl_mt.datasets._files.readers import Runs
 from torchrl_mt.datasets.formats import folder as folder_format
-from torchrl_mt.datasets.formats import image_files
-from torchrl_mt.datasets.readers import Runs
-
-from .episodes import assert_same
 
 T = 4
 

@@ -29,7 +29,7 @@ from torchrl_mt.data._store.files.versions import (
     number_of,
     save_version,
 )
-from torchrl_mt.datasets.run_parts import (
+from torchrl_mt.datasets.runs.run_parts import (
     check_shapes,
     is_plain,
     kinds_of,

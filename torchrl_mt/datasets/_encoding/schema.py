@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.schema import Schema, bits
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of, path_of
-from torchrl_mt.datasets.values import dtype_name, dtype_of
+from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of
 
 __all__ = ["EpisodeSchema", "Field", "agrees"]
 

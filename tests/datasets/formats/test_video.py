@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.datasets.episodes import assert_same
 from tests.tiers import examples
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
+from torchrl_mt.datasets._files.readers import Runs
 from torchrl_mt.datasets.formats import video
-from torchrl_mt.datasets.readers import Runs
 
-from .episodes import assert_same
 from .test_folder import files_of, random_images
 
 LAYOUTS = {"hw": (), "hw1": (1,), "hw3": (3,)}

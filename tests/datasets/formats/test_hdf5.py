@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.datasets.episodes import assert_same, random_data
 from tests.tiers import examples
 from torchrl_mt.datasets import (
     ClipDataset,
@@ -23,10 +24,9 @@ from torchrl_mt.datasets import (
     open_episodes,
     save_episodes,
 )
-from torchrl_mt.datasets.formats import hdf5, hdf5_rows
-from torchrl_mt.datasets.readers import runs_of
-
-from .episodes import assert_same, random_data
+from torchrl_mt.datasets._files import hdf5_rows
+from torchrl_mt.datasets._files.readers import runs_of
+from torchrl_mt.datasets.formats import hdf5
 
 
 def episode(length, first=0):

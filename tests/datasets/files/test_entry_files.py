@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tiers import examples
 from torchrl_mt.datasets import EpisodeDataset, open_episodes
-from torchrl_mt.datasets.formats.entry_files import entry_name
+from torchrl_mt.datasets._files.entry_files import entry_name
 
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]*[A-Za-z0-9_-]|[a-z0-9_]")
 DEVICES = {

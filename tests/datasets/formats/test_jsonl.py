@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from tests.datasets.episodes import assert_same, random_data
 from tests.tiers import few_or_many
 from torchrl_mt.datasets import (
     ClipDataset,
@@ -21,8 +22,6 @@ from torchrl_mt.datasets import (
     save_episodes,
 )
 from torchrl_mt.testing import tiny_chat_tokenizer
-
-from .episodes import assert_same, random_data
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 

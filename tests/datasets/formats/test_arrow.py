@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from tests.datasets.episodes import assert_same, random_bits, random_data
 from tests.tiers import examples
 from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack
-from torchrl_mt.datasets import DatasetError, EpisodeDataset, arrow_columns, open_episodes
+from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
+from torchrl_mt.datasets._encoding import arrow_columns
+from torchrl_mt.datasets._encoding.values import to_json_text
 from torchrl_mt.datasets.formats import arrow
-from torchrl_mt.datasets.values import to_json_text
-
-from .episodes import assert_same, random_bits, random_data
 
 
 @pytest.fixture(autouse=True)

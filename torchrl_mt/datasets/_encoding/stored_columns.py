@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of
-from torchrl_mt.datasets.schema import EpisodeSchema, Field
-from torchrl_mt.datasets.values import from_json_text, to_json_text
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
 
 __all__ = [
     "DenseRows",

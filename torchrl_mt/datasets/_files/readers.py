@@ -19,8 +19,14 @@ import torch
 
 from torchrl_mt.data._store.ring import within
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.stored_columns import DenseRows, RaggedRows, StoredRows, TextRows, decode
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.stored_columns import (
+    DenseRows,
+    RaggedRows,
+    StoredRows,
+    TextRows,
+    decode,
+)
 
 __all__ = [
     "DatasetError",

@@ -24,7 +24,11 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.dialogue_spans import DialogueRenderer
 from torchrl_mt.checks import check_positive_integer
-from torchrl_mt.datasets.conversation_formats import Completion, Conversation, read_conversation
+from torchrl_mt.datasets.conversations.conversation_formats import (
+    Completion,
+    Conversation,
+    read_conversation,
+)
 from torchrl_mt.datasets.registry import import_extra
 
 if TYPE_CHECKING:

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.data._store.steps import Path, name_of
-from torchrl_mt.datasets.readers import runs_of
-from torchrl_mt.datasets.schema import EpisodeSchema, Field
-from torchrl_mt.datasets.stored_columns import (
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
     RaggedRows,
     StoredRows,
     TextRows,
     array_dtype,
 )
+from torchrl_mt.datasets._files.readers import runs_of
 
 __all__ = ["ArrowColumns"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_mt.datasets.readers import DatasetError, runs_of
+from torchrl_mt.datasets._files.readers import DatasetError, runs_of
 from torchrl_mt.datasets.registry import import_extra
 
 __all__ = ["GrowingRows", "MappedRows", "create_rows"]

@@ -18,15 +18,15 @@ from pathlib import Path as FilePath
 import numpy as np
 
 from torchrl_mt.data._store.steps import Path
-from torchrl_mt.datasets.readers import DatasetError
-from torchrl_mt.datasets.schema import Field
-from torchrl_mt.datasets.stored_columns import (
+from torchrl_mt.datasets._encoding.schema import Field
+from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
     RaggedRows,
     StoredRows,
     TextRows,
     array_dtype,
 )
+from torchrl_mt.datasets._files.readers import DatasetError
 
 __all__ = [
     "entry_name",

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, name_of
-from torchrl_mt.datasets.schema import EpisodeSchema, Field
-from torchrl_mt.datasets.stored_columns import (
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
     RaggedRows,
     StoredRows,
@@ -37,7 +37,7 @@ from torchrl_mt.datasets.stored_columns import (
     array_dtype,
     as_tensor,
 )
-from torchrl_mt.datasets.values import dtype_name, dtype_of
+from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of
 
 __all__ = ["columns_of", "describe", "fields_of"]
 
@@ -86,7 +86,7 @@ def columns_of(line: Mapping[str, Any]) -> Iterator[tuple[Path, Column]]:
     """Iterate over the entries of an episode; undoes :func:`describe`.
 
     Args:
-        line: as :func:`~torchrl_mt.datasets.values.from_json_text` reads it.
+        line: as :func:`~torchrl_mt.datasets._encoding.values.from_json_text` reads it.
 
     Raises:
         ValueError: if it contradicts itself; damage may raise other errors, too.

@@ -15,12 +15,12 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchrl_mt.data._store.steps import Path
-from torchrl_mt.datasets.episode_folder import EpisodeFolder
-from torchrl_mt.datasets.readers import DatasetError
+from torchrl_mt.datasets._encoding.schema import EpisodeSchema
+from torchrl_mt.datasets._encoding.stored_columns import StoredRows
+from torchrl_mt.datasets._files.episode_folder import EpisodeFolder
+from torchrl_mt.datasets._files.readers import DatasetError
+from torchrl_mt.datasets._files.writers import FormatWriter
 from torchrl_mt.datasets.registry import Mode
-from torchrl_mt.datasets.schema import EpisodeSchema
-from torchrl_mt.datasets.stored_columns import StoredRows
-from torchrl_mt.datasets.writers import FormatWriter
 
 __all__ = ["LoggedWriter", "has_log", "read_log"]
 

@@ -1,0 +1,1 @@
+"""Episodes as arrays and texts: what files hold."""

@@ -1,0 +1,1 @@
+"""What the formats share: reading, writing, and files that are whole at every moment."""
