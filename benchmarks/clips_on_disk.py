@@ -106,7 +106,9 @@ def peer_module(name: str) -> Any:
 def write_peer(data: Data, name: str, path: Path) -> Path:
     """Write with stable-worldmodel."""
     with getattr(peer_module(name), f"{name}Writer")(path) as out:
-        out.write_episodes(data.episodes())
+        out.write_episodes(
+            {key: list(values) for key, values in episode.items()} for episode in data.episodes()
+        )
     return path
 
 
