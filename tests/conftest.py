@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
 
-from .tiers import pytest_configure  # noqa: F401
+from .tiers import pytest_collection_modifyitems, pytest_configure  # noqa: F401
 from .waiting import PATIENCE
 
 # The same examples in every run: a commit that passed passes again. How long one takes says more

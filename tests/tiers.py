@@ -13,6 +13,10 @@ from hypothesis import Phase, settings
 
 FEW = 4
 """Examples of a property in the fast tier, if the test does not say."""
+MOST_PARAMETERS = 3
+"""Sets of parameters that a test is run with in the fast tier, if all tests are run."""
+_ALL = 5000
+"""Tests beyond which a run is one of all, and not of those near a change."""
 _tier = {"is_fast": False}
 
 
@@ -21,6 +25,30 @@ def pytest_configure(config: pytest.Config) -> None:
     _tier["is_fast"] = config.option.markexpr == "not slow"
     if _tier["is_fast"] and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run each test with few of its parameters if all tests are run; tests/conftest.py imports this."""
+    if not _tier["is_fast"] or len(items) < _ALL:
+        return
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out = {
+        item
+        for same in by_test.values()
+        if len(same) > MOST_PARAMETERS
+        for i, item in enumerate(same)
+        if i not in _spread(len(same))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _spread(number: int) -> set[int]:
+    """The first, the last and what is between: ``MOST_PARAMETERS`` of ``number`` places."""
+    return {i * (number - 1) // (MOST_PARAMETERS - 1) for i in range(MOST_PARAMETERS)}
 
 
 def in_fast_tier(few: int, many: int) -> int:

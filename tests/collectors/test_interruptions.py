@@ -712,6 +712,7 @@ def test_a_new_seed_keeps_to_what_was_allowed(engine):
         assert found == {"accepted": 12, "running": 0}
 
 
+@pytest.mark.slow
 def test_a_state_is_one_moment_s(engine):
     """Taken by another thread all the time: what was accepted is what was done with."""
     switching = sys.getswitchinterval()

@@ -28,6 +28,7 @@ def children():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env", first_fast([Async, Tells, Tells("2"), "tests.collectors.playing.worker_envs.Tells"])
 )

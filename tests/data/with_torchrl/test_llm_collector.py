@@ -272,6 +272,7 @@ def test_sampled_dialogs_become_training_rows(mode, num_envs):
     assert rows["rewards", "full"].sum() == turns["next", "reward"].sum()
 
 
+@pytest.mark.slow
 def test_returns_run_within_dialogs():
     rb = make_buffer(writer=EpisodeWriter(transform=DiscountedReturn(0.5)))
     fill(rb, "history", 1, yield_completed_trajectories=True)

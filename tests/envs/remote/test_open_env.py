@@ -680,6 +680,7 @@ def test_errors_can_be_pickled():
         assert (type(again), str(again), again.code) == (kind, str(error), "CODE")
 
 
+@pytest.mark.slow
 def test_an_episode_on_two_event_loops_is_named():
     with serve(Echo) as server:
         env = OpenEnvEnv(server.url)
