@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 
 FEW = 4
 """Examples of a property in the fast tier, if the test does not say."""
-MOST_PARAMETERS = 3
+MOST_PARAMETERS = 2
 """Sets of parameters that a test is run with in the fast tier, if all tests are run."""
 _ALL = 5000
 """Tests beyond which a run is one of all, and not of those near a change."""
