@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tests.data.saving import HOW, saved
@@ -166,3 +167,11 @@ def test_checkpoints_without_metadata_load(make, monkeypatch, tmp_path, how):
         other = saved(storage, how, tmp_path, other)
     assert pairs(other) == [(0, {})]
     assert torch.equal(other[:]["action"], storage[:]["action"])
+
+
+def test_metadata_shares_nothing_with_what_was_given_or_returned():
+    storage, seeds = EpisodeStorage(10), {"seeds": [1]}
+    storage.append(TensorDict({"action": torch.arange(2)}, [2]), seeds)
+    seeds["seeds"].append(2)
+    storage.metadata(0)["seeds"].append(3)
+    assert storage.metadata(0) == {"seeds": [1]}

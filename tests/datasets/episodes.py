@@ -83,7 +83,9 @@ def random_episode(rng: random.Random, schema: dict, length: int | None = None) 
     T = length or rng.randrange(1, 7)
     columns: dict = {}
     for path, (kind, *more) in schema.items():
-        if kind == "dense":
+        if path == ("next", "done"):
+            columns[path] = (torch.arange(T) == T - 1).unsqueeze(-1)
+        elif kind == "dense":
             columns[path] = random_bits(rng, (T, *more[1]), more[0])
         elif kind == "next":
             last = random_bits(rng, (1, *more[1]), more[0])

@@ -45,14 +45,16 @@ def test_what_it_holds(dataset):
 
 def test_keys_name_entries_or_all_under_them(dataset):
     def keys(*chosen):
-        return EpisodeDataset(dataset.path, chosen).keys
+        return EpisodeDataset(dataset.path, [*chosen]).keys
 
     assert keys("next") == [("next", "reward"), ("next", "deep", "x")]
     assert keys(("next", "deep"), "action") == [("next", "deep", "x"), "action"]
     with pytest.raises(KeyError, match="'rewards', which is no entry of the data set; it has"):
         keys("rewards")
-    with pytest.raises(TypeError, match="keys must be a list of keys, got the string 'action'"):
+    with pytest.raises(TypeError, match="keys must be a list of keys, got 'action'"):
         EpisodeDataset(dataset.path, "action")
+    with pytest.raises(TypeError, match=r"give \[\('next', 'reward'\)\]"):
+        EpisodeDataset(dataset.path, ("next", "reward"))
 
 
 def test_what_is_not_there_is_named(dataset, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -316,3 +318,75 @@ def test_the_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
     save_episodes([episode(1)], "~/a.jsonl")
     assert contents(tmp_path) == ["a.jsonl"]
     assert actions("~/a.jsonl") == [[1]]
+
+
+# ---- the edges of a file system and of a program ------------------------------------------------
+
+
+def test_a_path_is_the_same_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("a.jsonl", "link.jsonl")
+    with open_episodes("a.jsonl") as out:
+        out.write_episode(episode(1))
+        with pytest.raises(BlockingIOError, match="another writer"):
+            open_episodes("link.jsonl", mode="append")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        out.write_episode(episode(2))
+    assert contents(tmp_path / "elsewhere") == []
+    assert actions(tmp_path / "link.jsonl") == [[1], [2]]
+
+
+def test_steps_of_several_episodes_are_refused(tmp_path):
+    done = torch.tensor([False, True, False, True])
+    steps = {"action": torch.arange(4), "next": {"done": done}}
+    for out in (open_episodes(tmp_path / "a.jsonl"), episode_writer(EpisodeStorage(10))):
+        with out, pytest.raises(ValueError, match=r"\('next', 'done'\) is true at step 1 of 4"):
+            out.write_episode(steps)
+    per_agent = torch.tensor([[True, False], [True, True]]).unsqueeze(-1)
+    save_episodes([{"next": {"done": per_agent}}], tmp_path / "a.jsonl")
+
+
+def test_a_key_is_given_once(tmp_path):
+    with open_episodes(tmp_path / "a.jsonl") as out:
+        for odd in ({("a", "b"): [1], "a": [2]}, {"a": {"b": [1]}, ("a", "b"): [2]}):
+            with pytest.raises(ValueError, match="a key must be given once"):
+                out.write_episode(odd)
+
+
+@every_format
+def test_threads_write_whole_episodes(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    with open_episodes(path, format=format) as out:
+
+        def write(k):
+            for _ in range(5):
+                out.write_episode(episode(*[k] * k))
+
+        threads = [threading.Thread(target=write, args=(k,)) for k in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(actions(path)) == [[1]] * 5 + [[2] * 2] * 5 + [[3] * 3] * 5
+
+
+def test_metadata_is_a_copy_and_the_same_from_memory_and_disk(tmp_path):
+    storage, given = EpisodeStorage(10), {"seeds": [1], "score": np.float64(0.5)}
+    for out in (episode_writer(storage), open_episodes(tmp_path / "a.jsonl")):
+        with out:
+            out.write_episode(episode(1), given)
+    given["seeds"].append(2)
+    for metadata in (storage.metadata(0), EpisodeDataset(tmp_path / "a.jsonl").metadata(0)):
+        assert metadata == {"seeds": [1], "score": 0.5}
+        assert type(metadata["score"]) is float
+
+
+@every_format
+def test_a_data_set_that_was_replaced_is_not_read_as_the_old_one(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    save_episodes([episode(1, 2, 3)] * 2, path, format=format)
+    dataset = pickle.loads(pickle.dumps(EpisodeDataset(path)))
+    save_episodes([episode(4)] * 9, path, format=format, mode="overwrite")
+    with pytest.raises(DatasetError, match="was replaced since it was opened"):
+        dataset.episode(0)

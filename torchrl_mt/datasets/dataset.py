@@ -66,16 +66,14 @@ class EpisodeDataset:
         *,
         format: str | None = None,
     ) -> None:
-        if isinstance(keys, str):
-            raise TypeError(
-                f"keys must be a list of keys, got the string {keys!r}: give [{keys!r}]."
-            )
-        self.path = FilePath(path).expanduser()
+        if isinstance(keys, (str, tuple)):
+            raise TypeError(f"keys must be a list of keys, got {keys!r}: give [{keys!r}].")
+        self.path = FilePath(path).expanduser().resolve()
         if not self.path.exists():
             raise FileNotFoundError(f"there is no data set at {self.path}.")
         self.format = find_format(self.path, format).name
-        self._opened: tuple[int, FormatReader] | None = None
-        reader = self._reader
+        reader = open_reader(self.path, self.format)
+        self._opened: tuple[int, FormatReader] | None = os.getpid(), reader
         self._lengths = np.ascontiguousarray(reader.lengths, dtype=np.int64)
         if keys is None or not len(self._lengths):
             self._chosen: tuple[Path, ...] | None = None
@@ -86,7 +84,13 @@ class EpisodeDataset:
     def _reader(self) -> FormatReader:
         """The files, opened by this very process."""
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), open_reader(self.path, self.format)
+            reader = open_reader(self.path, self.format)
+            if not np.array_equal(reader.lengths[: len(self._lengths)], self._lengths):
+                raise DatasetError(
+                    f"{self.path} was replaced since it was opened: open it again, and make the "
+                    f"clips of it again."
+                )
+            self._opened = os.getpid(), reader
         return self._opened[1]
 
     def __len__(self) -> int:

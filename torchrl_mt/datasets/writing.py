@@ -6,12 +6,14 @@ An episode is written whole or not at all.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path as FilePath
 from typing import Any
 
 from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.checks import check_choice
@@ -19,7 +21,7 @@ from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.steps import Steps, pack, path_of
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
-from torchrl_mt.datasets._encoding.values import to_json_text
+from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
 from torchrl_mt.datasets._files.readers import DatasetError
 from torchrl_mt.datasets._files.write_lock import WriteLock, delete_unfinished
 from torchrl_mt.datasets.dataset import open_reader
@@ -62,7 +64,7 @@ class DatasetWriter(EpisodeSink):
         self, path: str | os.PathLike[str], format: str | None, mode: Mode, options: dict[str, Any]
     ) -> None:
         check_choice("mode", mode, ("error", "append", "overwrite"))
-        self.path = FilePath(path).expanduser()
+        self.path = FilePath(path).expanduser().resolve()
         self.mode = mode
         exists = self.path.exists() and not _is_empty_folder(self.path)
         if exists and mode == "error":
@@ -85,6 +87,7 @@ class DatasetWriter(EpisodeSink):
         self.format = known.name
         self._schema: EpisodeSchema | None = None
         self._closed = False
+        self._process, self._one_at_a_time = os.getpid(), threading.Lock()
         self._lock = WriteLock(self.path)
         try:
             delete_unfinished(self.path)
@@ -109,13 +112,22 @@ class DatasetWriter(EpisodeSink):
                 is written then.
             TypeError: if it is no episode, or a value cannot be written to a file.
         """
-        if self._closed:
-            raise ValueError(f"the writer of {self.path} is closed: open it with mode='append'.")
         metadata = _checked_metadata(metadata)
         steps = steps_of(episode)
-        schema = self._schema or EpisodeSchema.of(steps)
-        self._writer.write_episode(pack(schema.conform(steps), unread=True), metadata)
-        self._schema = schema
+        _check_one_episode(steps)
+        with self._one_at_a_time:
+            if self._closed:
+                raise ValueError(
+                    f"the writer of {self.path} is closed: open it with mode='append'."
+                )
+            if self._process != os.getpid():
+                raise RuntimeError(
+                    f"the writer of {self.path} belongs to another process: write from that one, or "
+                    f"open a data set in each."
+                )
+            schema = self._schema or EpisodeSchema.of(steps)
+            self._writer.write_episode(pack(schema.conform(steps), unread=True), metadata)
+            self._schema = schema
 
     def close(self) -> None:
         """Finish the data set. Without any episode, nothing is made or replaced."""
@@ -156,7 +168,9 @@ class BufferWriter(EpisodeSink):
         metadata = _checked_metadata(metadata)
         if self._filter is not None:
             episode = self._filter(episode)
-        self.storage.append(pack(steps_of(episode), unread=True), metadata=metadata)
+        steps = steps_of(episode)
+        _check_one_episode(steps)
+        self.storage.append(pack(steps, unread=True), metadata=metadata)
 
 
 def open_episodes(
@@ -265,10 +279,25 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata must be a dict or None, got {type(metadata).__name__}.")
     try:
-        to_json_text(metadata)
+        return dict(from_json_text(to_json_text(metadata)))  # A copy, as a file gives it.
     except (TypeError, ValueError) as error:
         raise TypeError(f"metadata: {error}") from error
-    return dict(metadata)
+
+
+def _check_one_episode(steps: Steps) -> None:
+    """Refuse steps that go on after an end: those of several episodes."""
+    for name in ("done", "terminated", "truncated"):
+        flag = steps.columns.get(("next", name))
+        if not isinstance(flag, Tensor) or flag.numel() != steps.length:
+            continue  # One flag per agent may be true earlier.
+        ends = flag.reshape(-1).bool()[:-1].nonzero()
+        if len(ends):
+            raise ValueError(
+                f"episode must be one episode, but ('next', {name!r}) is true at step "
+                f"{int(ends[0])} of {steps.length}. To split steps of several episodes: "
+                f"buffer.extend(steps) on a ReplayBuffer(storage=EpisodeStorage(n), "
+                f"writer=EpisodeWriter()), then save_episodes(buffer, path)."
+            )
 
 
 def _is_empty_folder(path: FilePath) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -158,7 +159,7 @@ class EpisodeTable:
 
     def metadata_of(self, episode: int) -> dict[Any, Any]:
         """Return a copy of the metadata of the episode at a position (0 is the oldest)."""
-        return dict(self._metadata.get(self.oldest + episode, ()))
+        return deepcopy(self._metadata.get(self.oldest + episode, {}))
 
     def places(
         self, episodes: np.ndarray, offsets: np.ndarray | int
@@ -204,7 +205,7 @@ class EpisodeTable:
             self._accumulate(counts, new, choice.units(steps))
         for ordinal, given in enumerate(metadata, self.next):
             if given:
-                self._metadata[ordinal] = dict(given)
+                self._metadata[ordinal] = deepcopy(dict(given))
         self._tail = tail
 
     def recount(self, tokens: Tensor) -> None:

@@ -53,7 +53,10 @@ def steps_of(episode: Any) -> Steps:
         steps.check_values()
         steps = steps.on(torch.device("cpu"))
     elif isinstance(episode, Mapping):
-        columns = {path: _column(path, value) for path, value in _leaves((), episode)}
+        columns: dict[Path, Column] = {}
+        for path, value in _leaves((), episode):
+            _check_new(path, columns)
+            columns[path] = _column(path, value)
         lengths = {path: _length(column) for path, column in columns.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name_of(path)} has {n}" for path, n in lengths.items())
@@ -77,6 +80,17 @@ def _leaves(path: Path, node: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
             yield from _leaves(where, value)
         else:
             yield where, value
+
+
+def _check_new(path: Path, known: Mapping[Path, Column]) -> None:
+    """Refuse a key that is given twice, or that is both an entry and a dict of entries."""
+    for other in known:
+        shorter = min(len(path), len(other))
+        if path[:shorter] == other[:shorter]:
+            raise ValueError(
+                f"episode has {name_of(path)} and {name_of(other)}: a key must be given once, and be "
+                f"either an entry or a dict of entries."
+            )
 
 
 def _length(column: Column) -> int:

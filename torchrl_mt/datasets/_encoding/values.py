@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_TYPE: "bytes", "base64": _base64(value)}
     if isinstance(value, np.generic):
-        value = np.asarray(value)
+        return _plain(value.item())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         kind = {"dtype": value.dtype.str, "shape": list(value.shape)}
         return {_TYPE: "array", **kind, "base64": _base64(value.tobytes())}

@@ -78,6 +78,7 @@ class RunCheckpoint:
 
     Raises:
         ValueError: if ``keep`` is not a positive integer.
+        NotADirectoryError: if ``folder`` is a file.
 
     Examples:
         >>> import tempfile
@@ -106,7 +107,9 @@ class RunCheckpoint:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder).expanduser().absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"folder must be a folder, but {self.folder} is a file.")
         self.keep = check_positive_integer("keep", keep)
         self._id = uuid.uuid4().hex
         self._known = 0
