@@ -254,3 +254,13 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path, tokenizer
             use([])
     talk = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "8"}]
     assert len(ConversationDataset([{"messages": talk}], tokenizer)) == 1
+
+
+def test_several_rewards_of_a_turn_add_up():
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
+    rewards = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    done = torch.tensor([[False], [True]])
+    following = TensorDict({"reward": rewards, "done": done}, [2])
+    episode = TensorDict({"text": NonTensorStack(*talk), "next": following}, [2])
+    row = to_hf_dataset([episode])[0]
+    assert (row["rewards"], row["reward"]) == ([3.0, 7.0], 10.0)

@@ -139,9 +139,9 @@ def _last_steps(batch: TensorDictBase) -> list[int]:
 
 
 def _numbers(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
-    """One number per step; ``None`` if the batch lacks the entry."""
+    """One number per step, the sum of several; ``None`` if the batch lacks the entry."""
     value = batch.get(key, None)
-    return value.reshape(-1).tolist() if isinstance(value, Tensor) else None
+    return value.reshape(len(batch), -1).sum(-1).tolist() if isinstance(value, Tensor) else None
 
 
 def _lists(batch: TensorDictBase, key: NestedKey) -> list[list[Any]] | None:
