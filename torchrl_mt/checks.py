@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,3 +145,21 @@ def find_functions(
             )
         found.append(one)
     return tuple(found)
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a library that an extra of this package installs.
+
+    Args:
+        module: what to import.
+        extra: the extra of this package that installs it.
+
+    Raises:
+        ImportError: if it is not installed; names the extra.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this needs the package {error.name or module}: pip install 'torchrl-mt[{extra}]'."
+        ) from error

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrl_mt.checks import check_choice
+from torchrl_mt.checks import check_choice, import_extra
 from torchrl_mt.datasets._files.readers import DatasetError
 
 __all__ = ["Format", "Mode", "find_format", "import_extra", "register_format"]
@@ -125,24 +125,6 @@ def find_format(path: Path, name: str | None = None) -> Format:
             f"Give format=, such as format='folder'."
         )
     return _own("folder")
-
-
-def import_extra(module: str, extra: str) -> Any:
-    """Import the library of a format.
-
-    Args:
-        module: what to import.
-        extra: the extra of this package that installs it.
-
-    Raises:
-        ImportError: if it is not installed; names the extra.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"this needs the package {error.name or module}: pip install 'torchrl-mt[{extra}]'."
-        ) from error
 
 
 def _own(name: str) -> Format:

@@ -1,7 +1,4 @@
-"""A tiny chat model and tokenizer for examples, tutorials and tests.
-
-Nothing is downloaded. They are ordinary Hugging Face models and tokenizers.
-"""
+"""A tiny chat model and tokenizer."""
 
 from __future__ import annotations
 

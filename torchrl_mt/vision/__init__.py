@@ -1,0 +1,20 @@
+"""Images: kept once, written into messages, prepared for models."""
+
+from torchrl_mt.vision.images import StoredImage
+from torchrl_mt.vision.messages import for_template, images_of, with_stored_images
+from torchrl_mt.vision.model import VisionModel
+from torchrl_mt.vision.positions import rope_positions
+from torchrl_mt.vision.processor import ImageInputs, VisionProcessor
+from torchrl_mt.vision.rows import RowImages
+
+__all__ = [
+    "ImageInputs",
+    "RowImages",
+    "StoredImage",
+    "VisionModel",
+    "VisionProcessor",
+    "for_template",
+    "images_of",
+    "rope_positions",
+    "with_stored_images",
+]

@@ -1,0 +1,212 @@
+"""Images, each kept once in memory however many turns, episodes and copies of them show it.
+
+An image is what it was given as: the bytes of a PNG or JPEG file, or pixels. Two images with the same
+bytes are the same object, also after they were copied or pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from torchrl_mt.checks import import_extra
+
+if TYPE_CHECKING:
+    from PIL import Image as PIL
+
+__all__ = ["StoredImage"]
+
+_RAW = "raw"
+
+
+class StoredImage:
+    """An image in memory; made by :meth:`of`.
+
+    Examples:
+        >>> pixels = np.zeros((16, 24, 3), np.uint8)
+        >>> image = StoredImage.of(pixels)
+        >>> image
+        StoredImage(height=16, width=24, format='raw', nbytes=1152)
+        >>> StoredImage.of(pixels.copy()) is image
+        True
+        >>> image.array().shape
+        (16, 24, 3)
+    """
+
+    __slots__ = ("__weakref__", "data", "format", "height", "key", "width")
+
+    data: bytes
+    """The bytes of the file, or of the pixels."""
+    format: str
+    """``"png"``, ``"jpeg"``, ...; ``"raw"`` for pixels: uint8 ``[height, width, 3]``, RGB."""
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    key: str
+    """Hash of the content."""
+
+    _known: ClassVar[WeakValueDictionary[str, StoredImage]] = WeakValueDictionary()
+    _lock: ClassVar[Lock] = Lock()
+
+    def __init__(self) -> None:
+        raise TypeError("a StoredImage is made by StoredImage.of(image).")
+
+    @classmethod
+    def of(cls, image: Any) -> StoredImage:
+        """Take an image.
+
+        Args:
+            image: a PIL image, uint8 pixels (array or tensor ``[H, W]``, ``[H, W, C]`` or
+                ``[C, H, W]`` with 1, 3 or 4 channels), the path of a file, a ``data:`` URI, or the bytes
+                of a file. Transparency is dropped.
+
+        Raises:
+            TypeError: if it is none of these, or pixels are not uint8.
+            ValueError: if it cannot be read: no such file, no image, an address on the internet.
+            ImportError: if Pillow is not installed and is needed.
+        """
+        if isinstance(image, StoredImage):
+            return image
+        if isinstance(image, (np.ndarray, torch.Tensor)):
+            return cls._of_pixels(_pixels(image))
+        if isinstance(image, (str, os.PathLike)):
+            image = _read(os.fspath(image))
+        if isinstance(image, (bytes, bytearray, memoryview)):
+            return cls._of_file(bytes(image))
+        pil = import_extra("PIL.Image", "images")
+        if isinstance(image, pil.Image):
+            return cls._of_pixels(np.asarray(image.convert("RGB")))
+        raise TypeError(
+            f"image must be a PIL image, uint8 pixels, a path, a data: URI or the bytes of a file, got "
+            f"{type(image).__name__}."
+        )
+
+    def pil(self) -> PIL.Image:
+        """Return it as a PIL image in RGB."""
+        pil = import_extra("PIL.Image", "images")
+        if self.format == _RAW:
+            image: PIL.Image = pil.fromarray(self.array())
+            return image
+        with pil.open(BytesIO(self.data)) as opened:
+            return opened.convert("RGB")
+
+    def array(self) -> np.ndarray:
+        """Return its pixels: uint8 ``[height, width, 3]``, RGB."""
+        if self.format == _RAW:
+            return np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, 3).copy()
+        return np.array(self.pil())
+
+    def data_uri(self) -> str:
+        """Return it as a ``data:`` URI, as chat APIs take it; pixels become a PNG file."""
+        form, data = self.format, self.data
+        if form == _RAW:
+            file = BytesIO()
+            self.pil().save(file, "PNG")
+            form, data = "png", file.getvalue()
+        return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return len(self.data)
+
+    @classmethod
+    def _of_pixels(cls, pixels: np.ndarray) -> StoredImage:
+        height, width, _ = pixels.shape
+        return _kept(pixels.tobytes(), _RAW, height, width)
+
+    @classmethod
+    def _of_file(cls, data: bytes) -> StoredImage:
+        pil = import_extra("PIL.Image", "images")
+        try:
+            with pil.open(BytesIO(data)) as opened:
+                opened.load()  # A file that is cut off fails here, not while training.
+                form, (width, height) = opened.format.lower(), opened.size
+        except Exception as error:
+            raise ValueError(
+                f"image must be a file that Pillow can read, got {len(data)} bytes: {error}"
+            ) from error
+        return _kept(data, form, height, width)
+
+    def __reduce__(self) -> Any:
+        return _kept, (self.data, self.format, self.height, self.width)
+
+    def __copy__(self) -> StoredImage:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> StoredImage:
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"StoredImage(height={self.height}, width={self.width}, format={self.format!r}, "
+            f"nbytes={self.nbytes})"
+        )
+
+
+def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:
+    """Return the image of these bytes: the one that is in memory, or a new one."""
+    key = sha256(f"{form} {height} {width} ".encode() + data).hexdigest()
+    with StoredImage._lock:
+        image = StoredImage._known.get(key)
+        if image is None:
+            image = object.__new__(StoredImage)
+            image.data, image.format, image.key = data, form, key
+            image.height, image.width = height, width
+            StoredImage._known[key] = image
+    return image
+
+
+def _pixels(image: np.ndarray | torch.Tensor) -> np.ndarray:
+    """Return pixels as uint8 ``[H, W, 3]``."""
+    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image
+    if array.dtype != np.uint8:
+        raise TypeError(
+            f"image must have uint8 pixels from 0 to 255, got {array.dtype}: scale and convert them."
+        )
+    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or 0 in array.shape:
+        raise ValueError(
+            f"image must have shape [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, got "
+            f"{list(image.shape)}."
+        )
+    return np.broadcast_to(array[..., :3], (*array.shape[:2], 3))
+
+
+def _read(place: str) -> bytes:
+    """Read a file or a ``data:`` URI."""
+    head, comma, content = place.partition(",")
+    if head.startswith("data:"):
+        if not comma or not head.endswith(";base64"):
+            raise ValueError(
+                f"image must be a base64 data: URI (data:image/png;base64,...), got {head[:80]!r}."
+            )
+        try:
+            return base64.b64decode(content, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"image must be a valid base64 data: URI, but {error}.") from error
+    if "://" in place[:12]:
+        raise ValueError(
+            f"image must be in memory, in a file or in a data: URI, got the address {place[:80]!r}: "
+            "download it first."
+        )
+    try:
+        return Path(place).expanduser().read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"image must be a file that can be read, got {place!r}: {error}."
+        ) from error

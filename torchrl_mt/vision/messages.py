@@ -1,0 +1,85 @@
+"""Images in chat messages, in the forms of Hugging Face's chat templates and of OpenAI's APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchrl_mt.vision.images import StoredImage
+
+__all__ = ["for_template", "images_of", "with_stored_images"]
+
+_SOURCES = ("image", "image_url", "url", "path", "base64")
+"""Where a part of type ``image`` has its image."""
+
+
+def with_stored_images(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Replace the images of messages by :class:`StoredImage`; messages without images stay as they are.
+
+    Raises:
+        TypeError, ValueError: if an image cannot be read; names the message and the part.
+
+    Examples:
+        >>> import numpy as np
+        >>> part = {"type": "image", "image": np.zeros((8, 8, 3), np.uint8)}
+        >>> (message,) = with_stored_images([{"role": "user", "content": [part]}])
+        >>> message["content"]
+        [{'type': 'image', 'image': StoredImage(height=8, width=8, format='raw', nbytes=192)}]
+    """
+    return [_stored(message, k) for k, message in enumerate(messages)]
+
+
+def images_of(messages: Iterable[Mapping[str, Any]]) -> list[StoredImage]:
+    """List the images of messages in order, as :func:`with_stored_images` left them."""
+    return [part["image"] for message in messages for part in _image_parts(message)]
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave only ``{"type": "image"}`` of the images, which is all that a chat template reads."""
+    return [
+        {
+            **message,
+            "content": [{"type": "image"} if _is_image(p) else p for p in message["content"]],
+        }
+        if any(_image_parts(message))
+        else message
+        for message in messages
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
+
+
+def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        yield from filter(_is_image, content)
+
+
+def _stored(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    if not any(_image_parts(message)):
+        return message
+    parts = []
+    for k, part in enumerate(message["content"]):
+        if _is_image(part):
+            try:
+                part = {"type": "image", "image": StoredImage.of(_source(part))}
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"messages[{number}]['content'][{k}]: {error}") from error
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    """What a part gives as its image."""
+    for name in _SOURCES:
+        if part.get(name) is not None:
+            found = part[name]
+            if name == "base64" and isinstance(found, str) and not found.startswith("data:"):
+                return f"data:image/png;base64,{found}"
+            return found.get("url") if isinstance(found, Mapping) else found
+    raise ValueError(
+        f"a part of type {part['type']!r} must have its image under one of {_SOURCES}, got "
+        f"{sorted(part)}."
+    )

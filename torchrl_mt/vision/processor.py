@@ -1,0 +1,133 @@
+"""Images as a processor prepares them: placeholder tokens for prompts, pixels for models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_mt.vision.images import StoredImage
+
+__all__ = ["FAMILIES", "ImageInputs", "VisionProcessor"]
+
+FAMILIES = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", "LlavaProcessor")
+"""Classes of processors whose models are supported."""
+
+_KEPT = 16
+"""Images whose inputs are kept, because the next turn shows them again."""
+
+
+_PROCESSORS = 4
+"""Processors whose images are kept."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """What a model takes for one image."""
+
+    token_ids: tuple[int, ...]
+    """Its placeholder tokens in a prompt."""
+    pixel_values: Tensor
+    """float32: patches ``[P, D]``, or one picture ``[1, C, H, W]``."""
+    grid: tuple[int, int, int] | None
+    """Patches in time, height and width; None for models without."""
+
+
+class VisionProcessor:
+    """A Hugging Face processor of one of the supported :data:`FAMILIES`.
+
+    Args:
+        processor: has ``tokenizer`` and ``image_processor``.
+
+    Raises:
+        TypeError: if it is of no supported family.
+
+    Examples:
+        >>> from torchrl_mt.testing import tiny_vl_model
+        >>> import numpy as np
+        >>> _, processor = tiny_vl_model()
+        >>> vision = VisionProcessor(processor)
+        >>> image = StoredImage.of(np.zeros((8, 24, 3), np.uint8))
+        >>> vision.inputs(image).grid, len(vision.inputs(image).token_ids)
+        ((1, 2, 6), 3)
+    """
+
+    def __init__(self, processor: Any) -> None:
+        names = [kind.__name__ for kind in type(processor).__mro__]
+        self.family = next((name for name in names if name in FAMILIES), "")
+        """Name of the processor's class."""
+        if not self.family:
+            raise TypeError(
+                f"processor must be one of {', '.join(FAMILIES)} of transformers, got "
+                f"{type(processor).__name__}: models with images of another family are not supported."
+            )
+        self._processor = processor
+        self.tokenizer = processor.tokenizer
+        self.image_token_id = int(processor.image_token_id)
+        """The placeholder: once per image in a rendered text, several times in a prompt."""
+        self.inputs = lru_cache(_KEPT)(self._inputs)
+        """Inputs of an image: ``inputs(image) -> ImageInputs``."""
+
+    @staticmethod
+    def of(processor: Any) -> VisionProcessor:
+        """Return the one for a processor; those who share a processor share the inputs kept."""
+        return processor if isinstance(processor, VisionProcessor) else _of(processor)
+
+    def expanded(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
+        """Replace each placeholder by the tokens of its image.
+
+        Args:
+            token_ids: a rendered text, encoded.
+            images: one for each placeholder, in order.
+
+        Raises:
+            ValueError: if there are more or fewer placeholders than images.
+        """
+        found = sum(token == self.image_token_id for token in token_ids)
+        if found != len(images):
+            raise ValueError(
+                f"the chat template must write one image token for each image, got {found} for "
+                f"{len(images)} images: does it take content as a list of parts?"
+            )
+        left = iter(images)
+        out: list[int] = []
+        for token in token_ids:
+            if token == self.image_token_id:
+                out += self.inputs(next(left)).token_ids
+            else:
+                out.append(token)
+        return out
+
+    def batch(self, images: Sequence[StoredImage]) -> dict[str, Tensor]:
+        """Return the model's arguments for images: ``pixel_values``, and ``image_grid_thw`` of Qwen."""
+        found = [self.inputs(image) for image in images]
+        if not found:
+            return {}
+        out = {"pixel_values": torch.cat([each.pixel_values for each in found])}
+        grids = [each.grid for each in found if each.grid is not None]
+        if grids:
+            out["image_grid_thw"] = torch.tensor(grids)
+        return out
+
+    def _inputs(self, image: StoredImage) -> ImageInputs:
+        made = self._processor(
+            images=[image.pil()],
+            text=[self._processor.image_token],
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        grid = made["image_grid_thw"][0].tolist() if "image_grid_thw" in made else None
+        ids = tuple(made["input_ids"][0].tolist())
+        if set(ids) != {self.image_token_id}:
+            raise ValueError(
+                f"processor must replace {self._processor.image_token!r} by itself repeated, got the "
+                f"tokens {sorted(set(ids))}."
+            )
+        return ImageInputs(ids, made["pixel_values"], None if grid is None else tuple(grid))
+
+
+_of = lru_cache(_PROCESSORS)(VisionProcessor)
