@@ -38,6 +38,7 @@ from torchrl_mt.datasets._files.episode_folder import (
 from torchrl_mt.datasets._files.episode_log import LoggedWriter, read_log
 from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
 from torchrl_mt.datasets._files.write_lock import unfinished_path
+from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT"]
@@ -183,25 +184,19 @@ class _Writer(LoggedWriter):
         files = _files(self.folder.data)
         return files[-1].end if files else 0
 
-    def batch(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> Any:
+    def batch(self, episode: EncodedEpisode) -> Any:
         """Return the row of an episode."""
         import pyarrow as pa
 
         row = {
-            "length": pa.array([length], pa.int64()),
-            "metadata": pa.array([metadata], pa.string()),
+            "length": pa.array([episode.length], pa.int64()),
+            "metadata": pa.array([episode.metadata], pa.string()),
         }
-        text = columns.get(_TEXT)
+        text = episode.columns.get(_TEXT)
         if isinstance(text, TextRows):
             kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
             row["messages"] = pa.array([[*_dialogue(text.texts)]], kind)
-        for name, values in _columns(schema).arrays(columns).items():
+        for name, values in _columns(episode.schema).arrays(episode.columns).items():
             row[name] = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         return pa.record_batch(row)
 
