@@ -185,9 +185,9 @@ def _column_of_items(path: Path, items: Sequence[Any]) -> Column:
     if all(map(_is_array, items)):
         tensors = [_tensor(path, item) for item in items]
         same = len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1
-        # One step does not show whether the others have its shape.
-        stacked = same and (len(tensors) > 1 or not tensors[0].ndim)
-        return torch.stack(tensors) if stacked else Rows(tensors)
+        # One step, or steps without values, do not show whether the others have their shape.
+        shown = not tensors[0].ndim or (len(tensors) > 1 and tensors[0].numel())
+        return torch.stack(tensors) if same and shown else Rows(tensors)
     if all(isinstance(item, (list, tuple)) for item in items) and any(map(len, items)):
         arrays = [_numbers(item) for item in items]
         if all(array is not None for array in arrays):
