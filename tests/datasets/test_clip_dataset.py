@@ -192,7 +192,7 @@ def test_bad_arguments_are_named(tmp_path):
 @pytest.mark.parametrize("i", [slice(0, 2), 0.5, True, "0", [0], None])
 def test_the_number_of_a_clip_is_an_integer(i):
     clips = ClipDataset(storage_of([5]), 2)
-    with pytest.raises(TypeError, match="the number of a clip must be an integer, got .*Subset"):
+    with pytest.raises(TypeError, match=r"the number of a clip must be an integer, got .*Subset"):
         clips[i]
     with pytest.raises(TypeError, match="the number of a clip must be an integer, got"):
         clips.__getitems__([i, i])

@@ -173,8 +173,10 @@ def _conformed(path: Path, column: Column, field: Field) -> Column:
         items = list(column.unbind(0)) if isinstance(column, Tensor) else column.items
         if all(item.ndim == len(field.shape) and item.dtype == field.dtype for item in items):
             return Rows(items)
-    elif len(field.shape) == 1 and _are_empty(column):
-        return Rows([torch.empty(0, dtype=field.dtype) for _ in column.items])
+    elif isinstance(column, Objects) and len(field.shape) == 1:
+        # Empty lists do not show their dtype.
+        if all(isinstance(item, (list, tuple)) and not item for item in column.items):
+            return Rows([torch.empty(0, dtype=field.dtype) for _ in column.items])
     raise ValueError(
         f"{name_of(path)} must be as in the first episode: expected {field}, got {_form(column)}."
         f"{_advice(column, field)}"
@@ -198,16 +200,9 @@ def _form(column: Column) -> str:
     return str(Form("ragged", (-1,) * ndim, dtype))
 
 
-def _are_empty(column: Column) -> bool:
-    """Whether the items are empty lists, which do not show their dtype."""
-    return isinstance(column, Objects) and all(
-        isinstance(item, list) and not item for item in column.items
-    )
-
-
 def _advice(column: Column, field: Field) -> str:
     """Say what to do about an entry that does not fit."""
-    if field.kind == "object":
+    if field.dtype is None:
         return (
             " If the first episode has empty lists only, give them as arrays, such as "
             "np.zeros(0, dtype=int). np.array(steps, dtype=object) keeps lists as they are."
