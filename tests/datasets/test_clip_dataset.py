@@ -225,6 +225,8 @@ def test_a_loader_of_episodes_is_pointed_to_clips(tmp_path):
 
 def test_a_collate_function_gets_a_sequence_of_clips():
     loader = DataLoader(
-        ClipDataset(storage_of([5]), 2), batch_size=4, collate_fn=lambda clips: torch.stack([*clips])
+        ClipDataset(storage_of([5]), 2),
+        batch_size=4,
+        collate_fn=lambda clips: torch.stack([*clips]),
     )
     assert next(iter(loader))["observation"].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]

@@ -49,7 +49,9 @@ def test_keys_name_entries_or_all_under_them(dataset):
 
     assert keys("next") == [("next", "reward"), ("next", "deep", "x")]
     assert keys(("next", "deep"), "action") == [("next", "deep", "x"), "action"]
-    with pytest.raises(KeyError, match="keys names 'rewards', which is not among the entries: 'action'"):
+    with pytest.raises(
+        KeyError, match="keys names 'rewards', which is not among the entries: 'action'"
+    ):
         keys("rewards")
     with pytest.raises(TypeError, match="keys must be a list of keys, got 'action'"):
         EpisodeDataset(dataset.path, "action")

@@ -12,7 +12,7 @@ from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.dataset_episodes import stored_episodes
 from torchrl_mt.datasets.dataset import EpisodeDataset
 from torchrl_mt.datasets.registry import Mode
-from torchrl_mt.datasets.writing import open_episodes, storage_of
+from torchrl_mt.datasets.writing import open_episodes, storage_of, write_all
 
 __all__ = ["load_episodes", "save_episodes"]
 
@@ -56,7 +56,7 @@ def save_episodes(
     if isinstance(source, ReplayBuffer):
         source = storage_of(source, "source")
     with open_episodes(path, format=format, mode=mode, **options) as out:
-        return out.write_episodes(_with_metadata(source))
+        return write_all(out, _with_metadata(source))
 
 
 def load_episodes(

@@ -40,36 +40,18 @@ class EpisodeSink(ABC):
     def write_episode(self, episode: Any, metadata: dict[str, Any] | None = None) -> None:
         """Write one whole episode."""
 
-    def write_episodes(self, episodes: Iterable[Any]) -> int:
+    def write_episodes(self, episodes: Iterable[Any]) -> None:
         """Write episodes, one after the other; those before an error are written.
 
         Args:
             episodes: each as for :meth:`write_episode`, or a pair of it and its metadata.
-
-        Returns:
-            Number of episodes written.
 
         Raises:
             TypeError: as for :meth:`write_episode`, with the number of the episode; or if ``episodes``
                 is a single one.
             ValueError: likewise.
         """
-        is_one = isinstance(episodes, Mapping) and getattr(episodes, "ndim", 1) == 1
-        if is_one or not isinstance(episodes, Iterable):
-            raise TypeError(
-                f"the episodes must be a list or another iterable of episodes, got "
-                f"{type(episodes).__name__}: a single episode goes to write_episode."
-            )
-        number = 0
-        for each in episodes:
-            episode, metadata = each if isinstance(each, tuple) else (each, None)
-            try:
-                self.write_episode(episode, metadata)
-            except (TypeError, ValueError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"episode {number}: {error}") from error
-            number += 1
-        return number
+        write_all(self, episodes)
 
     def close(self) -> None:  # noqa: B027 - a storage needs no end
         """Finish writing."""
@@ -257,7 +239,8 @@ def open_episodes(
         Traceback (most recent call last):
             ...
         ValueError: 'action' must be as in the first episode: expected () torch.int64 per step, got
-            () torch.float32 per step.
+            () torch.float32 per step. Integers and floats do not mix: give float(value) from the first
+            episode on.
     """
     return DatasetWriter(path, format, mode, options)
 
@@ -291,6 +274,26 @@ def episode_writer(
     if isinstance(key_filter, str):
         raise TypeError(f"key_filter must be a list of keys or a function, got {key_filter!r}.")
     return BufferWriter(storage, key_filter)
+
+
+def write_all(out: EpisodeSink, episodes: Iterable[Any]) -> int:
+    """Write episodes and return their number; see :meth:`EpisodeSink.write_episodes`."""
+    is_one = isinstance(episodes, Mapping) and getattr(episodes, "ndim", 1) == 1
+    if is_one or not isinstance(episodes, Iterable):
+        raise TypeError(
+            f"the episodes must be a list or another iterable of episodes, got "
+            f"{type(episodes).__name__}: a single episode goes to write_episode."
+        )
+    number = 0
+    for each in episodes:
+        episode, metadata = each if isinstance(each, tuple) else (each, None)
+        try:
+            out.write_episode(episode, metadata)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"episode {number}: {error}") from error
+        number += 1
+    return number
 
 
 def storage_of(buffer: Any, name: str) -> EpisodeStorage:

@@ -263,7 +263,9 @@ def select(
         found = {p: entry for p, entry in entries.items() if p[: len(path)] == path}
         if not found:
             known = ", ".join(map(name_of, entries))
-            raise KeyError(f"{name} names {name_of(path)}, which is not among the entries: {known}.")
+            raise KeyError(
+                f"{name} names {name_of(path)}, which is not among the entries: {known}."
+            )
         chosen |= found
     return chosen
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from tensordict.utils import NestedKey, unravel_key
@@ -173,10 +173,8 @@ def _conformed(path: Path, column: Column, field: Field) -> Column:
         items = list(column.unbind(0)) if isinstance(column, Tensor) else column.items
         if all(item.ndim == len(field.shape) and item.dtype == field.dtype for item in items):
             return Rows(items)
-    elif isinstance(column, Objects) and len(field.shape) == 1:
-        # Empty lists do not show their dtype.
-        if all(isinstance(item, (list, tuple)) and not item for item in column.items):
-            return Rows([torch.empty(0, dtype=field.dtype) for _ in column.items])
+    elif field.kind == "ragged" and len(field.shape) == 1 and _are_empty(column):
+        return Rows([torch.empty(0, dtype=field.dtype) for _ in column.items])
     raise ValueError(
         f"{name_of(path)} must be as in the first episode: expected {field}, got {_form(column)}."
         f"{_advice(column, field)}"
@@ -198,6 +196,13 @@ def _form(column: Column) -> str:
         return "tensors of several dtypes or numbers of dimensions"
     ndim, dtype = forms.pop()
     return str(Form("ragged", (-1,) * ndim, dtype))
+
+
+def _are_empty(column: Column) -> TypeGuard[Objects]:
+    """Whether the items are empty lists, which do not show their dtype."""
+    return isinstance(column, Objects) and all(
+        isinstance(item, list) and not item for item in column.items
+    )
 
 
 def _advice(column: Column, field: Field) -> str:
