@@ -172,8 +172,11 @@ def test_a_first_episode_of_empty_lists_is_explained(tmp_path):
     arrays = {"tokens": [np.zeros(0, dtype=int)] * 2}
     for i, first in enumerate((full, arrays)):
         save_episodes([first, empty, full], tmp_path / f"{i}.jsonl")
-        tokens = EpisodeDataset(tmp_path / f"{i}.jsonl").episode(1).get("tokens", as_list=True)
-        assert [(each.shape, each.dtype) for each in tokens] == [((0,), torch.int64)] * 2
+        storage = EpisodeStorage(10)
+        episode_writer(storage).write_episodes([first, empty, full])
+        for source in (storage, EpisodeDataset(tmp_path / f"{i}.jsonl")):
+            tokens = source.episode(1).get("tokens", as_list=True)
+            assert [(each.shape, each.dtype) for each in tokens] == [((0,), torch.int64)] * 2
 
 
 @pytest.mark.parametrize("rewards", [([1.0], [1]), ([1], [1.0]), ([[1], [2, 3]], [[0.5], []])])

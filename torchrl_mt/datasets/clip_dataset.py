@@ -129,10 +129,9 @@ class ClipDataset(Dataset):
                 f"the number of a clip must be an integer, got {indices!r:.80}: for some of the clips, "
                 f"torch.utils.data.Subset(dataset, numbers)."
             )
-        wanted = wanted.astype(np.int64)
         for i in wanted[(wanted < -number) | (wanted >= number)].tolist():
             raise IndexError(f"clip {i} is out of range: there are {number} clips.")
-        episodes, offsets = search(self._before, wanted % max(number, 1))
+        episodes, offsets = search(self._before, wanted.astype(np.int64) % max(number, 1))
         steps = self._read(episodes, offsets)
         self._marks.mark(Cut(offsets, self.slice_len), torch.device("cpu"), steps)
         shape = torch.Size([len(wanted), self.slice_len])

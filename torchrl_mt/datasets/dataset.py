@@ -247,7 +247,7 @@ class _OtherReader(WholeReader):
 
     def whole(self, episode: int) -> Steps:
         """Read an episode."""
-        return steps_of(self._reader.episode(episode), self.schema.objects)
+        return steps_of(self._reader.episode(episode), self.schema.fields)
 
     def metadata(self, i: int) -> dict[str, Any]:
         """Return the metadata of an episode."""

@@ -129,7 +129,7 @@ class DatasetWriter(EpisodeSink):
             TypeError: if it is no episode, or a value cannot be written to a file.
         """
         metadata = _checked_metadata(metadata)
-        steps = steps_of(episode, self._schema.objects if self._schema else ())
+        steps = steps_of(episode, self._schema.fields if self._schema else {})
         _check_one_episode(steps)
         with self._one_at_a_time:
             if self._closed:
@@ -189,8 +189,7 @@ class BufferWriter(EpisodeSink):
         if callable(self._filter):
             episode = self._filter(episode)
         schema = self.storage.schema
-        known = {} if schema is None else schema.entries
-        steps = steps_of(episode, {path for path, entry in known.items() if entry.kind == "object"})
+        steps = steps_of(episode, schema.entries if schema else {})
         if self._filter is not None and not callable(self._filter):
             steps = Steps(steps.length, select(steps.columns, self._filter, "key_filter"))
         _check_one_episode(steps)

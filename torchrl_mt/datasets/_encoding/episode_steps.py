@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from torchrl_mt.data._store.schema import Form
 from torchrl_mt.data._store.steps import (
     Column,
     Objects,
@@ -25,9 +26,10 @@ __all__ = ["steps_of"]
 
 _OUTCOMES = {("reward",), ("done",), ("terminated",), ("truncated",)}
 """What TED has under ``"next"``."""
+_NOTHING: Mapping[Path, Form] = {}
 
 
-def steps_of(episode: Any, objects: Collection[Path] = ()) -> Steps:
+def steps_of(episode: Any, known: Mapping[Path, Form] = _NOTHING) -> Steps:
     """Convert an episode to columns on the CPU.
 
     Args:
@@ -38,7 +40,8 @@ def steps_of(episode: Any, objects: Collection[Path] = ()) -> Steps:
             becomes a dict of lists if all have the same keys and hold numbers, arrays or such dicts.
             Lists of anything else (strings, messages, None) hold Python objects. Rewards and done flags
             at the root of a dict are put under ``"next"``, unless there are some.
-        objects: entries whose lists of dicts are Python objects, whatever the dicts hold.
+        known: forms of the entries of earlier episodes, for what does not show its own: lists of empty
+            lists, and of dicts where they are Python objects.
 
     Raises:
         TypeError: if it is something else, a key is no string, or values would lose their meaning,
@@ -61,10 +64,12 @@ def steps_of(episode: Any, objects: Collection[Path] = ()) -> Steps:
         steps = steps.on(torch.device("cpu"))
     elif isinstance(episode, Mapping):
         entries: dict[Path, Any] = {}
-        for path, value in _leaves((), episode, objects):
+        for path, value in _leaves((), episode, known):
             _check_new(path, entries)
             entries[path] = value
-        columns = {path: _column(path, value) for path, value in _as_ted(entries).items()}
+        columns = {
+            path: _column(path, value, known.get(path)) for path, value in _as_ted(entries).items()
+        }
         lengths = {path: _length(column) for path, column in columns.items()}
         _check_lengths(lengths)
         steps = Steps(next(iter(lengths.values()), 0), columns)
@@ -79,7 +84,7 @@ def steps_of(episode: Any, objects: Collection[Path] = ()) -> Steps:
 
 
 def _leaves(
-    path: Path, node: Mapping[Any, Any], objects: Collection[Path]
+    path: Path, node: Mapping[Any, Any], known: Mapping[Path, Form]
 ) -> Iterator[tuple[Path, Any]]:
     """Iterate over the entries of nested dicts."""
     for key, value in node.items():
@@ -87,10 +92,12 @@ def _leaves(
         if not names or not all(isinstance(name, str) for name in names):
             raise TypeError(f"keys must be strings or tuples of strings, got {key!r}.")
         where = (*path, *names)
-        if isinstance(value, (list, tuple)) and where not in objects:
+        if isinstance(value, (list, tuple)) and not (
+            where in known and known[where].kind == "object"
+        ):
             value = _dict_of_lists(value) or value
         if isinstance(value, Mapping):
-            yield from _leaves(where, value, objects)
+            yield from _leaves(where, value, known)
         else:
             yield where, value
 
@@ -150,7 +157,7 @@ def _length(column: Column) -> int:
     return len(column) if isinstance(column, Tensor) else len(column.items)
 
 
-def _column(path: Path, value: Any) -> Column:
+def _column(path: Path, value: Any, form: Form | None) -> Column:
     """Convert one entry of a dict."""
     _check_meaning(path, value)
     if isinstance(value, (Tensor, np.ndarray)):
@@ -163,14 +170,14 @@ def _column(path: Path, value: Any) -> Column:
             return Objects(value.tolist())
         return _tensor(path, value)
     if isinstance(value, (list, tuple)):
-        return _column_of_items(path, value)
+        return _column_of_items(path, value, form)
     raise TypeError(
         f"{name_of(path)} must be an array or a list with one value per step, got "
         f"{type(value).__name__}: what holds for the whole episode is metadata."
     )
 
 
-def _column_of_items(path: Path, items: Sequence[Any]) -> Column:
+def _column_of_items(path: Path, items: Sequence[Any], form: Form | None) -> Column:
     """Convert a list with one value per step."""
     for item in items:
         _check_meaning(path, item)
@@ -188,12 +195,15 @@ def _column_of_items(path: Path, items: Sequence[Any]) -> Column:
         # One step, or steps without values, do not show whether the others have their shape.
         shown = not tensors[0].ndim or (len(tensors) > 1 and tensors[0].numel())
         return torch.stack(tensors) if same and shown else Rows(tensors)
-    if all(isinstance(item, (list, tuple)) for item in items) and any(map(len, items)):
+    are_lists = all(isinstance(item, (list, tuple)) for item in items)
+    if are_lists and any(map(len, items)):
         arrays = [_numbers(item) for item in items]
         if all(array is not None for array in arrays):
             known = {array.dtype for array in arrays if len(array)}  # type: ignore[union-attr, arg-type]
             dtype = torch.float32 if len(known) > 1 else known.pop()
             return Rows([array.to(dtype) for array in arrays])  # type: ignore[union-attr]
+    elif are_lists and form is not None and len(form.shape) == 1:
+        return Rows([torch.empty(0, dtype=form.dtype) for _ in items])
     return Objects(list(items))
 
 

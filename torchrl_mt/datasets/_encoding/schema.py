@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from tensordict.utils import NestedKey, unravel_key
@@ -76,11 +76,6 @@ class EpisodeSchema:
         return tuple(path for path, field in self.fields.items() if field.shared)
 
     @property
-    def objects(self) -> set[Path]:
-        """The entries that hold Python objects."""
-        return {path for path, field in self.fields.items() if field.kind == "object"}
-
-    @property
     def keys(self) -> list[NestedKey]:
         """The keys of the entries."""
         return [unravel_key(path) for path in self.fields]
@@ -95,12 +90,12 @@ class EpisodeSchema:
         extra = steps.columns.keys() - self.fields.keys()
         if missing or extra:
             odd = min(missing or extra)
-            listed = any(odd[: len(path)] == path for path in extra - {odd})
+            is_whole = any(odd[: len(path)] == path for path in extra - {odd})
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(odd)} is "
                 f"{'missing' if missing else 'not among them'}."
                 + " The dicts of its steps must hold numbers or arrays under the same keys."
-                * listed
+                * is_whole
             )
         columns = {
             path: _conformed(path, steps.columns[path], field)
@@ -173,8 +168,6 @@ def _conformed(path: Path, column: Column, field: Field) -> Column:
         items = list(column.unbind(0)) if isinstance(column, Tensor) else column.items
         if all(item.ndim == len(field.shape) and item.dtype == field.dtype for item in items):
             return Rows(items)
-    elif field.kind == "ragged" and len(field.shape) == 1 and _are_empty(column):
-        return Rows([torch.empty(0, dtype=field.dtype) for _ in column.items])
     raise ValueError(
         f"{name_of(path)} must be as in the first episode: expected {field}, got {_form(column)}."
         f"{_advice(column, field)}"
@@ -196,13 +189,6 @@ def _form(column: Column) -> str:
         return "tensors of several dtypes or numbers of dimensions"
     ndim, dtype = forms.pop()
     return str(Form("ragged", (-1,) * ndim, dtype))
-
-
-def _are_empty(column: Column) -> TypeGuard[Objects]:
-    """Whether the items are empty lists, which do not show their dtype."""
-    return isinstance(column, Objects) and all(
-        isinstance(item, list) and not item for item in column.items
-    )
 
 
 def _advice(column: Column, field: Field) -> str:
