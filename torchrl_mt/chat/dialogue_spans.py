@@ -213,14 +213,12 @@ class _Dialogue:
 
     def lost(self) -> list[int]:
         """Indices of the messages, but the assistant's, of whose texts the template writes nothing."""
-        found = []
+        found = self.marks.lost()
         for i, message in enumerate(self.messages):
-            marks: TextMarks | None = self.marks
             if i not in self.marks.owners and str(message.get("content")).strip() not in self.text:
                 marks = self._marks_of([i])
-            if marks is not None and i in marks.owners and marks.first(i) is None:
-                found.append(i)
-        return [i for i in found if i not in self.said]
+                found |= set() if marks is None else marks.lost()
+        return sorted(found.difference(self.said))
 
     def beginning(self, i: int, before: int) -> int:
         """Where answer ``i`` begins, which is not before ``before``: after its generation prompt."""
