@@ -77,6 +77,12 @@ def check_positive_integer(name: str, value: object) -> int:
     return int(value)
 
 
+def check_integer_within(name: str, value: object, least: int, most: int) -> None:
+    """Refuse anything but an integer in ``[least, most]`` (bools too)."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}.")
+
+
 def check_clip_epsilon(
     clip_epsilon: float | tuple[float, float], most: float = 1.0
 ) -> tuple[float, float]:

@@ -1,10 +1,8 @@
 """Saving and loading: exactly, whole, and whole or not at all."""
 
-import builtins
 import copy
 import errno
 import gc
-import io
 import json
 import os
 import pickle
@@ -35,6 +33,7 @@ from torchrl.envs.transforms import Transform
 
 from tests.data import versions
 from tests.data.saving import HOW, saved
+from tests.failing_calls import Killed, spoil
 from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
@@ -255,42 +254,6 @@ def test_several_processes_save_and_load_at_once(tmp_path):
     versions.version(3).dumps(tmp_path)
     assert versions.loaded_version(tmp_path) == 3
     assert len(versions.folders(tmp_path)) == 1
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-CALLS = [
-    *((os, name) for name in ("open", "fsync", "mkdir", "replace", "rename", "unlink", "rmdir")),
-    (os, "scandir"),
-    (builtins, "open"),
-    (io, "open"),
-    (torch, "save"),
-]
-
-
-def spoil(monkeypatch, at, error, *, once, late=False):
-    """Have the ``at``-th call to the file system fail, and all after it unless ``once``.
-
-    If ``late``, it does its work before it fails.
-    """
-    count = iter(range(10**6))
-
-    def spoiled(call):
-        def run(*args, **kwargs):
-            i = next(count)
-            if i != at and (i < at or once):
-                return call(*args, **kwargs)
-            if late:
-                call(*args, **kwargs)
-            raise error
-
-        return run
-
-    for module, name in CALLS:
-        monkeypatch.setattr(module, name, spoiled(getattr(module, name)))
-    return count
 
 
 def test_whichever_call_is_the_last_the_checkpoint_is_whole(tmp_path, monkeypatch):

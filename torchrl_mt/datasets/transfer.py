@@ -9,6 +9,7 @@ from typing import Any
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data._store.dataset_episodes import stored_episodes
 from torchrl_mt.datasets.dataset import EpisodeDataset
 from torchrl_mt.datasets.registry import Mode
 from torchrl_mt.datasets.writing import open_episodes, storage_of
@@ -101,20 +102,5 @@ def _with_metadata(source: Any) -> Iterable[Any]:
     if isinstance(source, EpisodeDataset):
         return ((source.episode(i), source.metadata(i)) for i in range(len(source)))
     if isinstance(source, EpisodeStorage):
-        return _stored(source)
+        return stored_episodes(source)
     return source
-
-
-def _stored(storage: EpisodeStorage) -> Iterable[Any]:
-    """Iterate over the episodes of a storage as it is now; evicted ones are left out."""
-    with storage.lock:
-        ordinal, end = storage.table.oldest, storage.table.next
-    while ordinal < end:
-        with storage.lock:
-            ordinal = max(ordinal, storage.table.oldest)
-            if ordinal >= end:
-                return
-            i = ordinal - storage.table.oldest
-            pair = storage.episode(i), storage.metadata(i)
-        yield pair
-        ordinal += 1

@@ -18,6 +18,7 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data._store.dataset_episodes import check_metadata
 from torchrl_mt.data._store.steps import Steps, pack, path_of
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
@@ -274,12 +275,9 @@ def storage_of(buffer: Any, name: str) -> EpisodeStorage:
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
     """Return a copy of the metadata; ``TypeError`` if a file could not hold it."""
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict):
-        raise TypeError(f"metadata must be a dict or None, got {type(metadata).__name__}.")
+    check_metadata(metadata)
     try:
-        return dict(from_json_text(to_json_text(metadata)))  # A copy, as a file gives it.
+        return dict(from_json_text(to_json_text(metadata or {})))  # A copy, as a file gives it.
     except (TypeError, ValueError) as error:
         raise TypeError(f"metadata: {error}") from error
 

@@ -20,6 +20,7 @@ from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.collectors.scripted import ScriptedEngine
+from tests.failing_calls import Killed, spoil
 from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
@@ -305,42 +306,6 @@ def test_a_version_with_a_missing_file_does_not_count_as_kept(three):
     (three / "checkpoint-3" / "states.pt").unlink()
     checkpoint.save(4, **small_parts(4))
     assert sorted(x.name for x in three.iterdir()) == ["checkpoint-2", "checkpoint-4"]
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-CALLS = [
-    *((os, name) for name in ("open", "fsync", "mkdir", "replace", "rename", "unlink", "rmdir")),
-    (os, "scandir"),
-    (builtins, "open"),
-    (io, "open"),
-    (torch, "save"),
-]
-
-
-def spoil(monkeypatch, at, error, *, once, late=False):
-    """Have the ``at``-th call to the file system fail, and all after it unless ``once``.
-
-    If ``late``, it does its work before it fails.
-    """
-    count = iter(range(10**6))
-
-    def spoiled(call):
-        def run(*args, **kwargs):
-            i = next(count)
-            if i != at and (i < at or once):
-                return call(*args, **kwargs)
-            if late:
-                call(*args, **kwargs)
-            raise error
-
-        return run
-
-    for module, name in CALLS:
-        monkeypatch.setattr(module, name, spoiled(getattr(module, name)))
-    return count
 
 
 @pytest.mark.parametrize("how", ["killed", "fails", "fails late"])

@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, path_of, unpack
 
-__all__ = ["append_dataset", "check_episode", "check_metadata"]
+__all__ = ["append_dataset", "check_episode", "check_metadata", "stored_episodes"]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -119,7 +119,7 @@ def _read(dataset: Any, keys: Sequence[NestedKey] | None) -> Iterator[_Episode]:
             f"TorchRL's offline datasets, through a buffer with an EpisodeWriter: "
             f"buffer.extend(dataset[:]), or part by part."
         )
-    found = _stored(dataset) if isinstance(dataset, Storage) else _numbered(dataset)
+    found = stored_episodes(dataset) if isinstance(dataset, Storage) else _numbered(dataset)
     for i, (episode, metadata) in enumerate(found):
         try:
             check_episode(episode)
@@ -138,8 +138,8 @@ def _numbered(dataset: Any) -> Iterator[tuple[Any, Any]]:
         yield dataset.episode(i), metadata(i) if callable(metadata) else None
 
 
-def _stored(storage: Any) -> Iterator[tuple[Any, Any]]:
-    """Read what a storage holds now; skip episodes that it evicts meanwhile."""
+def stored_episodes(storage: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """Read the episodes that a storage holds now, with their metadata; skip those evicted meanwhile."""
     ordinal, stop = storage.table.oldest, storage.table.next
     while True:
         with storage.lock:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of
 
-__all__ = ["PARENT", "PROMPT", "RESPONSE", "Entry", "Schema", "as_array", "bits"]
+__all__ = ["PARENT", "PROMPT", "RESPONSE", "Entry", "Form", "Schema", "as_array", "bits"]
 
 PARENT: Path = ("turn", "parent")
 PROMPT: Path = ("tokens", "prompt")
@@ -31,17 +31,15 @@ Kind = Literal["dense", "ragged", "object"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class Form:
     """Kind, shape and dtype of one entry."""
 
     kind: Kind
+    """One tensor of a fixed shape per step, one of a varying shape, or a Python object."""
     shape: tuple[int, ...] = ()
     """Shape per step; for a ragged entry, one -1 per dimension."""
     dtype: torch.dtype | None = None
-    lazy: bool = False
-    """Whether it ever came in a lazy stack, so that its shape may turn out to vary."""
-    shared: bool = False
-    """A ``("next", k)`` that is read from the rows of ``k``."""
+    """None for objects."""
 
     def __str__(self) -> str:
         if self.kind == "object":
@@ -49,6 +47,16 @@ class Entry:
         if self.kind == "ragged":
             return f"a {len(self.shape)}-dimensional {self.dtype} tensor per step, of any shape"
         return f"{self.shape} {self.dtype} per step"
+
+
+@dataclass(frozen=True)
+class Entry(Form):
+    """One entry of a storage."""
+
+    lazy: bool = False
+    """Whether it ever came in a lazy stack, so that its shape may turn out to vary."""
+    shared: bool = False
+    """A ``("next", k)`` that is read from the rows of ``k``."""
 
 
 @dataclass(frozen=True)

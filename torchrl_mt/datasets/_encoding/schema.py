@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
-from torchrl_mt.data._store.schema import Schema, bits
+from torchrl_mt.data._store.schema import Form, Schema, bits
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of, path_of
 from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of
 
@@ -25,26 +25,13 @@ _MOST_SHARED = 62
 
 
 @dataclass(frozen=True)
-class Field:
-    """Kind, shape and dtype of one entry."""
+class Field(Form):
+    """One entry of a data set."""
 
-    kind: Literal["dense", "ragged", "object"]
-    """One tensor of a fixed shape per step, one of a varying shape, or a Python object."""
-    shape: tuple[int, ...] = ()
-    """Shape per step; one -1 per dimension of a ragged entry."""
-    dtype: torch.dtype | None = None
-    """None for objects."""
     stacked: bool = False
     """Whether a ragged entry is read as one tensor wherever all shapes agree."""
     shared: bool = False
     """A ``("next", k)`` that equals ``k`` one step later: written once, as ``T + 1`` rows of ``k``."""
-
-    def __str__(self) -> str:
-        if self.kind == "object":
-            return "a Python object per step"
-        if self.kind == "ragged":
-            return f"a {len(self.shape)}-dimensional {self.dtype} tensor per step, of any shape"
-        return f"{self.shape} {self.dtype} per step"
 
 
 @dataclass(frozen=True)
@@ -206,16 +193,16 @@ def _fits(item: Tensor, field: Field) -> bool:
 
 
 def _form(column: Column) -> str:
-    """Describe a column as :class:`Field` describes its entry."""
+    """Describe a column as :class:`Form` describes an entry."""
     if isinstance(column, Objects):
-        return str(Field("object"))
+        return str(Form("object"))
     if isinstance(column, Tensor):
-        return str(Field("dense", tuple(column.shape[1:]), column.dtype))
+        return str(Form("dense", tuple(column.shape[1:]), column.dtype))
     forms = {(item.ndim, item.dtype) for item in column.items}
     if len(forms) > 1:
         return "tensors of several dtypes or numbers of dimensions"
     ndim, dtype = forms.pop()
-    return str(Field("ragged", (-1,) * ndim, dtype))
+    return str(Form("ragged", (-1,) * ndim, dtype))
 
 
 def _advice(column: Column, field: Field) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_mt.checks import check_integer_within
 from torchrl_mt.data._store.steps import Column, Path, Steps
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, RaggedRows, StoredRows
@@ -190,12 +191,6 @@ class FolderWriter(FormatWriter):
     def abort(self) -> None:
         """Give up an ``overwrite``: what was there remains, and nothing else."""
         self._folder.abort()
-
-
-def check_integer_within(name: str, value: Any, least: int, most: int) -> None:
-    """Refuse anything but an integer in ``[least, most]`` (bools too)."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}.")
 
 
 def _is_image(field: Field) -> bool:

@@ -13,13 +13,14 @@ from pathlib import Path as FilePath
 import numpy as np
 import torch
 
+from torchrl_mt.checks import check_integer_within
 from torchrl_mt.datasets._encoding.schema import Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows
 from torchrl_mt.datasets._files.entry_files import with_suffix
 from torchrl_mt.datasets._files.episode_folder import format_in
 from torchrl_mt.datasets._files.image_files import channels_of, from_picture, is_image, to_picture
 from torchrl_mt.datasets._files.mp4_files import read_frames, write_frames
-from torchrl_mt.datasets.formats.folder import FolderReader, FolderWriter, check_integer_within
+from torchrl_mt.datasets.formats.folder import FolderReader, FolderWriter
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT", "VideoReader", "VideoWriter"]
