@@ -487,11 +487,18 @@ def test_a_state_of_something_else_changes_nothing(saved, given, message, tmp_pa
     assert (values(parts), repr(state_of(given))) == before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_generator_of_another_device_is_refused(tmp_path):
-    RunCheckpoint(tmp_path).save(1, noise=torch.Generator("cuda"))
-    with pytest.raises(ValueError, match="16 bytes of state, got a torch.Generator with 5056"):
-        RunCheckpoint(tmp_path).restore(noise=torch.Generator())
+def test_a_collector_of_other_data_changes_nothing(tmp_path, tokenizer):
+    def collector(data):
+        engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+        return MultiTurnCollector(GuessNumber(4), engine, data, episodes_per_batch=2)
+
+    with collector(range(3)) as first, collector(range(4)) as other:
+        RunCheckpoint(tmp_path).save(1, **small_parts(1), collector=first)
+        parts = small_parts(0)
+        before = values(parts)
+        with pytest.raises(ValueError, match="part 'collector' .* must be of the same data"):
+            RunCheckpoint(tmp_path).restore(**parts, collector=other)
+        assert values(parts) == before
 
 
 def test_an_earlier_checkpoint_without_classes_is_restored(tmp_path, monkeypatch):

@@ -63,7 +63,8 @@ class RunCheckpoint:
 
     - anything with ``state_dict`` and ``load_state_dict``: models, losses, optimizers, schedulers, a
       ``GradScaler``, an :class:`~torchrl_mt.objectives.ExperienceMaker`, a
-      :class:`~torchrl_mt.collectors.MultiTurnCollector`;
+      :class:`~torchrl_mt.collectors.MultiTurnCollector`. A ``check_state_dict(state)``, which raises for
+      what ``load_state_dict`` would refuse, is asked before any part is changed;
     - anything with ``dumps`` and ``loads`` that take a folder: replay buffers and storages;
     - a ``dict`` or a ``list``, whose content is replaced;
     - a ``torch.Generator``, ``numpy.random.Generator`` or ``random.Random``;
@@ -178,10 +179,10 @@ class RunCheckpoint:
         Raises:
             TypeError: if a part is none of what the class lists.
             ValueError: if a part was not saved, is of another kind, or an optimizer, a scheduler or a
-                random generator of another class, or a model has other entries or shapes, or an
-                optimizer other parameters: nothing has changed. If a part refuses its state: the
-                message says which, and what was loaded before. If the folder has checkpoints and all
-                of them are damaged.
+                random generator of another class, a model has other entries or shapes, an optimizer
+                other parameters, or a collector other data: nothing has changed. If a part refuses its
+                state later: the message says which, and what was loaded before. If the folder has
+                checkpoints and all of them are damaged.
         """
         kinds = kinds_of(parts)
         with self._lock:

@@ -143,6 +143,11 @@ def check_state(name: str, part: Any, state: Any) -> None:
         _check_optimizer(name, part, state)
     elif isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
         _check_same(name, _generator(state), _generator(state_of(part)))
+    elif hasattr(part, "check_state_dict"):
+        try:
+            part.check_state_dict(state)
+        except Exception as error:
+            raise ValueError(f"part {name!r} cannot be restored: {error}") from error
     elif isinstance(part, (dict, list)) and not hasattr(part, "load_state_dict"):
         _check_same(name, *("list" if isinstance(x, list) else "dict" for x in (state, part)))
 
