@@ -85,7 +85,8 @@ def counted_tokens(
     if attention_mask.ndim != 2:
         raise ValueError(
             f"rows must be a batch, [N, S], but the entry {keys.attention_mask!r} has shape "
-            f"{tuple(attention_mask.shape)}: collate them, ConversationDataset.collate([row])."
+            f"{tuple(attention_mask.shape)}: take rows[i : i + 1], or collate([row]) of the "
+            "ConversationDataset."
         )
     check_like(keys.assistant_mask, assistant_mask, keys.attention_mask, attention_mask.shape)
     for key, mask in ((keys.attention_mask, attention_mask), (keys.assistant_mask, assistant_mask)):

@@ -458,6 +458,11 @@ schedules = torch.optim.lr_scheduler
             "lacks a.bias, a.weight, and has b.weight besides",
         ),
         (nn.Linear(1, 1), nn.Linear(1, 1, bias=False), "lacks bias, and has nothing besides"),
+        (
+            nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+            nn.Sequential(),
+            "lacks 0.bias, 0.weight, 1.bias and 1 more, and",
+        ),
         ({"x": 1}, [1], "a dict, got a list"),
         ([1], {"x": 1}, "a list, got a dict"),
         (optimizer(2), nn.Linear(1, 1), "from, Adam, got Linear"),

@@ -127,7 +127,7 @@ def is_plain(state: Any) -> bool:
 
 
 _LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "square_avg", "sum")
-"""Entries of optimizers' states that have the parameter's shape in each optimizer that has them."""
+"""Entries of optimizers' states that have the parameter's shape in each optimizer of PyTorch that has them."""
 
 
 def class_of(part: Any) -> str | None:
@@ -137,17 +137,17 @@ def class_of(part: Any) -> str | None:
 
 def check_state(name: str, part: Any, state: Any) -> None:
     """Refuse a state that does not fit its part; ``load_state_dict`` loads the rest before it does."""
+    if hasattr(part, "check_state_dict"):
+        try:
+            part.check_state_dict(state)
+        except Exception as error:
+            raise ValueError(f"part {name!r} cannot be restored: {error}") from error
     if isinstance(part, nn.Module) and isinstance(state, dict):
         _check_module(name, part, state)
     elif isinstance(part, Optimizer) and isinstance(state, dict) and "param_groups" in state:
         _check_optimizer(name, part, state)
     elif isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
         _check_same(name, _generator(state), _generator(state_of(part)))
-    elif hasattr(part, "check_state_dict"):
-        try:
-            part.check_state_dict(state)
-        except Exception as error:
-            raise ValueError(f"part {name!r} cannot be restored: {error}") from error
     elif isinstance(part, (dict, list)) and not hasattr(part, "load_state_dict"):
         _check_same(name, *("list" if isinstance(x, list) else "dict" for x in (state, part)))
 
@@ -171,12 +171,10 @@ def _check_module(name: str, part: nn.Module, state: Mapping[str, Any]) -> None:
     """Refuse other entries, unless the module has its own way to load, and other shapes."""
     own = part.state_dict()
     if type(part).load_state_dict is nn.Module.load_state_dict and own.keys() != state.keys():
-        missing, unexpected = (
-            ", ".join(sorted(keys)) or "nothing" for keys in (state.keys() - own, own.keys() - state)
-        )
         raise ValueError(
-            f"part {name!r} must have the entries that were saved: it lacks {missing}, and has "
-            f"{unexpected} besides; make the model of the saved run."
+            f"part {name!r} must have the entries that were saved: it lacks "
+            f"{_listed(state.keys() - own)}, and has {_listed(own.keys() - state)} besides; make the "
+            "model of the saved run."
         )
     for key, value in state.items():
         there = own.get(key)
@@ -192,14 +190,25 @@ def _check_module(name: str, part: nn.Module, state: Mapping[str, Any]) -> None:
             )
 
 
+def _listed(keys: Iterable[str]) -> str:
+    """List the first keys; there may be thousands."""
+    names = sorted(keys) or ["nothing"]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _check_optimizer(name: str, part: Optimizer, state: Mapping[str, Any]) -> None:
     """Refuse an optimizer of other parameters."""
-    groups = [[len(group["params"]) for group in x["param_groups"]] for x in (state, vars(part))]
-    if groups[0] != groups[1]:
+    saved, own = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], part.param_groups)
+    )
+    if saved != own:
         raise ValueError(
-            f"part {name!r} must have as many parameters in each group as were saved, {groups[0]}, "
-            f"got {groups[1]}; make the optimizer of the saved run."
+            f"part {name!r} must have as many parameters in each group as were saved, {saved}, got "
+            f"{own}; make the optimizer of the saved run."
         )
+    if not type(part).__module__.startswith("torch.optim."):  # Others may keep a projection.
+        return
     numbers = (number for group in state["param_groups"] for number in group["params"])
     parameters = (parameter for group in part.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
