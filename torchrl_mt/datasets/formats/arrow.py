@@ -7,7 +7,8 @@ whose ``("next", k)`` is written with it has one value more, or twice as many. T
 - ``length``: number of steps;
 - ``metadata``: JSON;
 - ``messages``: role and content of the whole dialogue, if the entry ``"text"`` holds the new messages of
-  each turn. The entry itself has the exact messages.
+  each turn. The entry itself has the exact messages, with tool calls and thoughts, as JSON: where it
+  comes along, ``ConversationDataset`` reads it instead.
 """
 
 from __future__ import annotations
