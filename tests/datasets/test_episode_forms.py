@@ -221,3 +221,6 @@ def test_outcomes_at_the_root_go_under_next(tmp_path):
 def test_outcomes_at_the_root_stay_beside_those_under_next(name):
     steps = steps_of({"done": [False, False], "next": {name: [0, 1]}})
     assert set(steps.columns) == {("done",), ("next", name)}
+    per_agent = steps_of({"reward": [0], "next": {name: {"red": [0]}}})
+    assert set(per_agent.columns) == {("reward",), ("next", name, "red")}
+    assert set(steps_of({name: [0], "next": [1]}).columns) == {(name,), ("next",)}

@@ -119,8 +119,8 @@ def _dict_of_lists(items: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _as_ted(entries: dict[Path, Any]) -> dict[Path, Any]:
-    """Put the rewards and done flags of an episode without next ones under ``"next"``."""
-    if any(path[0] == "next" and path[1:] in _OUTCOMES for path in entries):
+    """Put rewards and done flags at the root under ``"next"``, unless it has some or is an entry."""
+    if any(path[0] == "next" and path[1:2] in {*_OUTCOMES, ()} for path in entries):
         return entries
     return {
         ("next", *path) if path in _OUTCOMES else path: value for path, value in entries.items()
