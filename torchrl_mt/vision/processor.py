@@ -69,6 +69,8 @@ class VisionProcessor:
         self.tokenizer = processor.tokenizer
         self.image_token_id = int(processor.image_token_id)
         """The placeholder: once per image in a rendered text, several times in a prompt."""
+        self.has_grids = self.family != "LlavaProcessor"
+        """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -76,6 +78,9 @@ class VisionProcessor:
     def of(processor: Any) -> VisionProcessor:
         """Return the one for a processor; those who share a processor share the inputs kept."""
         return processor if isinstance(processor, VisionProcessor) else _of(processor)
+
+    def __reduce__(self) -> Any:
+        return VisionProcessor.of, (self._processor,)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
         """Replace each placeholder by the tokens of its image.
