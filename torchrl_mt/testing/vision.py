@@ -208,7 +208,14 @@ def _without_videos(kind: Any, tokenizer: PreTrainedTokenizerFast, images: Any) 
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO])
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
+    def reduce(self: Any) -> Any:  # The class itself cannot be pickled.
+        return _without_videos, (kind, self.tokenizer, self.image_processor)
+
     # transformers 4 reads the attributes, later versions the arguments.
-    attributes = {"__init__": initialize, "attributes": ["image_processor", "tokenizer"]}
+    attributes = {
+        "__init__": initialize,
+        "__reduce__": reduce,
+        "attributes": ["image_processor", "tokenizer"],
+    }
     made: Any = type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__})
     return made(images, tokenizer, chat_template=tokenizer.chat_template)
