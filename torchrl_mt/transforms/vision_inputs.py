@@ -48,7 +48,8 @@ class VisionInputs(Transform):
         >>> from torchrl_mt.vision import StoredImage
         >>> _, processor = tiny_vl_model()
         >>> image = StoredImage.of(np.zeros((8, 24, 3), np.uint8))
-        >>> rows = TensorDict({"tokens": {"full": torch.tensor([[5] + [processor.image_token_id] * 3])}}, [1])
+        >>> tokens = torch.tensor([[5] + [processor.image_token_id] * 3])
+        >>> rows = TensorDict({"tokens": {"full": tokens}}, [1])
         >>> _ = rows.set(("images", "raw"), NonTensorStack(NonTensorData((image,))))
         >>> rows = VisionInputs(processor)(rows)
         >>> rows["images", "pixel_values"].shape, rows["images", "grid_thw"], rows["images", "count"]
