@@ -148,7 +148,10 @@ def test_a_template_that_drops_earlier_images_is_not_stable(on_break, processors
     processor = processors("qwen2_vl", LAST_ONLY)
     chat = ChatTokens(None, processor=processor, on_break=on_break)
     assert not chat.stable and "an image" in chat.breaks
-    asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}]}
+    asked = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}],
+    }
     prompt = chat.open([asked])
     answer = processor.tokenizer("b<end>")["input_ids"]
     said = chat.read(answer, prompt_ids=prompt).in_dialogue

@@ -324,7 +324,9 @@ def test_a_group_of_eight_with_ten_screenshots_keeps_73(processor):
     assert all(image is first[0] for image in first)
     copied = pickle.loads(pickle.dumps(storage.state_dict()))
     del copied
-    once = sum(image.nbytes for image in {i for e in episodes for new in new_images(e) for i in new})
+    once = sum(
+        image.nbytes for image in {i for e in episodes for new in new_images(e) for i in new}
+    )
     assert len(pickle.dumps(storage.state_dict())) < 1.5 * once + 400_000
 
 
@@ -358,7 +360,11 @@ def test_ten_large_screenshots_take_their_own_bytes(processor):
     storage.append(batch)
     size = 10 * 1024 * 768 * 3
     episode = storage.episode(0)
-    assert size <= reachable_bytes([*new_images(episode), *episode.get("text").tolist()]) <= 1.01 * size
+    assert (
+        size
+        <= reachable_bytes([*new_images(episode), *episode.get("text").tolist()])
+        <= 1.01 * size
+    )
     assert size <= reachable_bytes(storage._store) <= 1.1 * size
 
 

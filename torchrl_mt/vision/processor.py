@@ -81,6 +81,8 @@ class VisionProcessor:
         """Patches per token along a side; None for models without grids."""
         self._tokens: dict[tuple[int, int], tuple[int, ...]] = {}
         """Placeholder tokens of an image, by its height and width, on which alone they depend."""
+        self.has_grids = self.family != "LlavaProcessor"
+        """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -118,6 +120,9 @@ class VisionProcessor:
         if size not in self._tokens:
             self._tokens[size] = self.inputs(image).token_ids
         return self._tokens[size]
+
+    def __reduce__(self) -> Any:
+        return VisionProcessor.of, (self._processor,)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
         """Replace each placeholder by the tokens of its image.

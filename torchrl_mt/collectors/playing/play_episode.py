@@ -158,9 +158,7 @@ async def play_chat(
                 call_env(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
             )
         has_processor = episode.shows_images is not False
-        new = await _messages(
-            opening, "TextEnv.reset must return", env, "reset", has_processor
-        )
+        new = await _messages(opening, "TextEnv.reset must return", env, "reset", has_processor)
         dialogue = begin_dialogue(new, env.tool_schemas)
         prompt: Sequence[int] = dialogue.opening
         if limits.response_budget(len(prompt))[0] == 0:
