@@ -7,10 +7,11 @@ its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 __all__ = ["COUNT", "FIRST", "GRIDS", "PIXELS", "RAW", "RowImages"]
@@ -42,10 +43,30 @@ class RowImages:
 
     @staticmethod
     def of(rows: TensorDictBase) -> RowImages | None:
-        """Read the entries that ``VisionInputs`` wrote; None if there are none."""
-        if PIXELS not in rows.keys(include_nested=True, leaves_only=True):
+        """Read the entries that ``VisionInputs`` wrote; None if there are none, or no rows."""
+        pixels = rows.get(PIXELS, None)
+        if pixels is None or not len(rows):
             return None
-        return RowImages(rows[PIXELS], rows.get(GRIDS, None), rows[FIRST], rows[COUNT])
+        grids, first = rows.get(GRIDS, None), rows[FIRST]
+        if isinstance(pixels, NonTensorData):
+            return RowImages(pixels.data, None if grids is None else grids.data, first, rows[COUNT])
+        # Rows of several tables, stacked or concatenated: each counts in its own.
+        own = pixels.tolist()
+        tables = {
+            id(table): (table, grid)
+            for table, grid in zip(
+                own, [None] * len(own) if grids is None else grids.tolist(), strict=True
+            )
+        }
+        sizes = [len(table if grid is None else grid) for table, grid in tables.values()]
+        begins = dict(zip(tables, accumulate(sizes, initial=0), strict=False))
+        shift = torch.tensor([begins[id(table)] for table in own], device=first.device)
+        return RowImages(
+            torch.cat([table for table, _ in tables.values()]),
+            None if grids is None else torch.cat([grid for _, grid in tables.values()]),
+            first + shift,
+            rows[COUNT],
+        )
 
     def grids_of(self, row: int) -> list[tuple[int, int, int]]:
         """Return the patches of a row's images in time, height and width; empty without grids."""
@@ -67,9 +88,8 @@ class RowImages:
             return {}
         if self.grids is None:
             return {"pixel_values": self.pixel_values[chosen]}
-        sizes = self.grids.prod(-1).tolist()
-        patches = self.pixel_values.split(sizes)
+        ends = [0, *self.grids.prod(-1).cumsum(0).tolist()]
         return {
-            "pixel_values": torch.cat([patches[i] for i in chosen]),
+            "pixel_values": torch.cat([self.pixel_values[ends[i] : ends[i + 1]] for i in chosen]),
             "image_grid_thw": self.grids[chosen],
         }
