@@ -29,7 +29,8 @@ PARTS_ONLY = (
     "{% for m in messages %}<{{ m['role'] }}> "
     "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}<|image_pad|>{% endfor %}"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
-    " {{ part['text'] }} {% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    " {{ part['text'] }} {% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Reads lists of parts alone, images first, as LLaVA's does."""
 LAST_ONLY = (
@@ -66,7 +67,9 @@ def picture(seed, height=16, width=16):
 pictures = st.builds(
     picture, st.integers(0, 3), st.sampled_from([8, 16, 24]), st.sampled_from([8, 16, 32])
 )
-texts = st.lists(st.sampled_from("a b c go stop".split()), min_size=1, max_size=3).map(" ".join)
+texts = st.lists(st.sampled_from(["a", "b", "c", "go", "stop"]), min_size=1, max_size=3).map(
+    " ".join
+)
 parts = st.one_of(
     texts.map(lambda text: {"type": "text", "text": text}),
     pictures.map(lambda image: {"type": "image", "image": image}),
@@ -104,16 +107,17 @@ def test_prompts_are_those_of_the_processor(family, template, processors):
         pytest.skip("LLaVA's processor has no marks around images")
     processor = processors(family, source)
     chat = ChatTokens(None, processor=processor)
-    assert chat.stable and chat.takes_images
+    assert chat.stable
+    assert chat.takes_images
     end = processor.tokenizer.eos_token_id
 
     @examples(25)
     @given(dialogues)
     def check(turns):
-        messages = []
-        for k, (asked, said) in enumerate(turns):
+        messages, answer = [], None
+        for asked, said in turns:
             new = [{"role": "user", "content": asked}]
-            if k == 0:
+            if answer is None:
                 prompt = chat.open(new)
             else:
                 goes_on, ids = chat.follow(messages, new, answer, last_token=end)
@@ -147,14 +151,19 @@ def test_images_before_every_prompt_of_a_beginning_token(processors):
 def test_a_template_that_drops_earlier_images_is_not_stable(on_break, processors):
     processor = processors("qwen2_vl", LAST_ONLY)
     chat = ChatTokens(None, processor=processor, on_break=on_break)
-    assert not chat.stable and "an image" in chat.breaks
-    asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}]}
+    assert not chat.stable
+    assert "an image" in chat.breaks
+    asked = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}],
+    }
     prompt = chat.open([asked])
     answer = processor.tokenizer("b<end>")["input_ids"]
     said = chat.read(answer, prompt_ids=prompt).in_dialogue
     if on_break == "append":
         goes_on, ids = chat.follow([asked, said], [asked], answer, last_token=answer[-1])
-        assert goes_on and ids.count(chat._vision.image_token_id) == 4
+        assert goes_on
+        assert ids.count(chat._vision.image_token_id) == 4
     else:
         # Its text has fewer placeholders than the dialogue has images: nothing may guess which.
         with pytest.raises(ValueError, match="one image token for each image"):
@@ -231,4 +240,5 @@ def test_tokenizers_of_others_and_other_processors_are_refused(processors):
     with pytest.raises(TypeError, match="processor must be one of Qwen2VLProcessor"):
         ChatTokens(other.tokenizer, processor=other.tokenizer)
     same = ChatTokens(processors("llava").tokenizer, processor=processors("llava"))
-    assert images_of([]) == [] and same.takes_images
+    assert images_of([]) == []
+    assert same.takes_images

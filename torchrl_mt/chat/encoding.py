@@ -60,7 +60,11 @@ class RenderedTextEncoder:
         bos = self._tokenizer.bos_token if self._opening else None
         is_begun = bos is not None and first.startswith(str(bos))
         opening = [] if is_begun else self._opening
-        return [*opening, *self._encode(first), *chain.from_iterable(map(self._encode_within, others))]
+        return [
+            *opening,
+            *self._encode(first),
+            *chain.from_iterable(map(self._encode_within, others)),
+        ]
 
     def middle(self, text: str) -> list[int]:
         """Encode text that follows other text."""

@@ -32,9 +32,7 @@ class Prompt(Sequence[int]):
 
     __slots__ = ("_length", "images", "line")
 
-    def __init__(
-        self, line: list[int], length: int, images: tuple[StoredImage, ...] = ()
-    ) -> None:
+    def __init__(self, line: list[int], length: int, images: tuple[StoredImage, ...] = ()) -> None:
         self.line = line
         """Tokens of the conversation, shared by its prompts."""
         self.images = images

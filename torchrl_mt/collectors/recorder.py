@@ -195,9 +195,7 @@ class Recorder:
             prompt.line.extend(answer.token_ids)
         return turn
 
-    def continued(
-        self, tokens: Sequence[int], images: Sequence[StoredImage] = ()
-    ) -> Sequence[int]:
+    def continued(self, tokens: Sequence[int], images: Sequence[StoredImage] = ()) -> Sequence[int]:
         """The prompt of the last turn, its response, and further tokens, as the next prompt.
 
         Args:

@@ -107,13 +107,17 @@ class StoredImage:
             return np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, 3).copy()
         return np.array(self.pil())
 
+    def file(self) -> tuple[str, bytes]:
+        """Return it as a file: the name of its format and its bytes; pixels become a PNG file."""
+        if self.format != _RAW:
+            return self.format, self.data
+        file = BytesIO()
+        self.pil().save(file, "PNG")
+        return "png", file.getvalue()
+
     def data_uri(self) -> str:
         """Return it as a ``data:`` URI, as chat APIs take it; pixels become a PNG file."""
-        form, data = self.format, self.data
-        if form == _RAW:
-            file = BytesIO()
-            self.pil().save(file, "PNG")
-            form, data = "png", file.getvalue()
+        form, data = self.file()
         return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
 
     @property
