@@ -21,7 +21,8 @@ from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import Completion
-from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.envs import TextEnv, TextStep, Tool, ToolEnv
+from torchrl_mt.envs.tools import ToolError, call_tool
 from torchrl_mt.testing import tiny_chat_tokenizer, tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
 
@@ -429,3 +430,82 @@ def test_what_leaves_the_storage_is_freed(processor, tmp_path):
     del kept, clip, loaded, other
     gc.collect()
     assert [ref for ref in images if ref() is not None] == []
+
+
+def test_images_of_items_are_kept_once(processor):
+    pixels = picture(7)
+
+    class Ask(Screens):
+        def reset(self, data):
+            self.data, self.step_number = {"first": 0}, 0
+            return data["messages"]
+
+    pil = StoredImage.of(pixels).pil()
+    messages = [user(text_part("what"), image_part(pixels))]
+    item = {"messages": messages, "image": pil, "task_id": "a", "n": [1]}
+    options = {"group_size": 2, "episodes_per_batch": 2, "total_episodes": 2}
+    (batch,) = collect(Ask(2), SeeingEngine(processor), processor, data=[item], **options)
+    stored = batch["data"]
+    assert all(each is stored[0] for each in stored)
+    image = StoredImage.of(pixels)
+    assert stored[0]["image"] is images_of(stored[0]["messages"])[0] is image
+    assert stored[0]["n"] is item["n"]
+    assert item["image"] is pil
+    assert item["messages"][0]["content"][1]["image"] is pixels
+    assert new_images(batch)[0] == (image,)
+
+
+class Draws(ToolEnv):
+    """The model calls a tool that draws."""
+
+    def __init__(self, form):
+        self.form = form
+        self.judged = []
+        super().__init__([self.draw], reward=self.judge)
+
+    def draw(self):
+        """Draw a picture."""
+        return self.form(picture(8))
+
+    def judge(self, messages, data):
+        return float(len(images_of(messages)))
+
+
+FORMS = {
+    "PIL": lambda pixels: StoredImage.of(pixels).pil(),
+    "stored": StoredImage.of,
+    "part": image_part,
+    "texts and images": lambda pixels: ["go", StoredImage.of(pixels).pil()],
+    "parts": lambda pixels: [text_part("go"), image_part(pixels)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tools_return_images(form):
+    _, processor = tiny_vl_model("qwen3_vl", "what go draw it", extra_roles="tool")
+    tokenizer = processor.tokenizer
+    answers = iter(["draw<end>", "go<end>"])
+    engine = SeeingEngine(processor, lambda prompt: tokenizer(next(answers))["input_ids"])
+    env = Draws(FORMS[form])
+    env._parser = lambda text: [{"name": "draw", "arguments": {}}] if "draw" in text else []
+    env.whole_text = True
+    data = {"messages": [{"role": "user", "content": "what"}]}
+    (batch,) = collect(env, engine, processor, data=[data])
+    assert engine.images == [(), (StoredImage.of(picture(8)),)]
+    assert new_images(batch) == engine.images
+    assert batch["next", "reward"].flatten().tolist() == [0.0, 1.0]
+    tool = next(m for turn in batch["text"] for m in turn if m["role"] == "tool")
+    assert images_of([tool]) == [StoredImage.of(picture(8))]
+    assert ("go" in str(tool["content"])) == ("text" in form or form == "parts")
+
+
+def test_tools_without_images_are_as_before():
+    def result_of(value):
+        tool = Tool(lambda: value, {"name": "get", "parameters": {"type": "object"}})
+        return asyncio.run(call_tool(tool, {}))
+
+    links = [{"type": "image", "url": "https://a.b/c.png", "image": "c"}]
+    for value in (links, links[0], ["a", "b"], {"type": "text", "text": "a"}, {"type": "image"}):
+        assert result_of(value) == json.dumps(value)
+    with pytest.raises(ToolError, match=r"get returned no image: .*file that can be read"):
+        result_of({"type": "image", "image": "no such file.png"})

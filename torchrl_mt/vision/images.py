@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import sys
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchrl_mt.checks import import_extra
 if TYPE_CHECKING:
     from PIL import Image as PIL
 
-__all__ = ["StoredImage"]
+__all__ = ["StoredImage", "is_image"]
 
 _RAW = "raw"
 
@@ -157,6 +158,17 @@ class StoredImage:
             f"StoredImage(height={self.height}, width={self.width}, format={self.format!r}, "
             f"nbytes={self.nbytes})"
         )
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a :class:`StoredImage` or a PIL image; Pillow is not imported for it.
+
+    Examples:
+        >>> is_image(StoredImage.of(np.zeros((8, 8), np.uint8))), is_image("a.png")
+        (True, False)
+    """
+    pil = sys.modules.get("PIL.Image")
+    return isinstance(value, StoredImage) or (pil is not None and isinstance(value, pil.Image))
 
 
 def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:
