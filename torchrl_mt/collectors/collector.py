@@ -656,6 +656,16 @@ class MultiTurnCollector(BaseCollector):
                 policy_version=self.policy_version,
             )
 
+    def check_state_dict(self, state_dict: OrderedDict) -> None:
+        """Check a state before it is loaded; nothing is changed.
+
+        Raises:
+            ValueError: if the data differs in kind or length.
+            RuntimeError: while the collector runs in the background.
+        """
+        self._check_not_running("load_state_dict")
+        self._items.check_same_data(state_dict["items"])
+
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Continue from :meth:`state_dict` of a collector over the same data.
 
@@ -675,12 +685,16 @@ class MultiTurnCollector(BaseCollector):
 
     def _stop_for(self, method: str) -> None:
         """Cancel the running episodes for a method that restarts the run."""
+        self._check_not_running(method)
+        self._in_loop(self._run.stop())
+
+    def _check_not_running(self, method: str) -> None:
+        """Refuse a method that restarts the run while it collects in the background."""
         if self.is_running:
             raise RuntimeError(
                 f"{method} must not be called while the collector runs in the background: call it "
                 "before start()."
             )
-        self._in_loop(self._run.stop())
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

@@ -95,6 +95,8 @@ class VisionProcessor:
         """Patches per token along a side; None for models without grids."""
         self._sizes: dict[tuple[int, int], ImageSize] = {}
         """By height and width, on which alone they depend."""
+        self.has_grids = self.family != "LlavaProcessor"
+        """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -152,6 +154,9 @@ class VisionProcessor:
         grids = [self.size(image).grid or (0, 0, 0) for image in images]
         sizes = [(t, h // m, w // m) for t, h, w in grids]
         return rope_positions(token_ids == self.image_token_id, sizes)
+
+    def __reduce__(self) -> Any:
+        return VisionProcessor.of, (self._processor,)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
         """Replace each placeholder by the tokens of its image.
