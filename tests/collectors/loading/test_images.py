@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.collectors.test_images import Screens, picture
+from tests.collectors.pictures import Screens, picture
 from torchrl_mt.collectors import MultiTurnDataLoader
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionProcessor
