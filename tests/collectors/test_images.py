@@ -203,6 +203,38 @@ def test_workflows_give_all_images_of_every_prompt(processor):
     assert new_images(batch) == [(one,), (two,), (two,), ()]
 
 
+def test_sequences_of_areal_keep_the_images_of_recorded_calls(processor):
+    prompt = [5, *[processor.image_token_id] * 4]
+
+    class Workflow:
+        def __init__(self, changed):
+            self.changed = changed
+
+        async def arun_episode(self, engine, data):
+            first = await engine.generate(prompt, images=[picture(1)])
+            longer = [*prompt, *first.token_ids, 6]
+            second = await engine.generate(longer, images=[picture(1)])
+            ids = [*longer, *second.token_ids]
+            ids[-3] += self.changed
+            sampled = torch.zeros(1, len(ids))
+            sampled[0, len(prompt) : len(prompt) + 2] = sampled[0, -2:] = 1
+            ids = torch.tensor([ids])
+            mask = torch.ones_like(ids)
+            reward = torch.ones(1)
+            return {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "loss_mask": sampled,
+                "rewards": reward,
+            }
+
+    (batch,) = collect(Workflow(0), SeeingEngine(processor), processor)
+    assert new_images(batch) == [(StoredImage.of(picture(1)),), ()]
+    with pytest.raises(RuntimeError) as caught:
+        collect(Workflow(1), SeeingEngine(processor), processor)
+    assert "'input_ids' must be those of the engine's calls" in str(caught.value.__cause__)
+
+
 def test_parents_found_later_agree_in_images(processor):
     one, two = (StoredImage.of(picture(k)) for k in (1, 2))
     answer = Completion([3], [-0.5], [0], "stop")

@@ -77,7 +77,7 @@ class Screen(Echo):
     """Shows a picture in every message; the item says in which form."""
 
     picture = StoredImage.of(
-        np.random.default_rng(1).integers(0, 256, (600, 800, 3), dtype=np.uint8)
+        np.random.default_rng(1).integers(0, 256, (500, 550, 3), dtype=np.uint8)
     )
 
     def reset(self, data=None):

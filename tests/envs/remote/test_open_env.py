@@ -724,7 +724,7 @@ def test_images_of_served_environments_arrive_as_files():
         return [*opening, *step.messages, *step.history]
 
     with serve(Screen) as server:
-        for form in ("array", "PIL", "stored"):
+        for form in ("array", "PIL"):
             for message in with_stored_images(asyncio.run(play(server, form))):
                 assert message["content"][1] == {"type": "image", "image": expected}
         with pytest.raises(OpenEnvError, match=r"no such\.png"):
