@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chat.templates import byte_level
 from tests.tiers import examples
 from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.testing import tiny_vl_model
@@ -41,6 +43,18 @@ LAST_ONLY = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Leaves out the images of earlier messages."""
+QWEN = (
+    "{% set seen = namespace(n=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' or 'image' in part %}"
+    "{% set seen.n = seen.n + 1 %}{% if add_vision_id %}Picture {{ seen.n }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The shape of Qwen2.5-VL's."""
 TEMPLATES = {"own": None, "numbered": NUMBERED, "parts only": PARTS_ONLY}
 
 
@@ -78,7 +92,7 @@ contents = st.one_of(texts, st.lists(parts, min_size=1, max_size=4))
 dialogues = st.lists(st.tuples(contents, texts), min_size=1, max_size=4)
 
 
-def reference(processor, messages, template):
+def reference(processor, messages, template, **kwargs):
     """The processor's own tokens of a dialogue."""
 
     def plain(message):
@@ -87,7 +101,9 @@ def reference(processor, messages, template):
         return message
 
     shown = [plain(message) for message in messages]
-    text = processor.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        shown, tokenize=False, add_generation_prompt=True, **kwargs
+    )
     images = [
         part["image"]
         for message in messages
@@ -132,7 +148,56 @@ def test_prompts_are_those_of_the_processor(family, template, processors):
     check()
 
 
-def test_images_before_every_prompt_of_a_beginning_token(processors):
+@pytest.fixture(scope="module")
+def qwen():
+    """A processor whose tokenizer takes any text."""
+    tokenizer = copy.deepcopy(byte_level())
+    marks = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": marks, "pad_token": "<|im_end|>"}
+    )
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    processor = type(processor)(processor.image_processor, tokenizer, chat_template=QWEN)
+    processor.chat_template = tokenizer.chat_template = QWEN
+    return processor
+
+
+any_text = st.text("ab1 \n\t.<|>_é🎲\u2028", max_size=12)
+any_parts = st.one_of(
+    any_text.map(lambda text: {"type": "text", "text": text}),
+    pictures.map(lambda image: {"type": "image", "image": image}),
+)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_prompts_of_any_text(numbered, qwen):
+    kwargs = {"add_vision_id": True} if numbered else {}
+    chat = ChatTokens(None, processor=qwen, template_kwargs=kwargs)
+    assert chat.stable
+    end = qwen.tokenizer.eos_token_id
+
+    @examples(60, few=10)
+    @given(st.lists(st.tuples(st.lists(any_parts, min_size=1, max_size=4), texts), max_size=4))
+    def check(turns):
+        messages, answer = [{"role": "system", "content": "rules"}], None
+        for asked, said in turns:
+            new = [{"role": "user", "content": asked}]
+            if answer is None:
+                new = [*messages, *new]
+                messages, prompt = [], chat.open(new)
+            else:
+                goes_on, ids = chat.follow(messages, new, answer, last_token=end)
+                assert goes_on
+                prompt = [*prompt, *answer, *ids]
+            messages += new
+            assert prompt == reference(qwen, messages, None, **kwargs)
+            answer = qwen.tokenizer(f"{said}<|im_end|>")["input_ids"]
+            messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
+
+    check()
+
+
+def test_a_beginning_token_that_the_processor_writes():
     _, processor = tiny_vl_model("llava", WORDS + " <s>")
     tokenizer = processor.tokenizer
     tokenizer.add_special_tokens({"bos_token": "<s>"})
