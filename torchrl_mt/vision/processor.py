@@ -69,6 +69,9 @@ class VisionProcessor:
         self.tokenizer = processor.tokenizer
         self.image_token_id = int(processor.image_token_id)
         """The placeholder: once per image in a rendered text, several times in a prompt."""
+        video = getattr(processor, "video_token_id", None)
+        self.barred = tuple(int(t) for t in (self.image_token_id, video) if t is not None)
+        """Tokens that stand for images and videos: nobody may sample them."""
         self.has_grids = self.family != "LlavaProcessor"
         """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
@@ -106,6 +109,38 @@ class VisionProcessor:
             else:
                 out.append(token)
         return out
+
+    def spans(self, token_ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Find the tokens of each image in a prompt.
+
+        Args:
+            token_ids: a prompt, with one placeholder for each token of an image.
+            sizes: number of tokens of each of its images, in order.
+
+        Returns:
+            The place of each image's first token, and how many tokens it has.
+
+        Raises:
+            ValueError: if the prompt has more or fewer placeholders than the images have tokens, or
+                those of an image are not side by side.
+        """
+        places = [k for k, token in enumerate(token_ids) if token == self.image_token_id]
+        if len(places) != sum(sizes):
+            raise ValueError(
+                f"there must be one image token (id {self.image_token_id}) for each token of the "
+                f"images, got {len(places)} for {len(sizes)} images with {sum(sizes)} tokens."
+            )
+        spans, done = [], 0
+        for number, size in enumerate(sizes):
+            first = places[done]
+            done += size
+            if places[done - 1] != first + size - 1:
+                raise ValueError(
+                    f"the {size} tokens of image {number} must be side by side, got fewer at {first}: "
+                    "the images are in another order, or of other sizes."
+                )
+            spans.append((first, size))
+        return spans
 
     def batch(self, images: Sequence[StoredImage]) -> dict[str, Tensor]:
         """Return the model's arguments for images: ``pixel_values``, and ``image_grid_thw`` of Qwen."""

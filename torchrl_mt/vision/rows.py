@@ -53,24 +53,27 @@ _Grid: TypeAlias = "tuple[int, int, int] | None"
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of ``N`` rows, as models take them; made by :meth:`of`."""
+    """The images of ``N`` rows, as models take them; read by :meth:`of`."""
 
     count: Tensor
     """int64 ``[N]``: number of each row's images."""
-    _images: Sequence[Sequence[tuple[Tensor, _Grid]]]
-    """Inputs and grid of each row's images."""
+    images: Sequence[Sequence[tuple[Tensor, _Grid]]]
+    """Of each row's images, the inputs (patches ``[P, D]`` or a picture ``[1, C, H, W]``), and how many
+    patches they have in time, height and width (``None`` without grids)."""
 
     @staticmethod
     def of(rows: TensorDictBase) -> RowImages | None:
         """Read the entries that :class:`~torchrl_mt.transforms.VisionInputs` wrote.
 
         Returns:
-            The images; ``None`` if the rows have no such entries and no images.
+            The images; ``None`` if there are no rows, or they have no such entries and no images.
 
         Raises:
             KeyError: if rows have images, and nothing was made of them.
-            ValueError: if the entries belong to other rows.
+            ValueError: if entries belong to other rows.
         """
+        if not len(rows):
+            return None
         if rows.get(PIXELS, None) is None:
             if any(raw for raw in _of_rows(rows, RAW) or ()):
                 raise KeyError(
@@ -101,7 +104,7 @@ class RowImages:
 
     def grids_of(self, row: int) -> list[tuple[int, int, int]]:
         """Return the patches of a row's images in time, height and width; empty without grids."""
-        return [grid for _, grid in self._images[row] if grid is not None]
+        return [grid for _, grid in self.images[row] if grid is not None]
 
     def inputs(self, rows: Tensor) -> dict[str, Any]:
         """Return a model's arguments for some rows, their images in order: empty if they have none.
@@ -112,7 +115,7 @@ class RowImages:
         Returns:
             ``pixel_values``, and ``image_grid_thw`` for models with grids, on the device of ``count``.
         """
-        chosen = [image for row in rows.tolist() for image in self._images[row]]
+        chosen = [image for row in rows.tolist() for image in self.images[row]]
         if not chosen:
             return {}
         device = self.count.device
@@ -157,12 +160,15 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     for image in (image for images in raw for image in images):
         if image.key not in table:
             table[image.key] = vision.inputs(image)
-    is_image = tokens == vision.image_token_id
     mask = rows.get(_MASK, None)
-    if mask is not None:
-        is_image = is_image & mask
-    for row, (images, marks) in enumerate(zip(raw, is_image.cpu(), strict=True)):
-        _check_placeholders(row, marks, [len(table[image.key].token_ids) for image in images])
+    attended = tokens if mask is None else tokens.where(mask, -1)
+    for row, (images, ids) in enumerate(zip(raw, attended.tolist(), strict=True)):
+        try:
+            vision.spans(ids, [len(table[image.key].token_ids) for image in images])
+        except ValueError as error:
+            raise ValueError(
+                f"row {row}: {error} Was the row cut, or another processor used where it was sampled?"
+            ) from None
     device = tokens.device
     count = torch.tensor([len(images) for images in raw], device=device)
     made = [inputs.pixel_values for inputs in table.values()] or [torch.empty(0, 0)]
@@ -174,23 +180,6 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     rows.set(COUNT, count)
     for key, value in shared.items():
         rows.set(key, NonTensorData(value, batch_size=rows.batch_size))
-
-
-def _check_placeholders(row: int, is_image: Tensor, sizes: Sequence[int]) -> None:
-    """Refuse a row whose placeholders are not those of its images, in order."""
-    places = is_image.nonzero().squeeze(-1)
-    if len(places) != sum(sizes):
-        raise ValueError(
-            f"row {row} has {len(places)} image tokens, and its {len(sizes)} images have {sum(sizes)}: "
-            "was it cut, or was another processor used where it was sampled?"
-        )
-    for number, part in enumerate(places.split(list(sizes))):
-        if int(part[-1] - part[0]) != len(part) - 1:
-            raise ValueError(
-                f"row {row} must have the {len(part)} image tokens of its image {number} side by side: "
-                f"its {len(places)} image tokens are as many as its images need, but its images are in "
-                "another order."
-            )
 
 
 def _check_hashes(rows: TensorDictBase, raw: Iterable[Sequence[StoredImage]]) -> None:
