@@ -173,7 +173,7 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     count = torch.tensor([len(images) for images in raw], device=device)
     made = [inputs.pixel_values for inputs in table.values()] or [torch.empty(0, 0)]
     shared: dict[tuple[str, str], Any] = {PIXELS: torch.cat(made).to(device), KEYS: tuple(table)}
-    if vision.has_grids:
+    if vision.merge_size is not None:
         grids = [inputs.grid for inputs in table.values()]
         shared[GRIDS] = torch.tensor(grids, dtype=torch.int64, device=device).view(-1, 3)
     set_row_images(rows, raw)
