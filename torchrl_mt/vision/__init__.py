@@ -3,6 +3,7 @@
 from torchrl_mt.vision.images import StoredImage
 from torchrl_mt.vision.messages import (
     for_template,
+    image_source,
     images_of,
     is_image_part,
     with_stored_images,
@@ -19,6 +20,7 @@ __all__ = [
     "VisionModel",
     "VisionProcessor",
     "for_template",
+    "image_source",
     "images_of",
     "is_image_part",
     "rope_positions",
