@@ -66,7 +66,9 @@ def picture(seed, height=16, width=16):
 pictures = st.builds(
     picture, st.integers(0, 3), st.sampled_from([8, 16, 24]), st.sampled_from([8, 16, 32])
 )
-texts = st.lists(st.sampled_from("a b c go stop".split()), min_size=1, max_size=3).map(" ".join)
+texts = st.lists(st.sampled_from(["a", "b", "c", "go", "stop"]), min_size=1, max_size=3).map(
+    " ".join
+)
 parts = st.one_of(
     texts.map(lambda text: {"type": "text", "text": text}),
     pictures.map(lambda image: {"type": "image", "image": image}),

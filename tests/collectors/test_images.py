@@ -11,10 +11,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-
-from tests.collectors.scripted import ScriptedEngine
 from torchrl.data import ReplayBuffer
 
+from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import StopReason

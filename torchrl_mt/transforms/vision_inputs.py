@@ -22,17 +22,16 @@ class VisionInputs(Transform):
     Append it after :class:`~torchrl_mt.transforms.MergeTurns` to the transforms of a replay buffer, or
     call it on rows. It reads ``("images", "raw")`` and writes:
 
-    - ``("images", "pixel_values")``: float32, the inputs of all images of the batch, one after the
-      other: patches ``[ΣP, D]`` (Qwen) or pictures ``[M, C, H, W]`` (LLaVA). An image that several rows
-      show is there once.
+    - ``("images", "pixel_values")``: float32, the inputs of all rows' images, one after the other:
+      patches ``[ΣP, D]`` (Qwen) or pictures ``[M, C, H, W]`` (LLaVA).
     - ``("images", "grid_thw")`` (Qwen): int64 ``[M, 3]``, patches of each image in time, height, width.
     - ``("images", "keys")``: a tuple of ``M`` hashes that names these images.
     - ``("images", "count")``: int64 ``[N]``, number of each row's images.
+    - ``("images", "first")``: int64 ``[N]``, where each row's first is among the ``M``.
 
-    The first three are non-tensor entries without batch dimension. Scoring finds each row's images in
-    them by content, so rows may be indexed, shuffled, split, stacked and concatenated, also with those
-    of another call. To keep rows in a buffer of their own, use a
-    :class:`~torchrl.data.ListStorage` or :class:`~torchrl.data.LazyStackStorage`.
+    The first three are non-tensor entries without batch dimension. Rows may be indexed, shuffled, split,
+    stacked and concatenated, also with those of another call. To keep rows in a buffer of their own, use
+    a :class:`~torchrl.data.ListStorage` or :class:`~torchrl.data.LazyStackStorage`.
 
     Args:
         processor: the Hugging Face processor that the rows' prompts were made with: of Qwen2-VL,

@@ -1,7 +1,7 @@
 """The images of training rows.
 
-Each row names its own images, and the inputs made of them are found by content. So rows may be indexed,
-shuffled, split, stacked, concatenated and copied: a row gets its own images, or an error.
+The inputs of all images of a batch are one table, and each row names its place there. So rows may be
+indexed, shuffled, split, stacked, concatenated and copied: a row gets its own images, or an error.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.vision.images import StoredImage
-from torchrl_mt.vision.processor import ImageInputs, VisionProcessor
+from torchrl_mt.vision.processor import VisionProcessor
 
 __all__ = [
     "COUNT",
+    "FIRST",
     "GRIDS",
     "HASH",
     "KEYS",
@@ -36,75 +38,86 @@ NEW = ("images", "new")
 RAW = ("images", "raw")
 """Per row, a tuple of its :class:`StoredImage`, in the order of its placeholders."""
 HASH = ("images", "hash")
-"""int64 ``[N]``: hash of each row's images, because not every storage keeps Python objects apart."""
-COUNT = ("images", "count")
-"""int64 ``[N]``: number of each row's images."""
+"""int64 ``[N]``: hash of each row's images: not every storage keeps the Python objects of rows apart."""
 PIXELS = ("images", "pixel_values")
-"""The table: inputs of all images, each once, one after the other; no batch dimension."""
+"""The table: inputs of all rows' images, one after the other; no batch dimension."""
 GRIDS = ("images", "grid_thw")
 """int64 ``[M, 3]``, patches of each image of the table; absent for models without."""
 KEYS = ("images", "keys")
 """``StoredImage.key`` of each image of the table, a tuple."""
+FIRST = ("images", "first")
+"""int64 ``[N]``: where each row's first image is in the table."""
+COUNT = ("images", "count")
+"""int64 ``[N]``: number of each row's images."""
 
 _TOKENS = ("tokens", "full")
 _MASK = ("masks", "all_attention_mask")
-_Grid: TypeAlias = "tuple[int, int, int] | None"
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of ``N`` rows, as models take them; read by :meth:`of`."""
+    """The images of ``N`` rows, as models take them."""
 
+    pixel_values: Tensor
+    """float, the entry :data:`PIXELS`: ``[ΣP, D]`` patches or ``[M, C, H, W]``."""
+    grids: Tensor | None
+    """int64 ``[M, 3]``, the entry :data:`GRIDS`."""
+    first: Tensor
+    """int64 ``[N]``, the entry :data:`FIRST`."""
     count: Tensor
-    """int64 ``[N]``: number of each row's images."""
-    images: Sequence[Sequence[tuple[Tensor, _Grid]]]
-    """Of each row's images, the inputs (patches ``[P, D]`` or a picture ``[1, C, H, W]``), and how many
-    patches they have in time, height and width (``None`` without grids)."""
+    """int64 ``[N]``, the entry :data:`COUNT`."""
 
     @staticmethod
     def of(rows: TensorDictBase) -> RowImages | None:
         """Read the entries that :class:`~torchrl_mt.transforms.VisionInputs` wrote.
 
+        Without :data:`FIRST`, the table must have the images of exactly these rows, in order.
+
         Returns:
-            The images; ``None`` if there are no rows, or they have no such entries and no images.
+            The images; ``None`` if there are no rows, or no such entries and no images.
 
         Raises:
             KeyError: if rows have images, and nothing was made of them.
-            ValueError: if entries belong to other rows.
+            ValueError: if the entries belong to other rows.
         """
-        if not len(rows):
-            return None
-        if rows.get(PIXELS, None) is None:
+        tables = _of_rows(rows, PIXELS)
+        if not tables:
             if any(raw for raw in _of_rows(rows, RAW) or ()):
                 raise KeyError(
                     f"rows have images under {RAW}, but not the inputs of models, {PIXELS}: append "
                     "VisionInputs(processor) to the transforms, after MergeTurns."
                 )
             return None
-        raw, keys, pixels = (_of_rows(rows, key) for key in (RAW, KEYS, PIXELS))
-        if raw is None or keys is None or pixels is None:
-            missing = RAW if raw is None else KEYS
-            raise KeyError(
-                f"rows with {PIXELS} must keep {missing}, which tells whose images they are."
-            )
-        _check_hashes(rows, raw)
-        grids = _of_rows(rows, GRIDS) or [None] * len(raw)
+        grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
         # Rows of one call share a table; rows that were stacked or concatenated have several.
-        tables: dict[int, dict[str, tuple[Tensor, _Grid]]] = {}
-        found = []
-        for row, images in enumerate(raw):
-            table = pixels[row]
-            known = tables.get(id(table))
-            if known is None:
-                known = tables[id(table)] = _pieces(table, grids[row], keys[row])
-            if not all(image.key in known for image in images):
-                raise ValueError(f"{PIXELS} has no inputs of an image of row {row}: {_AGAIN}")
-            found.append([known[image.key] for image in images])
-        return RowImages(rows[COUNT], found)
+        own = {id(table): row for row, table in enumerate(tables)}
+        filled = [tables[row] for row in own.values() if len(tables[row])]
+        pixels = torch.cat(filled or tables[:1])
+        grid = None if grids is None else torch.cat([grids[row] for row in own.values()])
+        count = rows[COUNT]
+        first = rows.get(FIRST, None)
+        if first is None:
+            first = count.cumsum(0) - count
+            if len(own) > 1 or int(count.sum()) != len(pixels if grid is None else grid):
+                raise ValueError(
+                    f"{PIXELS} must have the images of exactly these rows where {FIRST} is missing, got "
+                    f"{len(pixels if grid is None else grid)} for {int(count.sum())}: {_AGAIN}"
+                )
+        else:
+            sizes = [len((tables if grids is None else grids)[row]) for row in own.values()]
+            begins = dict(zip(own, accumulate(sizes, initial=0), strict=False))
+            shift = [begins[id(table)] for table in tables]
+            if keys is not None:
+                _check_keys(rows, keys, first)
+            first = first + torch.tensor(shift, device=first.device)
+        return RowImages(pixels, grid, first, count)
 
     def grids_of(self, row: int) -> list[tuple[int, int, int]]:
         """Return the patches of a row's images in time, height and width; empty without grids."""
-        return [grid for _, grid in self.images[row] if grid is not None]
+        if self.grids is None:
+            return []
+        first, count = int(self.first[row]), int(self.count[row])
+        return [(t, h, w) for t, h, w in self.grids[first : first + count].tolist()]
 
     def inputs(self, rows: Tensor) -> dict[str, Any]:
         """Return a model's arguments for some rows, their images in order: empty if they have none.
@@ -113,17 +126,20 @@ class RowImages:
             rows: int64 ``[n]``, indices of rows.
 
         Returns:
-            ``pixel_values``, and ``image_grid_thw`` for models with grids, on the device of ``count``.
+            ``pixel_values``, and ``image_grid_thw`` for models with grids.
         """
-        chosen = [image for row in rows.tolist() for image in self.images[row]]
+        first, count = self.first[rows].tolist(), self.count[rows].tolist()
+        spans = [range(begin, begin + size) for begin, size in zip(first, count, strict=True)]
+        chosen = [i for span in spans for i in span]
         if not chosen:
             return {}
-        device = self.count.device
-        out = {"pixel_values": torch.cat([pixels for pixels, _ in chosen]).to(device)}
-        grids = [grid for _, grid in chosen if grid is not None]
-        if grids:
-            out["image_grid_thw"] = torch.tensor(grids, device=device)
-        return out
+        if self.grids is None:
+            return {"pixel_values": self.pixel_values[chosen]}
+        ends = [0, *self.grids.prod(-1).cumsum(0).tolist()]
+        return {
+            "pixel_values": torch.cat([self.pixel_values[ends[i] : ends[i + 1]] for i in chosen]),
+            "image_grid_thw": self.grids[chosen],
+        }
 
 
 _AGAIN = "make the inputs again from the stored images, by VisionInputs(processor)(rows)."
@@ -132,7 +148,10 @@ _AGAIN = "make the inputs again from the stored images, by VisionInputs(processo
 def set_row_images(rows: TensorDictBase, images: Sequence[tuple[StoredImage, ...]]) -> None:
     """Write each row's images, without inputs."""
     rows.set(RAW, NonTensorStack(*(NonTensorData(each) for each in images)))
-    rows.set(HASH, torch.tensor([_hash(each) for each in images], device=rows.device))
+    rows.set(
+        HASH,
+        torch.tensor([_hash(image.key for image in each) for each in images], device=rows.device),
+    )
 
 
 def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
@@ -156,28 +175,29 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     if tokens is None:
         raise KeyError(f"VisionInputs needs {_TOKENS} in the rows: append it after MergeTurns.")
     _check_hashes(rows, raw)
-    table: dict[str, ImageInputs] = {}
-    for image in (image for images in raw for image in images):
-        if image.key not in table:
-            table[image.key] = vision.inputs(image)
+    # Not every image is kept by the processor, and members of a group show the same.
+    prepared = {image: vision.inputs(image) for image in {i for images in raw for i in images}}
     mask = rows.get(_MASK, None)
     attended = tokens if mask is None else tokens.where(mask, -1)
     for row, (images, ids) in enumerate(zip(raw, attended.tolist(), strict=True)):
         try:
-            vision.spans(ids, [len(table[image.key].token_ids) for image in images])
+            vision.spans(ids, [len(prepared[image].token_ids) for image in images])
         except ValueError as error:
             raise ValueError(
                 f"row {row}: {error} Was the row cut, or another processor used where it was sampled?"
             ) from None
     device = tokens.device
     count = torch.tensor([len(images) for images in raw], device=device)
-    made = [inputs.pixel_values for inputs in table.values()] or [torch.empty(0, 0)]
-    shared: dict[tuple[str, str], Any] = {PIXELS: torch.cat(made).to(device), KEYS: tuple(table)}
+    table = [prepared[image] for images in raw for image in images]
+    pixels = torch.cat([each.pixel_values for each in table] or [torch.empty(0, 0)])
+    keys = tuple(image.key for images in raw for image in images)
+    shared: dict[tuple[str, str], Any] = {PIXELS: pixels.to(device), KEYS: keys}
     if vision.merge_size is not None:
-        grids = [inputs.grid for inputs in table.values()]
+        grids = [each.grid for each in table]
         shared[GRIDS] = torch.tensor(grids, dtype=torch.int64, device=device).view(-1, 3)
     set_row_images(rows, raw)
     rows.set(COUNT, count)
+    rows.set(FIRST, count.cumsum(0) - count)
     for key, value in shared.items():
         rows.set(key, NonTensorData(value, batch_size=rows.batch_size))
 
@@ -188,7 +208,7 @@ def _check_hashes(rows: TensorDictBase, raw: Iterable[Sequence[StoredImage]]) ->
     for row, (images, known) in enumerate(
         zip(raw, () if hashes is None else hashes.tolist(), strict=hashes is not None)
     ):
-        if _hash(images) != known:
+        if _hash(image.key for image in images) != known:
             raise ValueError(
                 f"{RAW} of row {row} has images of another row: the rows were in a storage that keeps "
                 "one Python object for all (LazyMemmapStorage does). Use ListStorage or "
@@ -196,17 +216,16 @@ def _check_hashes(rows: TensorDictBase, raw: Iterable[Sequence[StoredImage]]) ->
             )
 
 
-def _pieces(pixels: Tensor, grids: Tensor | None, keys: Sequence[str]) -> dict[str, Any]:
-    """Cut a table into its images."""
-    if grids is None:
-        parts: Sequence[Tensor] = pixels.split(1)
-        of_image: list[_Grid] = [None] * len(keys)
-    else:
-        parts = pixels.split(grids.prod(-1).tolist())
-        of_image = [(t, h, w) for t, h, w in grids.tolist()]
-    if not len(parts) == len(of_image) == len(keys) or sum(map(len, parts)) != len(pixels):
-        raise ValueError(f"{PIXELS}, {GRIDS} and {KEYS} are not of one batch of rows: {_AGAIN}")
-    return dict(zip(keys, zip(parts, of_image, strict=True), strict=True))
+def _check_keys(rows: TensorDictBase, keys: Sequence[Sequence[str]], first: Tensor) -> None:
+    """Refuse a table that lacks a row's images where the row looks for them."""
+    hashes = rows.get(HASH, None)
+    if hashes is None:
+        return
+    for row, (begin, size, known) in enumerate(
+        zip(first.tolist(), rows[COUNT].tolist(), hashes.tolist(), strict=True)
+    ):
+        if _hash(keys[row][begin : begin + size]) != known:
+            raise ValueError(f"{PIXELS} has no inputs of the images of row {row}: {_AGAIN}")
 
 
 def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
@@ -217,7 +236,6 @@ def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
     return value.tolist() if isinstance(value, NonTensorStack) else None
 
 
-def _hash(images: Iterable[StoredImage]) -> int:
-    """Hash of images in order; 63 bits."""
-    digest = sha256("".join(image.key for image in images).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+def _hash(keys: Iterable[str]) -> int:
+    """Hash of images in order, by their keys; 63 bits."""
+    return int.from_bytes(sha256("".join(keys).encode()).digest()[:8], "big") >> 1

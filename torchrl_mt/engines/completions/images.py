@@ -164,7 +164,8 @@ def collapsed(prompt: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[i
         >>> collapsed([5, 9, 9, 6, 9, 9], [(1, 2), (4, 2)])
         [5, 9, 6, 9]
     """
-    out, done = [], 0
+    out: list[int] = []
+    done = 0
     for first, size in spans:
         out += prompt[done : first + 1]
         done = first + size
