@@ -12,7 +12,8 @@ openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
-from tests.vision.episodes import FAMILIES, family, random_image  # noqa: E402
+from tests.tiers import first_fast  # noqa: E402
+from tests.vision.episodes import QWEN, family, random_image  # noqa: E402
 from torchrl_mt.agents import AgentServer, export_interactions, openai_client  # noqa: E402
 from torchrl_mt.agents.messages import identities, stored_images  # noqa: E402
 from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
@@ -72,7 +73,7 @@ def rendered(processor, messages):
     return processor(text=[text], images=images or None)["input_ids"][0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first_fast(["llava", *QWEN]))
 def test_images_of_requests_reach_the_ledger(name):
     one, two = picture(1), picture(2)
     engine, processor = engine_of(name), family(name)[1]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.engines.completions_server import CompletionsServer, sampled
 from tests.faulty_server import running, status
-from tests.vision.episodes import FAMILIES, family, random_dialogue, random_image
+from tests.tiers import first_fast
+from tests.vision.episodes import QWEN, family, random_dialogue, random_image
 from tests.waiting import PATIENCE
 from torchrl_mt.engines import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.completions.images import collapsed
@@ -173,7 +174,7 @@ def with_image(seed=0):
 
 
 @pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first_fast(["llava", *QWEN], 2))
 def test_the_server_sees_the_prompt_and_its_images(make, server, api, name):
     turns = dialogue(name, seed=3)
     shown = [turn for turn in turns if turn.images]
