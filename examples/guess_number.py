@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import json
 import random
 import sys
 import tempfile
@@ -65,6 +66,8 @@ PROMPT_FOR_LARGER_MODELS = (
 
 def train(args: argparse.Namespace) -> dict[str, float]:
     """Alternate between collecting episodes and training on them; return the scores."""
+    if args.checkpoints:
+        check_same_arguments(args)
     torch.manual_seed(args.seed)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -136,6 +139,24 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     collector.shutdown()
     engine.close()
     return reached
+
+
+def check_same_arguments(args: argparse.Namespace) -> None:
+    """Write the arguments beside a new run's checkpoints; refuse others than an old run's."""
+    free = ("checkpoints", "out", "device")
+    own = {name: value for name, value in vars(args).items() if name not in free}
+    file = args.checkpoints / "arguments.json"
+    if not file.exists():
+        args.checkpoints.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as path:
+            path.write_text(json.dumps(own), encoding="utf-8")
+    began = json.loads(file.read_text(encoding="utf-8"))
+    other = [f"{name}={value!r}" for name, value in began.items() if own.get(name) != value]
+    if other:
+        raise ValueError(
+            f"--checkpoints: the run in {args.checkpoints} began with {', '.join(other)}: give the "
+            "same arguments, or another folder."
+        )
 
 
 # Before reinforcement learning
@@ -375,7 +396,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--checkpoints",
         type=Path,
         metavar="FOLDER",
-        help="save every update there; a run that was stopped goes on from the last",
+        help="save every update there; with the same arguments, a stopped run goes on from the last",
     )
     parser.add_argument(
         "--warm-start-steps", type=positive, default=300, help="steps of imitation, without --model"

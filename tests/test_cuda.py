@@ -217,6 +217,16 @@ def test_a_checkpoint_loads_on_another_device(saved_on, loaded_on, tmp_path):
     torch.testing.assert_close(other[:].cpu()["observation"], data["observation"][:16])
 
 
+@pytest.mark.parametrize(("saved_on", "given_on"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_generator_of_another_device_is_refused(saved_on, given_on, tmp_path):
+    RunCheckpoint(tmp_path).save(1, noise=torch.Generator(saved_on))
+    given = torch.Generator(given_on)
+    before = given.get_state()
+    with pytest.raises(ValueError, match=r"part 'noise' must be .* bytes of state, got a"):
+        RunCheckpoint(tmp_path).restore(noise=given)
+    assert torch.equal(given.get_state(), before)
+
+
 def test_a_restored_run_goes_on_as_it_would_have(tmp_path):
     def make(seed):
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ LOG_PROB_ROUNDING = 0.5
 def check_mask(name: str, mask: Tensor, shape: torch.Size) -> None:
     """Refuse a mask that is not boolean or not of ``shape``."""
     if isinstance(mask, Tensor) and mask.dtype is not torch.bool:
-        raise TypeError(f"{name} must be a bool tensor, got {mask.dtype}; pass `{name}.bool()`.")
+        raise TypeError(f"{name} must be a bool tensor, got {mask.dtype}; convert it with .bool().")
     check_shape(name, mask, shape)
 
 

@@ -162,6 +162,21 @@ def test_a_template_that_moves_the_rules_to_the_last_question():
     trained, dialogue = answers_of(MISTRAL_SYSTEM_LAST, talk)
     assert trained == ["x</s>", "<think>h</think> y</s>"]
     assert not dialogue.dropped
+    assert dialogue.lost == [0]
+    assert not answers_of(MISTRAL_SYSTEM_LAST, talk[:-1])[1].lost
+
+
+def test_a_message_of_which_the_template_writes_nothing_is_refused():
+    template = CHATML.template.replace(
+        "{%- for message in messages %}",
+        "{%- for message in messages if message.role in ('user', 'assistant') %}",
+    )
+    assert template != CHATML.template
+    talk = [user("a"), said("b"), {"role": "judge", "content": "a"}, user("c")]
+    with pytest.raises(ValueError, match=r"writes nothing of message 2 of 4 .role 'judge'.: give"):
+        answers_of(replace(CHATML, template=template), talk)
+    talk[2] = {"role": "judge", "content": " "}  # It says nothing.
+    assert answers_of(replace(CHATML, template=template), talk)[0] == ["b<|im_end|>"]
 
 
 def test_a_template_without_an_end_of_turn_trains_the_words_alone():
@@ -171,13 +186,19 @@ def test_a_template_without_an_end_of_turn_trains_the_words_alone():
     )
     talk = [user("assistant: no"), said("yes "), user("assistant: b"), said(""), user("c")]
     talk += [said("x\nuser: b")]
-    trained, _ = answers_of(replace(PLAIN, template=template), talk)
+    trained, dialogue = answers_of(replace(PLAIN, template=template), talk)
     assert trained == ["yes \n", "\n", "x\nuser: b\n"]
+    assert dialogue.endless == dialogue.said
+    assert not answers_of(CHATML, talk)[1].endless
 
 
 def test_an_answer_without_words_is_its_end():
     trained, _ = answers_of(CHATML, [user("a"), said(""), user("b"), said("c")])
     assert trained == ["<|im_end|>", "c<|im_end|>"]
+    family = next(family for family in FAMILIES if family.name == "Command R7B")
+    for talk in ([user("a"), said(""), user("b"), said("c")], [user("a"), said("")]):
+        for text in answers_of(family, talk)[0]:
+            assert text.endswith("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
 
 
 def test_names_of_special_tokens_are_ordinary_text_but_for_the_models_own_marks():

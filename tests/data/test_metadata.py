@@ -87,18 +87,16 @@ def test_metadata_follows_its_episode(
 
 
 def test_what_is_kept_and_given_out_are_copies(make):
-    storage, given = EpisodeStorage(20), {"a": 1}
+    storage, other, given = EpisodeStorage(20), EpisodeStorage(20), {"a": [1]}
     storage.append(make.vectors([3]), given)
-    given["a"] = 2
-    assert storage.metadata(0) == {"a": 1}
-    storage.metadata(0)["b"] = 3
-    assert storage.metadata(-1) == {"a": 1}
+    given["a"].append(2)
+    assert storage.metadata(0) == {"a": [1]}
+    storage.metadata(0)["a"].append(3)
     state = storage.state_dict()
-    storage.state_dict()["metadata"][0]["a"] = 4
-    other = EpisodeStorage(20)
+    storage.state_dict()["metadata"][0]["a"].append(4)
     other.load_state_dict(state)
-    state["metadata"][0]["a"] = 5
-    assert storage.metadata(0) == other.metadata(0) == {"a": 1}
+    state["metadata"][0]["a"].append(5)
+    assert storage.metadata(-1) == other.metadata(0) == {"a": [1]}
 
 
 def test_metadata_of_an_evicted_episode_is_freed(make):

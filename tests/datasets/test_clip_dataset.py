@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -186,3 +187,46 @@ def test_bad_arguments_are_named(tmp_path):
     save_episodes([{"action": [[1], [2, 3]]}], ragged)
     with pytest.raises(ValueError, match="stride joins 'action' over several steps"):
         ClipDataset(ragged, 1, stride=2)
+
+
+@pytest.mark.parametrize("i", [slice(0, 2), 0.5, True, "0", [0], None])
+def test_the_number_of_a_clip_is_an_integer(i):
+    clips = ClipDataset(storage_of([5]), 2)
+    with pytest.raises(TypeError, match=r"the number of a clip must be an integer, got .*Subset"):
+        clips[i]
+    with pytest.raises(TypeError, match="the number of a clip must be an integer, got"):
+        clips.__getitems__([i, i])
+
+
+@pytest.mark.parametrize("i", [np.int64(1), torch.tensor(1), np.uint8(1), -3])
+def test_the_number_of_a_clip_is_any_integer(i):
+    clips = ClipDataset(storage_of([5]), 2)
+    assert clips[i]["observation"].tolist() == [1, 2]
+    assert clips.__getitems__([i, i])[1]["observation"].tolist() == [1, 2]
+    assert clips.__getitems__([]).clips.shape == (0, 2)
+
+
+def test_why_there_are_no_clips_is_said(caplog):
+    assert len(ClipDataset(storage_of([5, 9]), 5, stride=2)) == 0
+    assert "a clip spans 10 steps (slice_len=5, stride=2), and the longest of the 2" in caplog.text
+    assert len(ClipDataset(EpisodeStorage(10), 5)) == 0
+    assert "the longest of the 0 episodes has 0" in caplog.text
+
+
+def test_a_loader_of_episodes_is_pointed_to_clips(tmp_path):
+    save_episodes(storage_of([5, 5]), tmp_path / "a.jsonl")
+    dataset = EpisodeDataset(tmp_path / "a.jsonl")
+    with pytest.raises(TypeError, match="a DataLoader takes ClipDataset"):
+        next(iter(DataLoader(dataset)))
+    for i in (0.0, True, slice(1)):
+        with pytest.raises(TypeError, match="i must be an integer, got"):
+            dataset.episode(i)
+
+
+def test_a_collate_function_gets_a_sequence_of_clips():
+    loader = DataLoader(
+        ClipDataset(storage_of([5]), 2),
+        batch_size=4,
+        collate_fn=lambda clips: torch.stack([*clips]),
+    )
+    assert next(iter(loader))["observation"].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
@@ -189,6 +189,12 @@ def test_an_episode_that_does_not_fit_is_named_and_writes_nothing(format, tmp_pa
 
 
 def test_bad_arguments_are_named(tmp_path):
+    with pytest.raises(
+        TypeError, match="'folder' has no option 'jpeg_qualty'; it has 'jpeg_quality'"
+    ):
+        open_episodes(tmp_path / "a", jpeg_qualty=90)
+    with pytest.raises(TypeError, match="'jsonl' has no option 'crf'; it has none"):
+        open_episodes(tmp_path / "a.jsonl", crf=3)
     with pytest.raises(ValueError, match=r"mode must be one of .* got 'w'"):
         open_episodes(tmp_path / "a", mode="w")
     with pytest.raises(ValueError, match=r"format must be one of .*'hdf5'.* got 'csv'"):
@@ -209,54 +215,6 @@ def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(ValueError, match="is closed"):
         out.write_episode(episode(1))
     assert contents(tmp_path) == []
-
-
-# ---- what an episode may be ---------------------------------------------------------------------
-
-
-def test_arrays_lists_and_tensordicts_are_the_same(tmp_path):
-    image = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
-    forms = {
-        "arrays": {"image": image, ("next", "reward"): np.ones(3, np.float32)},
-        "lists": {"image": list(image), "next": {"reward": [1.0, 1.0, 1.0]}},
-        "tensordict": TensorDict(
-            {"image": torch.from_numpy(image), "next": {"reward": torch.ones(3)}}, [3]
-        ),
-        "lazy stack": lazy_stack(
-            [
-                TensorDict({"image": torch.from_numpy(each), "next": {"reward": torch.tensor(1.0)}})
-                for each in image
-            ]
-        ),
-    }
-    with open_episodes(tmp_path / "a.jsonl") as out:
-        for form in forms.values():
-            out.write_episode(form)
-    for each in EpisodeDataset(tmp_path / "a.jsonl").episodes():
-        assert torch.equal(each["image"], torch.from_numpy(image))
-        assert torch.equal(each["next", "reward"], torch.ones(3))
-
-
-def test_lists_of_lists_may_differ_in_length(tmp_path):
-    with open_episodes(tmp_path / "a.jsonl") as out:
-        out.write_episode({"tokens": [[1, 2], [3, 4]], "text": ["a", "b"]})
-        out.write_episode({"tokens": [[1], [], [2, 3]], "text": ["", "c", "d"]})
-        with pytest.raises(ValueError, match=r"'tokens' must be as in .* got .*float32"):
-            out.write_episode({"tokens": [[0.5]], "text": ["a"]})
-    dataset = EpisodeDataset(tmp_path / "a.jsonl")
-    assert dataset.episode(0)["tokens"].tolist() == [[1, 2], [3, 4]]
-    rows = dataset.episode(1).get("tokens", as_list=True)
-    assert [row.tolist() for row in rows] == [[1], [], [2, 3]]
-    assert {row.dtype for row in rows} == {torch.int64}
-
-
-def test_a_shape_that_varies_after_a_fixed_one_is_explained(tmp_path):
-    with open_episodes(tmp_path / "a.jsonl") as out:
-        out.write_episode({"pixels": [np.zeros((2, 2)), np.zeros((2, 2))]})
-        with pytest.raises(
-            ValueError, match=r"give it as a lazy stack .* from the first episode on"
-        ):
-            out.write_episode({"pixels": [np.zeros((2, 2)), np.zeros((3, 2))]})
 
 
 # ---- into memory --------------------------------------------------------------------------------
@@ -295,6 +253,36 @@ def test_a_key_filter_is_a_list_of_keys_or_a_function():
         TypeError, match="buffer must be an EpisodeStorage or a ReplayBuffer on one"
     ):
         episode_writer(ReplayBuffer())
+
+
+@pytest.mark.parametrize("key", ["acton", ("next", "rewards")])
+def test_a_key_filter_of_keys_that_are_not_there_is_named(key):
+    storage = EpisodeStorage(10)
+    with pytest.raises(
+        KeyError, match=r"key_filter names .* which is not among the entries: 'action'"
+    ):
+        episode_writer(storage, ["action", key]).write_episode(episode(1))
+    assert storage.num_episodes == 0
+
+
+def test_an_episode_is_no_list_of_episodes(tmp_path):
+    one = TensorDict({"action": torch.ones(3)}, [3])
+    for odd in (episode(1), one, None):
+        with pytest.raises(TypeError, match=f"iterable of episodes, got {type(odd).__name__}"):
+            episode_writer(EpisodeStorage(10)).write_episodes(odd)
+        with pytest.raises(TypeError, match=f"iterable of episodes, got {type(odd).__name__}"):
+            save_episodes(odd, tmp_path / "a.jsonl")
+    with pytest.raises(TypeError, match=r"got list: episode_writer\(buffer\).write_episodes"):
+        load_episodes([episode(1)], EpisodeStorage(10))
+    assert contents(tmp_path) == []
+
+
+def test_of_several_episodes_the_odd_one_is_named(tmp_path):
+    with pytest.raises(ValueError, match="episode 2: 'action' must be as in the first episode"):
+        save_episodes([episode(1), episode(2), episode(0.5)], tmp_path / "a.jsonl")
+    with pytest.raises(TypeError, match="episode 0: episode must be a TensorDict"):
+        save_episodes([[1]], tmp_path / "a.jsonl", mode="append")
+    assert actions(tmp_path / "a.jsonl") == [[1], [2]]
 
 
 def test_metadata_leaves_with_its_episode():
@@ -337,6 +325,38 @@ def test_a_path_is_the_same_whatever_it_is_called(tmp_path, monkeypatch):
     assert actions(tmp_path / "link.jsonl") == [[1], [2]]
 
 
+def test_a_suffix_may_be_in_capitals(tmp_path):
+    save_episodes([episode(1)], tmp_path / "A.JSONL")
+    assert EpisodeDataset(tmp_path / "A.JSONL").format == "jsonl"
+
+
+def test_a_file_is_no_folder_of_data_sets(tmp_path):
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"a\.jsonl cannot be made: .*notes is a file"):
+        open_episodes(tmp_path / "notes" / "deep" / "a.jsonl")
+    assert contents(tmp_path) == ["notes"]
+
+
+@every_format
+@pytest.mark.parametrize("mode", ["append", "overwrite"])
+def test_a_writer_that_is_never_closed_is_named(format, mode, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    save_episodes([episode(1)], path, format=format)
+    out = open_episodes(path, format=format, mode=mode)
+    out.write_episode(episode(2))
+    with pytest.warns(ResourceWarning, match=f"the writer of {path} was never closed"):
+        del out
+    assert actions(path) == ([[1], [2]] if mode == "append" else [[1]])
+    assert contents(tmp_path) == [path.name]
+
+
+def test_a_dropped_data_set_leaves_no_file_open(tmp_path, recwarn):
+    path = tmp_path / "a.jsonl"
+    save_episodes([episode(1)], path)
+    EpisodeDataset(path).episode(0)
+    assert not recwarn.list
+
+
 def test_steps_of_several_episodes_are_refused(tmp_path):
     done = torch.tensor([False, True, False, True])
     steps = {"action": torch.arange(4), "next": {"done": done}}
@@ -345,13 +365,6 @@ def test_steps_of_several_episodes_are_refused(tmp_path):
             out.write_episode(steps)
     per_agent = torch.tensor([[True, False], [True, True]]).unsqueeze(-1)
     save_episodes([{"next": {"done": per_agent}}], tmp_path / "a.jsonl")
-
-
-def test_a_key_is_given_once(tmp_path):
-    with open_episodes(tmp_path / "a.jsonl") as out:
-        for odd in ({("a", "b"): [1], "a": [2]}, {"a": {"b": [1]}, ("a", "b"): [2]}):
-            with pytest.raises(ValueError, match="a key must be given once"):
-                out.write_episode(odd)
 
 
 @every_format

@@ -182,6 +182,8 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(example, tmp_path, monkeypatc
     assert not (out / "metrics.csv").exists()
     capsys.readouterr()
     monkeypatch.delattr(example, "warm_start")
+    assert example.main([*args, "--lr", "0.5", "--out", str(out), *checkpoints]) == 1
+    assert "began with lr=0.001: give the same arguments" in capsys.readouterr().err
     assert example.main([*args, "--out", str(out), *checkpoints]) == 0
     check_equal(metrics_of(out), metrics_of(tmp_path / "undisturbed"))
     printed, bars = capsys.readouterr()
@@ -211,6 +213,9 @@ def test_a_run_that_is_killed_twenty_times_goes_on_as_if_undisturbed(tmp_path):
     assert any(len(kill["found"]) - kill["unfinished"] > 3 for kill in log)
     assert len({tuple(sorted(kill["found"])) for kill in log}) >= 10
     assert report["end"] == 0
-    assert report["left"] == [f"checkpoint-{step}" for step in (28, 29, 30)]
+    assert report["left"] == [
+        "arguments.json",
+        *(f"checkpoint-{step}" for step in (28, 29, 30)),
+    ]
     check_equal(report["killed"], report["undisturbed"])
     assert len({row["data_order"] for row in report["killed"]}) == killed_runs.UPDATES

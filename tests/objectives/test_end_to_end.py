@@ -160,6 +160,8 @@ def test_every_objective_and_aggregation_trains(experience, actor, objective, ag
     correction = ["icepop", "token_tis"]
     if objective == "decoupled_ppo":
         correction = partial(geometric, bounds=(0.9, 1.1))
+    elif objective == "sft":
+        correction = None
     loss = MultiTurnLoss(
         actor,
         objective=objective,

@@ -484,8 +484,8 @@ def test_the_ratio_to_the_sampler_is_not_applied_twice(model, correction):
 
 
 def correction_for(objective, *names):
-    """These corrections, or the one that goes with an objective that weighs by itself."""
-    return ["geometric"] if objective == "decoupled_ppo" else list(names)
+    """These corrections, or those that go with an objective that weighs by itself or imitates."""
+    return {"decoupled_ppo": ["geometric"], "sft": None}.get(objective, list(names))
 
 
 @pytest.mark.parametrize(
@@ -502,6 +502,8 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
             corrections[i] = partial(geometric, bounds=(0.8, 1.2))
     if objective == "decoupled_ppo":
         corrections = [f for f in corrections if f.func is geometric]
+    if objective == "sft":
+        corrections = []
     uses_turns = objective in ("gspo", "gspo_token", "gmpo") or any(
         f.func is geometric for f in corrections
     )
@@ -606,12 +608,12 @@ def test_what_is_not_finite_on_sampled_tokens_is_refused_by_key(
 @pytest.mark.parametrize("name", some_fast(["cispo"], OBJECTIVES))
 def test_objectives_and_corrections_may_be_compiled(model, experience, name):
     batch = experience()
-    correction = "geometric" if name == "decoupled_ppo" else "token_tis"
+    correction = {"decoupled_ppo": "geometric", "sft": None}.get(name, "token_tis")
     expected = MultiTurnLoss(model, objective=name, correction=correction)(batch)
     compiled = MultiTurnLoss(
         model,
         objective=torch.compile(OBJECTIVES[name], backend="eager"),
-        correction=torch.compile(CORRECTIONS[correction], backend="eager"),
+        correction=correction and torch.compile(CORRECTIONS[correction], backend="eager"),
     )(batch)
     torch.testing.assert_close(compiled.to_dict(), expected.to_dict())
 

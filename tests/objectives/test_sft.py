@@ -115,15 +115,46 @@ def test_kl_and_entropy_are_those_of_other_objectives():
     assert both["sft"]["kl_to_ref"] > 0
 
 
-def test_a_correction_weights_tokens_by_the_ratio_to_the_sampler():
-    rows = ExperienceMaker(MODEL, old_log_probs="actor")(make_rows(0))
-    loss = MultiTurnLoss(MODEL, objective="sft", correction="token_tis")
-    out = loss(rows)
-    assert sorted(out.keys()) == sorted(loss.out_keys)
-    ratio = (rows["log_probs", "old"] - rows["log_probs", "full"]).exp().clamp(max=2.0)
-    rows["weights", "full"] = ratio
-    expected = MultiTurnLoss(MODEL, objective="sft")(rows)["loss_objective"]
-    torch.testing.assert_close(out["loss_objective"], expected)
+@pytest.mark.parametrize("correction", ["token_tis", "geometric", ["icepop", "token_tis"]])
+def test_a_correction_is_refused(correction):
+    with pytest.raises(
+        ValueError, match=r"correction must be None .* 'sft'.*\('weights', 'full'\)"
+    ):
+        MultiTurnLoss(MODEL, objective="sft", correction=correction)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"), [(-0.5, "be 0 or more .*'sft'"), (torch.nan, "be finite")]
+)
+def test_wrong_weights_are_refused_by_name(weight, message):
+    rows = supervised(1)
+    mask = rows["masks", "all_assistant_mask"]
+    row, token = mask[:, 1:].nonzero()[-1].tolist()
+    rows["weights", "full"][~mask] = weight  # Not read.
+    MultiTurnLoss(MODEL, objective="sft")(rows)
+    rows["weights", "full"][row, token + 1] = weight
+    with pytest.raises(
+        ValueError, match=rf"\('weights', 'full'\) must {message}.*row {row} at token {token + 1}"
+    ):
+        MultiTurnLoss(MODEL, objective="sft")(rows)
+
+
+def test_a_row_that_is_no_batch_is_refused():
+    loss, row = MultiTurnLoss(MODEL, objective="sft"), supervised(0, s=8)[0]
+    for call in (loss, loss.total):
+        with pytest.raises(
+            ValueError, match=r"a batch, \[N, S\].*shape \(8,\): .* collate\(\[row\]\)"
+        ):
+            call(row)
+
+
+def test_an_integer_mask_is_refused_by_name():
+    rows = supervised(0)
+    rows["masks", "all_assistant_mask"] = rows["masks", "all_assistant_mask"].long()
+    with pytest.raises(
+        TypeError, match=r"'all_assistant_mask'\) of rows .* got torch.int64; convert it with .bool"
+    ):
+        MultiTurnLoss(MODEL, objective="sft")(rows)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
-"""Private names of transformers: attention and rotary frequencies of its models."""
+"""Private names of transformers: attention, rotary frequencies and image features of its models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, inference_mode, nn
 
-__all__ = ["RotaryFrequencies", "attention_implementation", "rotary_frequencies"]
+__all__ = [
+    "RotaryFrequencies",
+    "attention_implementation",
+    "image_features",
+    "rotary_frequencies",
+]
 
 
 def attention_implementation(model: nn.Module) -> str | None:
@@ -87,3 +93,34 @@ def _short_frequencies(config: Any, layer: str) -> int:
         own = getattr(config, "original_max_position_embeddings", None)
         return int(config.max_position_embeddings if own is None else own)
     return int((parameters[layer] if layer else parameters)["original_max_position_embeddings"])
+
+
+def image_features(
+    model: Any, inputs: Mapping[str, Tensor], sizes: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Run a model's vision tower.
+
+    Args:
+        model: has ``get_image_features``, whose results have another form in each release.
+        inputs: its arguments for some images.
+        sizes: the images' tokens.
+
+    Returns:
+        ``[tokens, 1 + layers, H]`` for each image: what the language model takes for its tokens, and
+        what is added to the outputs of its first layers (Qwen3-VL's DeepStack).
+    """
+    found = model.get_image_features(**inputs)
+    if hasattr(found, "pooler_output"):
+        own, layers = found.pooler_output, getattr(found, "deepstack_features", None) or ()
+    elif isinstance(found[0], Tensor):
+        own, layers = found, ()
+    else:
+        own, layers = found  # Qwen3-VL in transformers 4
+    return torch.stack([_joined(part) for part in (own, *layers)], 1).split(list(sizes))
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Features of images ``[..., H]``, together or each, as one table ``[tokens, H]``."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([each.flatten(0, -2) for each in features])

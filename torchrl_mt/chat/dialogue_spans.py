@@ -24,6 +24,8 @@ __all__ = ["DialogueRenderer", "RenderedDialogue"]
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+_RULES = ("system", "developer")
+"""Roles whose messages some templates leave out, such as Mistral's after the last question."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class RenderedDialogue:
     """Indices of the assistant messages of which the template drops a part."""
     broken: list[int]
     """Indices of the assistant messages that name a token which ends a turn or begins an answer."""
+    lost: list[int]
+    """Indices of the system's messages of which the template writes nothing."""
+    endless: list[int]
+    """Indices of the assistant messages after which the template writes no token that ends a turn."""
 
 
 class DialogueRenderer:
@@ -88,13 +94,22 @@ class DialogueRenderer:
             tools: JSON schemas of tools, for the template.
 
         Raises:
-            ValueError: if the template refuses a message, or it cannot be told where an answer begins.
+            ValueError: if the template refuses a message or leaves it out, or it cannot be told where an
+                answer begins.
             TypeError: if a message holds anything but plain data.
         """
         layout = self._layout(tools)
         if tools is not None:
             tools = self._names.split(list(tools), "tools")
         dialogue = self._accepted(layout, messages, tools)
+        lost = dialogue.lost()
+        for i in lost:
+            if (role := messages[i].get("role")) not in _RULES:
+                raise ValueError(
+                    f"the tokenizer's chat template writes nothing of message {i} of {len(messages)} "
+                    f"(role {role!r}): give messages in the roles and the order that it takes, or leave "
+                    "this one out."
+                )
         answers: list[Span] = []
         end = 0
         for i in dialogue.said:
@@ -109,6 +124,14 @@ class DialogueRenderer:
             trained=[dialogue.trained(begin, end) for begin, end in answers],
             dropped=[i for i in dialogue.said if dialogue.marks.dropped(i)],
             broken=[i for i in dialogue.said if has_breaks and _has_break(dialogue.messages[i])],
+            lost=lost,
+            endless=[
+                i
+                for i, (begin, end) in zip(dialogue.said, answers, strict=True)
+                if not any(
+                    token.end() == end for token in layout.ends.finditer(dialogue.text, begin)
+                )
+            ],
         )
 
     def _accepted(self, layout: AnswerLayout, messages: Sequence[Message], tools: Any) -> _Dialogue:
@@ -188,6 +211,15 @@ class _Dialogue:
             return None
         return TextMarks.found(marked, self.text, owners, names, has_blocks=self._layout.has_blocks)
 
+    def lost(self) -> list[int]:
+        """Indices of the messages, but the assistant's, of whose texts the template writes nothing."""
+        found = self.marks.lost()
+        for i, message in enumerate(self.messages):
+            if i not in self.marks.owners and str(message.get("content")).strip() not in self.text:
+                marks = self._marks_of([i])
+                found |= set() if marks is None else marks.lost()
+        return sorted(found.difference(self.said))
+
     def beginning(self, i: int, before: int) -> int:
         """Where answer ``i`` begins, which is not before ``before``: after its generation prompt."""
         text, layout, first = self.text, self._layout, self.marks.first(i)
@@ -241,7 +273,9 @@ class _Dialogue:
                 return said + len(closing)
         bound = self.marks.next(i, said, len(text))
         if (token := layout.ends.search(text, said, bound)) is not None:
-            return token.end()
+            # The closing may be several tokens.
+            whole = text.startswith(layout.closing, token.start())
+            return max(token.end(), token.start() + len(layout.closing) * whole)
         if not calls:
             return said
         if i == len(self.messages) - 1:

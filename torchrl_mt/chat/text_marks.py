@@ -128,5 +128,9 @@ class TextMarks:
             for mark, owner in enumerate(self.owners)
         )
 
+    def lost(self) -> set[int]:
+        """The messages with marks of which the template has kept none."""
+        return set(self.owners).difference(self.owners[mark] for mark in self.places)
+
     def _of(self, i: int) -> list[int]:
         return [at for mark, at in self.places.items() if self.owners[mark] == i]

@@ -29,6 +29,7 @@ from torchrl_mt._hosts.torchrl import (
 from torchrl_mt.data._store.files.manifest import HASHES
 from torchrl_mt.data._store.files.store_files import StoreFiles, save_store
 from torchrl_mt.data._store.files.versions import (
+    has_run,
     is_part,
     newest,
     read_version,
@@ -98,7 +99,7 @@ class FileCheckpointer(StorageCheckpointerBase):
         if is_part(path):  # A whole buffer or run is being saved.
             write(path)
         else:
-            save_version(path, lambda version: write(version / _STORAGE))
+            _save(path, lambda version: write(version / _STORAGE))
 
     def loads(self, storage: Any, path: str | Path) -> None:
         """Load ``storage`` from the folder ``path``; if that fails, change nothing.
@@ -193,7 +194,7 @@ class _AsOne:
                         state[name] = value.cpu() if isinstance(value, Tensor) else value
                     torch.save(state, folder / "transform.t")
 
-        save_version(Path(path).absolute(), write)
+        _save(Path(path).absolute(), write)
 
     def _loads(self, path: str | Path) -> None:
         path = Path(path).absolute()
@@ -313,6 +314,16 @@ class _AsOne:
         if fewer and cls.__module__.startswith("torchrl."):
             return "it counts steps by their age, and the oldest were left out"
         return None
+
+
+def _save(path: Path, write: Callable[[Path], None]) -> None:
+    """Save a new version, which replaces the last one; refuse to replace the checkpoints of a run."""
+    if has_run(path):
+        raise ValueError(
+            f"path must be a folder of its own, but {path} has the checkpoints of a run, which this "
+            "would delete: give another folder, or save the buffer as a part of the run."
+        )
+    save_version(path, write)
 
 
 def _check_made(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from torchrl_mt.datasets.loader_batches import ClipBatch
 
 __all__ = ["ClipDataset"]
 
+_logger = logging.getLogger("torchrl_mt")
+
 
 class ClipDataset(Dataset):
     """Every clip of ``slice_len`` steps, for a ``DataLoader``.
@@ -35,7 +38,8 @@ class ClipDataset(Dataset):
 
     A ``DataLoader`` with ``shuffle=True`` sees each clip once an epoch. Its workers open the files for
     themselves. A batch is read at once, which is much faster than clip by clip, and collated without
-    another copy: the loader's own ``collate_fn`` is right.
+    another copy: the loader's own ``collate_fn`` is right. One of your own gets a sequence of
+    TensorDicts, for ``torch.stack([*clips])``.
 
     Args:
         source: an :class:`~torchrl_mt.datasets.EpisodeDataset`, its path, or an ``EpisodeStorage`` or
@@ -96,6 +100,16 @@ class ClipDataset(Dataset):
         if self.stride > 1:
             check_strides(self._source.fields)
         units = Choice(self.slice_len * self.stride).units(lengths)
+        if not units.any():
+            _logger.warning(
+                "there are no clips: a clip spans %d steps (slice_len=%d, stride=%d), and the longest "
+                "of the %d episodes has %d.",
+                self.slice_len * self.stride,
+                self.slice_len,
+                self.stride,
+                len(lengths),
+                lengths.max(initial=0),
+            )
         self._before = np.concatenate([np.zeros(1, dtype=np.int64), units.cumsum()])
         self._marks = ClipMarks(("next", "truncated"), ["is_init", ("next", "is_init")], 0)
 
@@ -109,10 +123,15 @@ class ClipDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return clips, read at once; a ``DataLoader`` calls this for each batch."""
-        wanted, number = np.asarray(indices, dtype=np.int64), len(self)
+        wanted, number = np.asarray(indices), len(self)
+        if wanted.size and (wanted.dtype.kind not in "iu" or wanted.ndim != 1):
+            raise TypeError(
+                f"the number of a clip must be an integer, got {indices!r:.80}: for some of the clips, "
+                f"torch.utils.data.Subset(dataset, numbers)."
+            )
         for i in wanted[(wanted < -number) | (wanted >= number)].tolist():
             raise IndexError(f"clip {i} is out of range: there are {number} clips.")
-        episodes, offsets = search(self._before, wanted % max(number, 1))
+        episodes, offsets = search(self._before, wanted.astype(np.int64) % max(number, 1))
         steps = self._read(episodes, offsets)
         self._marks.mark(Cut(offsets, self.slice_len), torch.device("cpu"), steps)
         shape = torch.Size([len(wanted), self.slice_len])

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from torchrl_mt.checks import check_positive_integer
-from torchrl_mt.data._store.steps import Path, Steps, pack
+from torchrl_mt.data._store.steps import Path, Steps, pack, select
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, WholeReader
@@ -66,6 +66,8 @@ class EpisodeDataset:
         *,
         format: str | None = None,
     ) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path must be a string or a path, got {type(path).__name__}.")
         if isinstance(keys, (str, tuple)):
             raise TypeError(f"keys must be a list of keys, got {keys!r}: give [{keys!r}].")
         self.path = FilePath(path).expanduser().resolve()
@@ -78,7 +80,7 @@ class EpisodeDataset:
         if keys is None or not len(self._lengths):
             self._chosen: tuple[Path, ...] | None = None
         else:
-            self._chosen = tuple(reader.schema.select(keys))
+            self._chosen = tuple(select(reader.schema.fields, keys, "keys"))
 
     @property
     def _reader(self) -> FormatReader:
@@ -96,6 +98,13 @@ class EpisodeDataset:
     def __len__(self) -> int:
         """Return the number of episodes."""
         return len(self._lengths)
+
+    def __getitem__(self, i: Any) -> NoReturn:
+        """Refuse: a ``DataLoader`` would take episodes, which differ in length, for a batch."""
+        raise TypeError(
+            "an EpisodeDataset has no items: dataset.episode(i) is an episode, dataset.episodes() "
+            "iterates over them, and a DataLoader takes ClipDataset(dataset, slice_len)."
+        )
 
     @property
     def lengths(self) -> Tensor:
@@ -201,6 +210,8 @@ class EpisodeDataset:
         )
 
     def _number(self, i: int) -> int:
+        if isinstance(i, bool) or not hasattr(i, "__index__"):
+            raise TypeError(f"i must be an integer, got {i!r}.")
         if not -len(self) <= i < len(self):
             raise IndexError(f"episode {i} is out of range: {self.path} has {len(self)} episodes.")
         return i % len(self)
@@ -236,7 +247,7 @@ class _OtherReader(WholeReader):
 
     def whole(self, episode: int) -> Steps:
         """Read an episode."""
-        return steps_of(self._reader.episode(episode))
+        return steps_of(self._reader.episode(episode), self.schema.fields)
 
     def metadata(self, i: int) -> dict[str, Any]:
         """Return the metadata of an episode."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,18 @@ class Format:
     reader: Callable[[Path], Any] | None
     writer: Callable[..., Any] | None
     detect: Callable[[Path], bool]
+
+    def check_options(self, options: Collection[str]) -> None:
+        """Refuse options that the writer does not have (``TypeError``)."""
+        assert self.writer is not None
+        parameters = signature(self.writer).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return
+        known = [each.name for each in parameters][2:]
+        for odd in options:
+            if odd not in known:
+                listed = ", ".join(map(repr, known)) or "none"
+                raise TypeError(f"format {self.name!r} has no option {odd!r}; it has {listed}.")
 
 
 _OWN = {
@@ -106,9 +119,10 @@ def find_format(path: Path, name: str | None = None) -> Format:
     for known in reversed(_registered.values()):
         if known.detect(path):
             return known
+    suffix = path.suffix.lower()
     if path.exists():
         # The one that its name tells is asked first.
-        for own in sorted(_OWN, key=lambda each: path.suffix not in _OWN[each]):
+        for own in sorted(_OWN, key=lambda each: suffix not in _OWN[each]):
             if own not in _registered and _own(own).detect(path):
                 return _own(own)
         raise DatasetError(
@@ -116,9 +130,9 @@ def find_format(path: Path, name: str | None = None) -> Format:
             f"damaged, or give format=."
         )
     for each, of_format in _OWN.items():
-        if path.suffix in of_format:
+        if suffix in of_format:
             return _own(each)
-    if path.suffix:
+    if suffix:
         suffixes = ", ".join(suffix for each in _OWN.values() for suffix in each)
         raise ValueError(
             f"the format of {path} is not clear: its suffix {path.suffix!r} is none of {suffixes}. "

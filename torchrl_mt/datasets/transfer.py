@@ -12,7 +12,7 @@ from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.dataset_episodes import stored_episodes
 from torchrl_mt.datasets.dataset import EpisodeDataset
 from torchrl_mt.datasets.registry import Mode
-from torchrl_mt.datasets.writing import open_episodes, storage_of
+from torchrl_mt.datasets.writing import open_episodes, storage_of, write_all
 
 __all__ = ["load_episodes", "save_episodes"]
 
@@ -51,16 +51,12 @@ def save_episodes(
         >>> EpisodeDataset(path).episode(0)["action"]
         tensor([0, 1, 2])
     """
-    written = 0
     if isinstance(source, (str, os.PathLike)):
         source = EpisodeDataset(source)
     if isinstance(source, ReplayBuffer):
         source = storage_of(source, "source")
     with open_episodes(path, format=format, mode=mode, **options) as out:
-        for each in _with_metadata(source):
-            out.write_episodes([each])
-            written += 1
-    return written
+        return write_all(out, _with_metadata(source))
 
 
 def load_episodes(
@@ -80,6 +76,7 @@ def load_episodes(
     Raises:
         ValueError: if an episode does not fit what is stored; those before it are stored.
         DatasetError: if one cannot be read; likewise.
+        TypeError: if ``path`` is something else, such as a list of episodes.
 
     Examples:
         >>> import tempfile
@@ -93,6 +90,11 @@ def load_episodes(
         >>> storage.metadata(0)
         {'player': 'Ann'}
     """
+    if not isinstance(path, (str, os.PathLike, EpisodeDataset)):
+        raise TypeError(
+            f"path must be the path of a data set or an EpisodeDataset, got {type(path).__name__}: "
+            f"episode_writer(buffer).write_episodes(episodes) stores a list of episodes."
+        )
     dataset = path if isinstance(path, EpisodeDataset) else EpisodeDataset(path)
     return storage_of(into, "into").extend_from(dataset)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,7 +21,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.checks import check_choice
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.dataset_episodes import check_metadata
-from torchrl_mt.data._store.steps import Steps, pack, path_of
+from torchrl_mt.data._store.steps import Steps, pack, select
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
@@ -43,10 +45,13 @@ class EpisodeSink(ABC):
 
         Args:
             episodes: each as for :meth:`write_episode`, or a pair of it and its metadata.
+
+        Raises:
+            TypeError: as for :meth:`write_episode`, with the number of the episode; or if ``episodes``
+                is a single one.
+            ValueError: likewise.
         """
-        for each in episodes:
-            episode, metadata = each if isinstance(each, tuple) else (each, None)
-            self.write_episode(episode, metadata)
+        write_all(self, episodes)
 
     def close(self) -> None:  # noqa: B027 - a storage needs no end
         """Finish writing."""
@@ -85,6 +90,10 @@ class DatasetWriter(EpisodeSink):
             )
         if known.writer is None:
             raise ValueError(f"format {known.name!r} can be read only: choose another one.")
+        known.check_options(options)
+        above = next(folder for folder in self.path.parents if folder.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(f"{self.path} cannot be made: {above} is a file.")
         self.format = known.name
         self._schema: EpisodeSchema | None = None
         self._closed = False
@@ -100,6 +109,12 @@ class DatasetWriter(EpisodeSink):
         except BaseException:
             self._lock.release()
             raise
+        self._abort = getattr(self._writer, "abort", self._writer.close)
+        replaces = mode == "overwrite"
+        end = self._abort if replaces else self._writer.close
+        self._unclosed = weakref.finalize(
+            self, _end_unclosed, self.path, replaces, end, self._lock, self._process
+        )
 
     def write_episode(self, episode: Any, metadata: dict[str, Any] | None = None) -> None:
         """Write one whole episode. It is readable once this returns (``overwrite``: once closed).
@@ -114,7 +129,7 @@ class DatasetWriter(EpisodeSink):
             TypeError: if it is no episode, or a value cannot be written to a file.
         """
         metadata = _checked_metadata(metadata)
-        steps = steps_of(episode)
+        steps = steps_of(episode, self._schema.fields if self._schema else {})
         _check_one_episode(steps)
         with self._one_at_a_time:
             if self._closed:
@@ -139,11 +154,11 @@ class DatasetWriter(EpisodeSink):
         """Close; with ``overwrite``, what was there remains if an exception ended the block."""
         if not self._closed:
             unfinished = kind is not None and self.mode == "overwrite"
-            abort = getattr(self._writer, "abort", self._writer.close)
-            self._finish(abort if unfinished else self._writer.close)
+            self._finish(self._abort if unfinished else self._writer.close)
 
     def _finish(self, finish: Callable[[], None]) -> None:
         self._closed = True
+        self._unclosed.detach()
         try:
             finish()
         finally:
@@ -156,7 +171,11 @@ class DatasetWriter(EpisodeSink):
 class BufferWriter(EpisodeSink):
     """Writes episodes into a storage; made by :func:`episode_writer`."""
 
-    def __init__(self, storage: EpisodeStorage, key_filter: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        storage: EpisodeStorage,
+        key_filter: Callable[[Any], Any] | Collection[NestedKey] | None,
+    ) -> None:
         self.storage = storage
         self._filter = key_filter
 
@@ -167,9 +186,12 @@ class BufferWriter(EpisodeSink):
             ValueError: also if it exceeds a budget of the storage.
         """
         metadata = _checked_metadata(metadata)
-        if self._filter is not None:
+        if callable(self._filter):
             episode = self._filter(episode)
-        steps = steps_of(episode)
+        schema = self.storage.schema
+        steps = steps_of(episode, schema.entries if schema else {})
+        if self._filter is not None and not callable(self._filter):
+            steps = Steps(steps.length, select(steps.columns, self._filter, "key_filter"))
         _check_one_episode(steps)
         self.storage.append(pack(steps, unread=True), metadata=metadata)
 
@@ -199,6 +221,8 @@ def open_episodes(
 
     Raises:
         FileExistsError: if ``path`` exists and ``mode`` is ``"error"``.
+        NotADirectoryError: if a parent of ``path`` is a file.
+        TypeError: if the format has no such option.
         BlockingIOError: if another writer has it open.
         ValueError: if ``mode`` or ``format`` is unknown, or ``format`` is not that of what is there.
         DatasetError: if what is there is no data set, or cannot be read.
@@ -214,7 +238,8 @@ def open_episodes(
         Traceback (most recent call last):
             ...
         ValueError: 'action' must be as in the first episode: expected () torch.int64 per step, got
-            () torch.float32 per step.
+            () torch.float32 per step. Integers and floats do not mix: give float(value) from the first
+            episode on.
     """
     return DatasetWriter(path, format, mode, options)
 
@@ -234,6 +259,7 @@ def episode_writer(
 
     Raises:
         TypeError: if ``buffer`` has no ``EpisodeStorage``.
+        KeyError: when an episode is written that has none of one of the keys.
 
     Examples:
         >>> from torchrl_mt.data import EpisodeStorage
@@ -244,22 +270,29 @@ def episode_writer(
         (tensor([0, 1]), {'task': 3})
     """
     storage = storage_of(buffer, "buffer")
-    if key_filter is None or callable(key_filter):
-        return BufferWriter(storage, key_filter)
     if isinstance(key_filter, str):
         raise TypeError(f"key_filter must be a list of keys or a function, got {key_filter!r}.")
-    kept = [path_of(key) for key in key_filter]
+    return BufferWriter(storage, key_filter)
 
-    def keep(episode: Any) -> Any:
-        steps = steps_of(episode)
-        columns = {
-            path: column
-            for path, column in steps.columns.items()
-            if any(path[: len(key)] == key for key in kept)
-        }
-        return pack(Steps(steps.length, columns), unread=True)
 
-    return BufferWriter(storage, keep)
+def write_all(out: EpisodeSink, episodes: Iterable[Any]) -> int:
+    """Write episodes and return their number; see :meth:`EpisodeSink.write_episodes`."""
+    is_one = isinstance(episodes, Mapping) and getattr(episodes, "ndim", 1) == 1
+    if is_one or not isinstance(episodes, Iterable):
+        raise TypeError(
+            f"the episodes must be a list or another iterable of episodes, got "
+            f"{type(episodes).__name__}: a single episode goes to write_episode."
+        )
+    number = 0
+    for each in episodes:
+        episode, metadata = each if isinstance(each, tuple) else (each, None)
+        try:
+            out.write_episode(episode, metadata)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"episode {number}: {error}") from error
+        number += 1
+    return number
 
 
 def storage_of(buffer: Any, name: str) -> EpisodeStorage:
@@ -296,6 +329,24 @@ def _check_one_episode(steps: Steps) -> None:
                 f"buffer.extend(steps) on a ReplayBuffer(storage=EpisodeStorage(n), "
                 f"writer=EpisodeWriter()), then save_episodes(buffer, path)."
             )
+
+
+def _end_unclosed(
+    path: FilePath, replaces: bool, end: Callable[[], None], lock: WriteLock, process: int
+) -> None:
+    """End a writer that nobody closed, with a warning; a fork of the process has not opened it."""
+    if process != os.getpid():
+        return
+    warnings.warn(
+        f"the writer of {path} was never closed{', so nothing is replaced' * replaces}: call close(), "
+        f"or use it in a with block.",
+        ResourceWarning,
+        stacklevel=2,
+    )
+    try:
+        end()
+    finally:
+        lock.release()
 
 
 def _is_empty_folder(path: FilePath) -> bool:

@@ -79,12 +79,21 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Sequence[Any] = (),
+        max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Sample a continuation of ``prompt_ids``. Calls may run concurrently.
 
         Args:
             prompt_ids: at least one token.
+            images: all images that the prompt shows, in order, each in a form that
+                :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes. The prompt holds one
+                image token for each token of an image. Passed only if there are images, so an engine for
+                text alone need not know the argument.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: sampling parameters of this request, such as ``temperature``. ``stop``, a string
@@ -93,8 +102,10 @@ class Engine(Protocol):
 
         Raises:
             ValueError: if the prompt is empty or not in the vocabulary, prompt and answer together are
-                too long, ``max_new_tokens`` is below 1, or a sampling parameter is out of range.
-            TypeError: if ``prompt_ids`` are no integers, or a sampling parameter is not supported.
+                too long, ``max_new_tokens`` is below 1, a sampling parameter is out of range, an image
+                cannot be read, or the image tokens are not those of the images.
+            TypeError: if ``prompt_ids`` are no integers, a sampling parameter is not supported, or
+                ``images`` are given to an engine for text alone.
             RuntimeError: if the engine is closed, or sampling failed.
         """
         ...

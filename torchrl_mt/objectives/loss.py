@@ -85,7 +85,7 @@ class MultiTurnLoss(LossModule):
     - with ``critic``: ``"value_clip_fraction"``, ``"explained_variance"``.
 
     ``objective="sft"`` imitates the trained tokens. Its rows need neither rewards, advantages nor
-    log-probabilities, and without a correction it has no diagnostics that compare policies.
+    log-probabilities, so it takes no correction and has no diagnostics that compare policies.
 
     These tokens are left out of everything, the divisor included: a row's first token, which nothing
     predicts; rows whose ``"valid"`` ``[N]`` bool is false; and tokens that TorchRL's ``loss_mask_key``
@@ -146,6 +146,7 @@ class MultiTurnLoss(LossModule):
     Raises:
         ValueError: If a name is unknown; a number is out of range; ``clip_value`` is given without
             ``critic``; ``sequence="turn"`` without an objective or correction of whole sequences;
+            ``correction`` is given to an objective that compares no policies, like ``"sft"``;
             ``clip_epsilon`` to an objective that has no bounds or has them bound already;
             ``freeze_vision`` with an actor that has no vision tower; or both objective and correction
             weight by the ratio to the sampler.
@@ -231,6 +232,12 @@ class MultiTurnLoss(LossModule):
                 f"sampler itself: correction={correction!r} would apply it twice. Pass "
                 "correction=None, or 'geometric', which only masks."
             )
+        if corrections and not compares(objective):
+            raise ValueError(
+                f"correction must be None for an objective that imitates, like 'sft': its rows need no "
+                f"log-probabilities of a sampler, which {correction!r} reads. Weight tokens by the "
+                "entry ('weights', 'full') instead."
+            )
         check_choice("aggregation", aggregation, get_args(Aggregation))
         check_norm("aggregation_norm", aggregation_norm, aggregation)
         check_choice("sequence", sequence, get_args(Sequences))
@@ -289,7 +296,7 @@ class MultiTurnLoss(LossModule):
     def _names(self) -> list[str]:
         """List the required entries by their names in ``set_keys``."""
         needed = {
-            "sample_log_prob": compares(self.objective) or bool(self.corrections),
+            "sample_log_prob": compares(self.objective),
             "advantage": compares(self.objective),
             "ref_log_probs": self.kl_coef is not None and not self._ref_is_optional,
             "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),

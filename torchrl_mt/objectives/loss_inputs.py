@@ -82,6 +82,12 @@ def counted_tokens(
     These are the sampled tokens of valid rows that have a score and that no present entry of
     ``loss_masks`` masks.
     """
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"rows must be a batch, [N, S], but the entry {keys.attention_mask!r} has shape "
+            f"{tuple(attention_mask.shape)}: take rows[i : i + 1], or collate([row]) of the "
+            "ConversationDataset."
+        )
     check_like(keys.assistant_mask, assistant_mask, keys.attention_mask, attention_mask.shape)
     for key, mask in ((keys.attention_mask, attention_mask), (keys.assistant_mask, assistant_mask)):
         check_mask(f"the entry {key!r} of rows", mask, mask.shape)
@@ -184,6 +190,9 @@ def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
     for name in LOG_PROBS:
         if name in rows:
             checks.append((name, rows[name] > LOG_PROB_ROUNDING, *NO_LOG_PROB))
+    if "weight" in rows and "advantage" not in rows:
+        imitated = "be 0 or more for objective='sft', which imitates tokens", _FIX
+        checks.append(("weight", rows["weight"] < 0, *imitated))
     for i, count, (row, token) in _wrong_places(mask, [wrong for _, wrong, _, _ in checks]):
         name, _, must, advice = checks[i]
         raise ValueError(

@@ -125,7 +125,7 @@ def _qwen(
     # Rotary dimensions for time, height and width, half the size of a head together.
     half = text["hidden_size"] // text["num_attention_heads"] // 2
     section = [half - 2 * (half // 4), half // 4, half // 4]
-    rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 10_000.0}
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": section}
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 1, **vision}
     vision["spatial_merge_size"] = 2
     if family == "qwen2_vl":
@@ -142,9 +142,12 @@ def _qwen(
         vision = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], **vision}
     ids = [tokenizer.convert_tokens_to_ids(name) for name in (_IMAGE, _VIDEO, _START, _END)]
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    rope_key = "rope_parameters" if transformers.__version__ >= "5" else "rope_scaling"
+    if transformers.__version__ >= "5":
+        text["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
+    else:
+        text |= {"rope_scaling": rope, "rope_theta": 10_000.0, "tie_word_embeddings": True}
     config = getattr(transformers, f"{name}Config")(
-        text_config=text | {rope_key: rope},
+        text_config=text,
         vision_config=vision,
         tie_word_embeddings=True,
         **dict(zip(names, ids, strict=True)),
@@ -208,7 +211,16 @@ def _without_videos(kind: Any, tokenizer: PreTrainedTokenizerFast, images: Any) 
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO])
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
-    # transformers 4 reads the attributes, later versions the arguments.
-    attributes = {"__init__": initialize, "attributes": ["image_processor", "tokenizer"]}
-    made: Any = type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__})
+    def reduce(self: Any) -> Any:  # The class itself cannot be pickled.
+        return _without_videos, (kind, self.tokenizer, self.image_processor)
+
+    attributes = {
+        "__init__": initialize,
+        "__module__": kind.__module__,
+        "__reduce__": reduce,
+        # What transformers 4 reads.
+        "attributes": ["image_processor", "tokenizer"],
+        "tokenizer_class": "AutoTokenizer",
+    }
+    made: Any = type(kind.__name__, (kind,), attributes)
     return made(images, tokenizer, chat_template=tokenizer.chat_template)

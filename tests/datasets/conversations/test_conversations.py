@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
+from dataclasses import replace
 
+import pandas
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torchrl.objectives.llm.sft import SFTLoss
 
 from tests.chat.families import QWEN25 as QWEN_TOOLS
-from tests.chat.templates import CHATML, QWEN3, byte_level, sentence_piece
+from tests.chat.templates import CHATML, MISTRAL_SYSTEM_LAST, QWEN3, byte_level, sentence_piece
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.datasets import ConversationDataset, to_hf_dataset
@@ -110,6 +113,10 @@ SHARE_GPT = [{"from": {"user": "human"}.get(r, "gpt"), "value": c} for r, c in T
         {"messages": [{**message, "weight": 1, "train": True} for message in MESSAGES]},
         {"messages": [{**message, "name": None, "tool_calls": None} for message in MESSAGES]},
         {"messages": [{"role": r, "content": [{"type": "text", "text": c}]} for r, c in TALK]},
+        {"messages": MESSAGES, "weight": None, "train": True},
+        {"messages": [{"role": {"user": "Human"}.get(r, "Model"), "content": c} for r, c in TALK]},
+        {"messages": [{"role": r.upper(), "content": c} for r, c in TALK]},
+        {"conversations": [{**each, "from": each["from"].title()} for each in SHARE_GPT]},
     ],
 )
 def test_the_usual_forms_are_the_same_row(tokenizer, row):
@@ -124,12 +131,13 @@ def test_a_systems_text_may_be_a_column(tokenizer):
     assert_same(ConversationDataset([row], tokenizer)[0], expected)
 
 
-def test_share_gpts_calls_are_tool_calls():
+@pytest.mark.parametrize("name", ["arguments", "parameters"])
+def test_share_gpts_calls_are_tool_calls(name):
     tokenizer = QWEN_TOOLS.on(byte_level())
     call = {"name": "look", "arguments": {"q": "a"}}
     share_gpt = [
         {"from": "human", "value": "a?"},
-        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "function_call", "value": json.dumps({"name": "look", name: {"q": "a"}})},
         {"from": "observation", "value": "b"},
         {"from": "gpt", "value": "c"},
     ]
@@ -180,6 +188,33 @@ def test_messages_may_be_left_out_or_weighted(tokenizer):
     assert rows["weights", "full"][mask].tolist() == [0.5, 0.5, 1, 1, 1, 1, 1, 1]
 
 
+def test_a_row_may_be_left_out_or_weighted(tokenizer):
+    rows = [
+        {"messages": MESSAGES, "weight": 0.5},
+        {"prompt": "guess", "completion": " 8", "weight": 0.5},
+        {"messages": MESSAGES, "train": False},
+        {"messages": MESSAGES, "weight": 0.0},
+    ]
+    dataset = ConversationDataset(rows, tokenizer)
+    assert dataset[0]["weights", "full"].unique().tolist() == [0, 0.5]
+    assert dataset[1]["weights", "full"].tolist() == [0, 0.5, 0.5]
+    for row in (dataset[2], dataset[3]):
+        assert not row["masks", "all_assistant_mask"].any()
+
+
+def test_text_needs_no_template():
+    tokenizer = tiny_chat_tokenizer(WORDS)
+    tokenizer.chat_template = None
+    rows = [{"prompt": "guess", "completion": " 8"}, {"messages": MESSAGES}]
+    dataset = ConversationDataset(rows, tokenizer)
+    assert trained(dataset[0], tokenizer) == "8 <end>"
+    with pytest.raises(ValueError, match=r"conversation 1: .* but it has no chat template"):
+        dataset[1]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="conversation 0: tokenizer must have an eos_token"):
+        ConversationDataset(rows, tokenizer)[0]
+
+
 def test_text_goes_on_from_a_prompt(chatml):
     rows = ConversationDataset([{"prompt": "the answer", "completion": " é is"}], chatml)
     assert trained(rows[0], chatml) == " é is<|im_end|>"
@@ -224,14 +259,52 @@ def test_a_long_conversation_is_cut_and_one_without_trained_tokens_is_named(toke
     for _ in range(2):
         for row in dataset:
             assert not row["masks", "all_assistant_mask"].any()
-    assert [record.getMessage() for record in caplog.records] == [
-        "conversation 0 has no trained token: its answers lie behind max_length=4 (1 so far). Drop it "
-        "from the data set.",
-        "conversation 1 has no trained token: it has no answer with a weight above 0 in the template's "
-        "rendering (2 so far). Drop it from the data set.",
-        "conversation 2 has no trained token: its answers lie behind max_length=4 (3 so far). Drop it "
-        "from the data set.",
-    ]
+    (record,) = caplog.records  # Others have none either.
+    assert record.getMessage() == (
+        "conversation 0 has no trained token: its answers lie behind max_length=4. Drop such rows: "
+        "those whose ('masks', 'all_assistant_mask') is all false. This is said once."
+    )
+    caplog.clear()
+    assert not ConversationDataset(rows, tokenizer)[1]["masks", "all_assistant_mask"].any()
+    assert "it has no answer with a weight above 0" in caplog.records[0].getMessage()
+
+
+@pytest.mark.slow
+def test_what_a_worker_has_said_is_not_said_again(tokenizer, caplog):
+    dataset = ConversationDataset([{"messages": MESSAGES[:1]}] * 2, tokenizer)
+    loader = DataLoader(
+        dataset, collate_fn=dataset.collate, num_workers=1, multiprocessing_context="fork"
+    )
+    assert len(list(loader)) == len(list(dataset)) == 2
+    assert not caplog.records  # The worker's are in its own memory.
+
+
+def test_a_message_that_leaves_no_trace_is_refused(caplog):
+    tokenizer = QWEN_TOOLS.on(byte_level())
+    messages = [*MESSAGES[:2], {"role": "judge", "content": "8"}]
+    with pytest.raises(
+        ValueError, match=r"conversation 0: .*nothing of message 2 of 3 .role 'judge'"
+    ):
+        ConversationDataset([{"messages": messages}], tokenizer)[0]
+    # Some templates leave out rules by design.
+    talk = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    dataset = ConversationDataset([{"messages": talk}] * 2, MISTRAL_SYSTEM_LAST.on(byte_level()))
+    assert len(list(dataset)) == 2
+    (record,) = caplog.records
+    assert "writes nothing of message 0 of conversation 0, a system message" in record.getMessage()
+
+
+def test_an_answer_without_an_end_is_said_once(caplog):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = replace(CHATML, template=template).on(byte_level())
+    first = {"role": "assistant", "content": "8", "weight": 0}
+    dataset = ConversationDataset(
+        [{"messages": [MESSAGES[0], first]}] + [{"messages": MESSAGES}] * 2, tokenizer
+    )
+    assert len(list(dataset)) == 3
+    (message,) = (m for each in caplog.records if "ends a turn after" in (m := each.getMessage()))
+    assert "message 1 of conversation 1, so this answer does not teach when to stop" in message
 
 
 def test_what_the_template_drops_is_said_once(caplog):
@@ -288,7 +361,7 @@ def test_files_are_read_as_lists_are(tmp_path, talks):
             assert_same(row, other)
 
 
-def test_arrows_fill_in_is_no_argument(talks):
+def test_arrows_fill_in_is_no_argument(talks, tmp_path):
     """Calls of two tools share the keys of their arguments in an Arrow table."""
     call = {"type": "function", "id": "c2", "function": {"name": "g", "arguments": {"y": 2}}}
     talks[0]["messages"][1] = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -296,10 +369,44 @@ def test_arrows_fill_in_is_no_argument(talks):
     table = datasets.Dataset.from_list(talks)
     arguments = table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
     assert arguments == {"x": None, "y": 2}
-    for row, other in zip(
-        ConversationDataset(table, tokenizer), ConversationDataset(talks, tokenizer), strict=True
-    ):
-        assert_same(row, other)
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in table)
+    sources = [table, Subset(table, [0, 1]), list(table), iter(table), table.to_iterable_dataset()]
+    if hasattr(datasets, "Json"):
+        with_notes = datasets.Features({**table.features, "notes": datasets.Json()})
+        rows = [{**row, "notes": {"a": None}} for row in table]
+        sources.append(datasets.Dataset.from_list(rows, features=with_notes))
+    expected = list(ConversationDataset(talks, tokenizer))
+    for source in [*sources, tmp_path / "a.jsonl"]:
+        for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
+            assert_same(row, other)
+
+
+def test_a_null_that_was_written_is_kept(talks):
+    """Arrow gives all messages the same keys; these differ."""
+    talks[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": None}
+    tokenizer = QWEN_TOOLS.on(byte_level())
+    assert '"arguments": {"x": null}' in trained(
+        ConversationDataset(talks, tokenizer)[1], tokenizer
+    )
+
+
+def test_arrows_fill_in_is_no_parameter_of_a_tool(chatml):
+    tools = [
+        {"function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
+        for name in ("f", "g")
+    ]
+    template = "{{ tools | tojson }}" + CHATML.template
+    tokenizer = replace(CHATML, template=template).on(byte_level())
+    rows = [{"messages": MESSAGES, "tools": [tool]} for tool in tools]
+    table = datasets.Dataset.from_list(rows)
+    for source in (table, list(table)):
+        for row, other in zip(
+            ConversationDataset(source, tokenizer),
+            ConversationDataset(rows, tokenizer),
+            strict=True,
+        ):
+            assert_same(row, other)
 
 
 @pytest.mark.parametrize(
@@ -307,6 +414,7 @@ def test_arrows_fill_in_is_no_argument(talks):
     [
         ("nowhere.jsonl", FileNotFoundError, "source must be a file or a folder"),
         (3, TypeError, "source must be a datasets.Dataset, an iterable of rows or a path, got int"),
+        (pandas.DataFrame({"prompt": ["a"]}), TypeError, r"give datasets.Dataset.from_pandas"),
         ({"train": []}, TypeError, r"choose a split, such as source\['train'\]"),
         (__file__, ValueError, "source must be a .jsonl, .json or .parquet file"),
     ],
@@ -351,6 +459,47 @@ GOOD = {"messages": MESSAGES}
             {"messages": [{"role": "assistant", "content": "8", "train": "no"}]},
             *(TypeError, "message 0 must have true or false as 'train', got 'no'"),
         ),
+        (
+            {"messages": [{"role": "assistant", "content": "8", "weight": 1e39}]},
+            *(ValueError, "message 0 must have a finite 'weight' of at least 0, got 1e.39"),
+        ),
+        ({**GOOD, "weight": math.nan}, ValueError, "a row must have a finite 'weight'"),
+        ({**GOOD, "train": "no"}, TypeError, "a row must have true or false as 'train', got 'no'"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+            *(TypeError, "the call of 'f' in message 0 must have 'arguments'.* the keys .'name'"),
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]},
+            *(
+                TypeError,
+                "'f' in message 0 must have a mapping or JSON text as 'arguments', got list",
+            ),
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": "f()"}]},
+            *(ValueError, "'tool_calls' of message 0 must be JSON if it is text"),
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]},
+            *(
+                TypeError,
+                "'tool_calls' of message 0 must be a list of calls, got dict: put it into",
+            ),
+        ),
+        (
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            *(ValueError, "message 0 .user. must be text that UTF-8 can encode"),
+        ),
+        (
+            {"prompt": MESSAGES[:1], "completion": "8"},
+            *(TypeError, "'completion' must be a list of messages as 'prompt' is, got text"),
+        ),
+        (
+            {**GOOD, "tools": {"name": "f"}},
+            TypeError,
+            "'tools' must be a list of JSON schemas.*got dict",
+        ),
         ({**GOOD, "tools": "{"}, ValueError, "'tools' must be JSON if it is text"),
         ({**GOOD, "tools": [3]}, TypeError, "'tools' must be a list of mappings, got int"),
         (
@@ -365,6 +514,26 @@ def test_errors_name_the_conversation_and_the_message(tokenizer, row, error, mat
     assert len(dataset[0]["tokens", "full"]) == 12
     with pytest.raises(error, match=f"^conversation 1: .*{match}"):
         dataset[1]
+
+
+def test_folders_of_several_splits_and_broken_files_are_refused(tokenizer, tmp_path, monkeypatch):
+    table = datasets.Dataset.from_list([GOOD])
+    (tmp_path / "files" / "data").mkdir(parents=True)
+    for split in ("train", "test"):
+        table.to_parquet(tmp_path / "files" / "data" / f"{split}-0.parquet")
+    datasets.DatasetDict(train=table, test=table).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "a.parquet").write_text("{")
+    for name, match in {
+        "files": r"files in .*/files are of the splits \['train', 'test'\]: choose one",
+        "saved": r"saved has the splits \['test', 'train'\]: choose one, such as '.*/saved/test'",
+        "a.json": r"source must be a file of JSON, but .*a\.json is not",
+        "a.parquet": r"source must have whole Parquet files, but .*a\.parquet cannot be read",
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            ConversationDataset(tmp_path / name, tokenizer)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(ConversationDataset("~/saved/test", tokenizer)) == 1
 
 
 def test_a_broken_line_is_named(tokenizer, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.data import ReplayBuffer
 
-from tests.chat.families import QWEN25
+from tests.chat.families import QWEN3, QWEN25
 from tests.chat.templates import byte_level
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import MultiTurnCollector
@@ -19,6 +19,7 @@ from torchrl_mt.datasets import (
     ConversationDataset,
     EpisodeDataset,
     episode_writer,
+    open_episodes,
     save_episodes,
     to_hf_dataset,
 )
@@ -27,6 +28,7 @@ from torchrl_mt.testing import tiny_chat_tokenizer
 
 datasets = pytest.importorskip("datasets")
 
+FUNCTIONS = [{"name": "f", "arguments": {"q": None}}, {"name": "f", "arguments": {"n": [1, "a"]}}]
 NUMBERS = [7, 10, 3]
 GUESSES = ["8", "4", "7", "10", "1", "2", "3"]
 
@@ -99,6 +101,7 @@ def test_all_that_has_episodes_is_the_same_table(batch):
         split(batch),
         iter(split(batch)),
         stored(batch),
+        ReplayBuffer(storage=stored(batch)),
         stored(batch).episodes(),
     ):
         assert to_hf_dataset(episodes).to_list() == expected
@@ -128,6 +131,46 @@ def test_episodes_on_disk_are_conversations_too(batch, tokenizer, tmp_path, name
     for source in (tmp_path / name, to_hf_dataset(EpisodeDataset(tmp_path / name))):
         for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
             assert torch.equal(row["tokens", "full"], other["tokens", "full"])
+
+
+@pytest.mark.parametrize("has_json", [True, False])
+def test_calls_thoughts_weights_and_tools_come_back_from_every_file(
+    tmp_path, has_json, monkeypatch
+):
+    """As they are in the episodes, also where episodes differ in what they have."""
+    if not has_json:
+        monkeypatch.delattr(datasets, "Json", raising=False)
+    calls = [{"id": f"c{k}", "type": "function", "function": f} for k, f in enumerate(FUNCTIONS)]
+    asked = {"role": "user", "content": "a"}
+    talks = [
+        [asked, {"role": "assistant", "content": "", "tool_calls": calls, "weight": 0.5}],
+        [asked, {"role": "assistant", "content": "b", "reasoning_content": "hm", "train": False}],
+        [asked, {"role": "assistant", "content": "c"}],
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "default": None}}]
+    episodes = [(episode(talk), {"tools": tools} if k else {}) for k, talk in enumerate(talks)]
+    tokenizer = QWEN3.on(byte_level())
+    expected = [
+        {"messages": talk, "tools": data.get("tools")}
+        for talk, (_, data) in zip(talks, episodes, strict=True)
+    ]
+    expected = list(ConversationDataset(expected, tokenizer))
+    assert "weights" in expected[0]
+    for format in ("arrow", "jsonl", "folder"):
+        path = tmp_path / (format + ".jsonl" * (format == "jsonl"))
+        with open_episodes(path, format=format) as out:
+            for each, metadata in episodes:
+                out.write_episode(each, metadata)
+            assert len(ConversationDataset(path, tokenizer)) == 3  # Also before it is closed.
+    loaded = datasets.load_dataset(
+        str(tmp_path / "arrow"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    sources = [tmp_path / "arrow", tmp_path / "folder", tmp_path / "jsonl.jsonl", loaded]
+    sources += [list(loaded), to_hf_dataset(EpisodeDataset(tmp_path / "arrow"))]
+    for source in sources:
+        for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
+            assert set(row.keys(True, True)) == set(other.keys(True, True))
+            assert (row == other).all()
 
 
 def test_tool_calls_are_kept_exactly():
@@ -236,6 +279,7 @@ def test_plain_episodes_have_what_they_have():
     ("episodes", "error", "match"),
     [
         (3, TypeError, "episodes must be TED TensorDicts or something with episodes"),
+        (ReplayBuffer(), TypeError, "episodes must be an EpisodeStorage or a ReplayBuffer on one"),
         ([3], TypeError, r"episode 0 must be a TED TensorDict of shape \[T\], got int"),
         ([TensorDict({}, [])], TypeError, r"episode 0 must be .* of shape \[\]"),
         ([TensorDict({"a": torch.zeros(2)}, [2])], ValueError, "episode 0 must have messages"),

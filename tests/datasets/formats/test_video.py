@@ -20,7 +20,6 @@ from tests.datasets.episodes import assert_same
 from tests.tiers import examples
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
 from torchrl_mt.datasets._files.readers import Runs
-from torchrl_mt.datasets.formats import video
 
 from .test_folder import files_of, random_images
 
@@ -208,17 +207,19 @@ def test_options_are_checked(option, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_that_it_is_lossy_is_said_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(video._said, "lossy", False)
-    data = {"x": random_images(2, 8, 8, 3)}
+def test_that_it_is_lossy_is_said_once_for_a_data_set(tmp_path, caplog):
+    data = {"x": random_images(2, 8, 8, 3), "n": [1, 2], "y": random_images(2, 8, 8)}
     with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
-        write(tmp_path / "numbers", {"x": [1, 2]})
+        write(tmp_path / "numbers", {"n": [1, 2]})
         write(tmp_path / "lossless", data, crf=0)
         assert not caplog.records
         write(tmp_path / "first", data, data)
-        write(tmp_path / "second", data)
+        write(tmp_path / "first", data, mode="append")
     (record,) = caplog.records
-    assert "lossy" in record.getMessage()
+    assert (
+        f"{tmp_path / 'first'}: 'x', 'y' are written as video, which is lossy"
+        in record.getMessage()
+    )
     assert "crf=0" in record.getMessage()
 
 

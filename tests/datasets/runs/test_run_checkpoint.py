@@ -26,6 +26,8 @@ from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import RunCheckpoint
+from torchrl_mt.datasets.runs import run_checkpoint
+from torchrl_mt.datasets.runs.run_parts import state_of
 from torchrl_mt.envs import GuessNumber
 
 
@@ -244,6 +246,13 @@ def found_number(folder):
     return number
 
 
+def resumed(folder, **kwargs):
+    """A ``RunCheckpoint`` that goes on from the last checkpoint."""
+    checkpoint = RunCheckpoint(folder, **kwargs)
+    checkpoint.restore(**small_parts(0))
+    return checkpoint
+
+
 def files_of(folder):
     return sorted(x.relative_to(folder) for x in folder.rglob("*") if x.is_file())
 
@@ -251,8 +260,9 @@ def files_of(folder):
 @pytest.fixture(scope="module")
 def saved_three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
+    checkpoint = RunCheckpoint(folder)
     for number in (1, 2, 3):
-        RunCheckpoint(folder).save(number, **small_parts(number))
+        checkpoint.save(number, **small_parts(number))
     return folder
 
 
@@ -302,7 +312,7 @@ def test_if_all_are_damaged_the_run_is_not_new(three):
 
 
 def test_a_version_with_a_missing_file_does_not_count_as_kept(three):
-    checkpoint = RunCheckpoint(three, keep=2)
+    checkpoint = resumed(three, keep=2)
     (three / "checkpoint-3" / "states.pt").unlink()
     checkpoint.save(4, **small_parts(4))
     assert sorted(x.name for x in three.iterdir()) == ["checkpoint-2", "checkpoint-4"]
@@ -314,7 +324,7 @@ def test_whichever_call_is_the_last_earlier_checkpoints_remain(how, tmp_path, mo
     number, at, kept, ended = 1, 0, {"checkpoint-1"}, 0
     RunCheckpoint(tmp_path, keep=2).save(number, **small_parts(number))
     while True:
-        following, checkpoint = number + 1, RunCheckpoint(tmp_path, keep=2)
+        following, checkpoint = number + 1, resumed(tmp_path, keep=2)
         parts = small_parts(following)
         with monkeypatch.context() as patch:
             if how == "killed":
@@ -350,7 +360,7 @@ def test_what_a_killed_save_left_goes_before_the_next_one_writes(three, monkeypa
     seen = []
     parts = small_parts(4)
     monkeypatch.setattr(parts["model"], "state_dict", lambda: seen.append(left.exists()) or {})
-    RunCheckpoint(three).save(4, **parts)
+    resumed(three).save(4, **parts)
     assert seen == [False]
 
 
@@ -365,7 +375,7 @@ def test_a_part_that_cannot_be_saved_is_named_and_nothing_is_left(three):
     before = files_of(three)
     for part in (Broken(), {"f": lambda: None}):
         with pytest.raises(RuntimeError, match=r"part 'broken' \((Broken|dict)\) cannot be saved"):
-            RunCheckpoint(three).save(4, **small_parts(4), broken=part)
+            resumed(three).save(4, **small_parts(4), broken=part)
         assert files_of(three) == before
         assert found_number(three) == 3
 
@@ -380,6 +390,8 @@ def test_a_part_without_a_state_is_refused(tmp_path):
                 call(epoch=part)
     with pytest.raises(ValueError, match="names like those of arguments, got 'a/b'"):
         RunCheckpoint(tmp_path).save(1, **{"a/b": {}})
+    with pytest.raises(ValueError, match="part 'step' has the name of save"):
+        RunCheckpoint(tmp_path).restore(step={})
     with pytest.raises(TypeError, match=r"step must be an integer, got 1\.5"):
         RunCheckpoint(tmp_path).save(1.5)
     with pytest.raises(ValueError, match="keep must be a positive integer, got 0"):
@@ -425,6 +437,100 @@ def test_a_model_of_another_shape_changes_nothing(three):
     assert values(parts) == before
 
 
+def optimizer(*sizes, cls=torch.optim.Adam):
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+    made = cls(parameters, lr=0.1)
+    sum(p.sum() for p in parameters).backward()
+    made.step()
+    return made
+
+
+SGD = torch.optim.SGD
+schedules = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        (
+            nn.ModuleDict({"a": nn.Linear(1, 1)}),
+            nn.ModuleDict({"b": nn.Linear(1, 1, bias=False)}),
+            "lacks a.bias, a.weight, and has b.weight besides",
+        ),
+        (nn.Linear(1, 1), nn.Linear(1, 1, bias=False), "lacks bias, and has nothing besides"),
+        (
+            nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+            nn.Sequential(),
+            "lacks 0.bias, 0.weight, 1.bias and 1 more, and",
+        ),
+        ({"x": 1}, [1], "a dict, got a list"),
+        ([1], {"x": 1}, "a list, got a dict"),
+        (optimizer(2), nn.Linear(1, 1), "from, Adam, got Linear"),
+        (optimizer(2, cls=SGD), optimizer(2), "from, SGD, got Adam"),
+        (optimizer(2), optimizer(2, 3), r"in each group as were saved, \[1\], got \[2\]"),
+        (optimizer(2, 3), optimizer(2, 4), r"number 1 must be \(3,\), got \(4,\)"),
+        (
+            schedules.StepLR(optimizer(2), 2),
+            schedules.ConstantLR(optimizer(2)),
+            "from, StepLR, got ConstantLR",
+        ),
+        (torch.Generator(), np.random.default_rng(), "5056 bytes of state, got a numpy PCG64"),
+        (
+            np.random.default_rng(),
+            np.random.Generator(np.random.Philox()),
+            "numpy PCG64, got a numpy Philox",
+        ),
+        (random.Random(), torch.Generator(), "random.Random, got a torch.Generator"),
+    ],
+)
+def test_a_state_of_something_else_changes_nothing(saved, given, message, tmp_path):
+    RunCheckpoint(tmp_path).save(1, **small_parts(1), other=saved)
+    parts = small_parts(0)
+    before = values(parts), repr(state_of(given))
+    with pytest.raises(ValueError, match=f"part 'other' must .*{message}"):
+        RunCheckpoint(tmp_path).restore(**parts, other=given)
+    assert (values(parts), repr(state_of(given))) == before
+
+
+def test_a_collector_of_other_data_changes_nothing(tmp_path, tokenizer):
+    def collector(data):
+        engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+        return MultiTurnCollector(GuessNumber(4), engine, data, episodes_per_batch=2)
+
+    with collector(range(3)) as first, collector(range(4)) as other:
+        RunCheckpoint(tmp_path).save(1, **small_parts(1), collector=first)
+        parts = small_parts(0)
+        before = values(parts)
+        with pytest.raises(ValueError, match="part 'collector' .* must be of the same data"):
+            RunCheckpoint(tmp_path).restore(**parts, collector=other)
+        assert values(parts) == before
+
+
+def test_an_earlier_checkpoint_without_classes_is_restored(tmp_path, monkeypatch):
+    RunCheckpoint(tmp_path).save(1, optimizer=optimizer(2))
+    read = run_checkpoint._read_record
+
+    def without_classes(folder):
+        record = read(folder)
+        del record["classes"]
+        return record
+
+    monkeypatch.setattr(run_checkpoint, "_read_record", without_classes)
+    assert RunCheckpoint(tmp_path).restore(optimizer=optimizer(2)) == 1
+
+
+def test_a_buffer_that_refuses_its_files_changes_nothing(tmp_path):
+    RunCheckpoint(tmp_path).save(2, **small_parts(2))
+    parts = small_parts(0)
+    before = values(parts)
+    small = ReplayBuffer(storage=EpisodeStorage(1), writer=EpisodeWriter(), batch_size=1)
+    with pytest.raises(
+        ValueError, match=r"part 'buffer' cannot be restored(.|\n)*it: nothing;"
+    ):
+        RunCheckpoint(tmp_path).restore(**parts | {"buffer": small})
+    assert values(parts) == before
+
+
 def test_a_part_that_refuses_its_state_is_named(three):
     class Picky(dict):
         def update(self, state):
@@ -432,7 +538,7 @@ def test_a_part_that_refuses_its_state_is_named(three):
 
     parts = small_parts(0) | {"table": Picky()}
     with pytest.raises(
-        ValueError, match=r"part 'table' cannot be restored(.|\n)*it: model, buffer;"
+        ValueError, match=r"part 'table' cannot be restored(.|\n)*it: buffer, model;"
     ):
         RunCheckpoint(three).restore(**parts)
 
@@ -464,22 +570,20 @@ def test_an_engine_that_takes_no_weights_is_told_of(tmp_path, caplog):
 # ---- several who save ---------------------------------------------------------------------------
 
 
-def test_another_runs_later_steps_are_not_pushed_out(three):
-    forgot = RunCheckpoint(three)
-    for step in (1, 3):
-        with pytest.raises(
-            ValueError, match=rf"step must be after 3.*got {step}: call restore\(\)"
-        ):
-            forgot.save(step, **small_parts(step))
-    parts = small_parts(0)
+def test_another_runs_steps_are_not_pushed_out(three):
+    forgot, parts, before = RunCheckpoint(three), small_parts(0), files_of(three)
+    for step in (1, 3, 10):
+        with pytest.raises(ValueError, match=r"has step 3 from another run .* call restore\(\)"):
+            forgot.save(step, **parts)
+    assert files_of(three) == before
     forgot.restore(**parts)
     forgot.save(1, **parts)  # This object knows what it does.
     forgot.save(1, **parts)
     zombie = RunCheckpoint(three)
-    zombie.restore(**parts)
+    assert zombie.restore(**parts) == 1  # The last that was saved.
     forgot.save(2, **parts)
     with pytest.raises(ValueError, match="another run or process"):
-        zombie.save(2, **parts)
+        zombie.save(3, **parts)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
@@ -489,6 +593,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         with pytest.raises(ValueError, match="folder must hold checkpoints of runs"):
             call()
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("part", ["buffer", "storage"])
+def test_a_buffer_is_not_saved_over_checkpoints(part, three):
+    buffer, before = small_parts(4)["buffer"], files_of(three)
+    with pytest.raises(ValueError, match=r"path .* the checkpoints of a run.*give another folder"):
+        (buffer if part == "buffer" else buffer.storage).dumps(three)
+    assert files_of(three) == before
+    assert found_number(three) == 3
 
 
 def test_a_buffer_in_a_checkpoint_is_loaded_by_itself(three):

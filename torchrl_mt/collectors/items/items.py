@@ -213,6 +213,15 @@ class Items(Iterator[Item]):
                 "source": self._position,
             }
 
+    def check_same_data(self, state_dict: dict[str, Any]) -> None:
+        """Refuse the state of data of another kind or size (``ValueError``)."""
+        saved, own = state_dict["data"], self._source.fingerprint
+        if saved != own:
+            raise ValueError(
+                f"state_dict must be of the same data, got one of {_describe(saved)} for "
+                f"{_describe(own)}: give the data and the shuffle of the saved run."
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` over equal data.
 
@@ -223,12 +232,7 @@ class Items(Iterator[Item]):
                 past it. Nothing is changed then, except that an iterator may have been read.
         """
         with self._reading, self._lock:
-            saved, own = state_dict["data"], self._source.fingerprint
-            if saved != own:
-                raise ValueError(
-                    f"state_dict must be of the same data, got one of {_describe(saved)} for "
-                    f"{_describe(own)}: give the data and the shuffle of the saved run."
-                )
+            self.check_same_data(state_dict)
             self._source.load(state_dict["source"])
             tickets = list(state_dict["open"])
             values = state_dict["values"] or [None] * len(tickets)

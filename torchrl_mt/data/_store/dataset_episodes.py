@@ -16,7 +16,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, path_of, unpack
+from torchrl_mt.data._store.steps import Steps, select, unpack
 
 __all__ = ["append_dataset", "check_episode", "check_metadata", "stored_episodes"]
 
@@ -125,10 +125,11 @@ def _read(dataset: Any, keys: Sequence[NestedKey] | None) -> Iterator[_Episode]:
             check_episode(episode)
             check_metadata(metadata)
             steps = unpack(episode)
-            read = steps if keys is None else _selected(steps, keys)
+            if keys is not None:
+                steps = replace(steps, columns=select(steps.columns, keys, "keys"), root_class=None)
         except (TypeError, ValueError, KeyError) as error:
             raise type(error)(f"episode {i} of the dataset: {error.args[0]}") from error
-        yield read, metadata or {}
+        yield steps, metadata or {}
 
 
 def _numbered(dataset: Any) -> Iterator[tuple[Any, Any]]:
@@ -150,15 +151,3 @@ def stored_episodes(storage: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
             read = storage.episode(i), storage.metadata(i)
         yield read
         ordinal += 1
-
-
-def _selected(steps: Steps, keys: Sequence[NestedKey]) -> Steps:
-    """Return the entries at or below ``keys``."""
-    columns: dict[Path, Column] = {}
-    for path in map(path_of, keys):
-        named = {p: column for p, column in steps.columns.items() if p[: len(path)] == path}
-        if not named:
-            known = ", ".join(map(name_of, steps.columns))
-            raise KeyError(f"keys names {name_of(path)}, which is not among its entries: {known}.")
-        columns |= named
-    return replace(steps, columns=columns, root_class=None)

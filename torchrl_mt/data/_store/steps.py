@@ -6,9 +6,9 @@ Nodes are not kept: sub-TensorDicts come back with batch size ``[T]``, and empty
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import (
@@ -44,12 +44,15 @@ __all__ = [
     "own",
     "pack",
     "path_of",
+    "select",
     "step_tensors",
     "unpack",
 ]
 
 _FOR_NUMPY = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that torch cannot index."""
+
+_Entry = TypeVar("_Entry")
 
 Path = tuple[str, ...]
 """Key of an entry of a nested TensorDict, as a tuple of names."""
@@ -240,6 +243,31 @@ def path_of(key: NestedKey) -> Path:
     if not isinstance(key, str):
         key = unravel_key(key)
     return (key,) if isinstance(key, str) else key
+
+
+def select(
+    entries: Mapping[Path, _Entry], keys: Iterable[NestedKey], name: str
+) -> dict[Path, _Entry]:
+    """Return the entries at or below some keys.
+
+    Args:
+        entries: what to choose from.
+        keys: a key of a nested TensorDict selects all in it.
+        name: what the user calls the keys.
+
+    Raises:
+        KeyError: if there is no entry at or below a key.
+    """
+    chosen: dict[Path, _Entry] = {}
+    for path in map(path_of, keys):
+        found = {p: entry for p, entry in entries.items() if p[: len(path)] == path}
+        if not found:
+            known = ", ".join(map(name_of, entries))
+            raise KeyError(
+                f"{name} names {name_of(path)}, which is not among the entries: {known}."
+            )
+        chosen |= found
+    return chosen
 
 
 def own(item: Any, device: torch.device | None = None) -> Any:

@@ -155,7 +155,7 @@ class EpisodeTable:
     @property
     def metadata(self) -> dict[int, dict[Any, Any]]:
         """Copies of the metadata by ordinal, of the episodes that have some."""
-        return {ordinal: dict(metadata) for ordinal, metadata in self._metadata.items()}
+        return deepcopy(self._metadata)
 
     def metadata_of(self, episode: int) -> dict[Any, Any]:
         """Return a copy of the metadata of the episode at a position (0 is the oldest)."""
@@ -221,9 +221,9 @@ class EpisodeTable:
         self._steps[self._head] += steps
 
     def restore_metadata(self, metadata: Mapping[int, Mapping[Any, Any]]) -> None:
-        """Give the stored episodes their metadata by ordinal; that of others is left out."""
+        """Give the stored episodes copies of their metadata by ordinal; that of others is left out."""
         stored = range(self.oldest, self.next)
-        self._metadata = {i: dict(given) for i, given in metadata.items() if i in stored}
+        self._metadata = {i: deepcopy(dict(given)) for i, given in metadata.items() if i in stored}
 
     def renumber(self, oldest: int, first: int, renumbered: int) -> None:
         """Number the stored episodes from ``oldest`` on and their steps from ``first`` on."""

@@ -5,7 +5,7 @@ An episode that does not fit is refused before anything is written, with the nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from torchrl_mt.data._store.schema import Form, Schema, bits
-from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of, path_of
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of, step_tensors
 from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of
 
 __all__ = ["EpisodeSchema", "Field", "agrees"]
@@ -90,9 +90,12 @@ class EpisodeSchema:
         extra = steps.columns.keys() - self.fields.keys()
         if missing or extra:
             odd = min(missing or extra)
+            is_whole = any(odd[: len(path)] == path for path in extra - {odd})
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(odd)} is "
                 f"{'missing' if missing else 'not among them'}."
+                + " The dicts of its steps must hold numbers or arrays under the same keys."
+                * is_whole
             )
         columns = {
             path: _conformed(path, steps.columns[path], field)
@@ -107,23 +110,6 @@ class EpisodeSchema:
         ``k``: those of ``k``, then those of ``("next", k)``.
         """
         return sum(not agrees(steps, path) and 1 << i for i, path in enumerate(self.shared))
-
-    def select(self, keys: Iterable[NestedKey]) -> dict[Path, Field]:
-        """Return the fields under these keys; a key of a nested TensorDict selects all in it.
-
-        Raises:
-            KeyError: if there is none under a key.
-        """
-        chosen: dict[Path, Field] = {}
-        for key in keys:
-            path = path_of(key)
-            found = {p: f for p, f in self.fields.items() if p[: len(path)] == path}
-            if not found:
-                raise KeyError(
-                    f"keys has {key!r}, which is no entry of the data set; it has {self.keys}."
-                )
-            chosen |= found
-        return chosen
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON data."""
@@ -206,10 +192,18 @@ def _form(column: Column) -> str:
 
 
 def _advice(column: Column, field: Field) -> str:
-    """Say what to do about a shape that varies."""
-    if field.kind != "dense" or isinstance(column, Objects):
+    """Say what to do about an entry that does not fit."""
+    if field.dtype is None:
+        return (
+            " If the first episode has empty lists only, give them as arrays, such as "
+            "np.zeros(0, dtype=int). np.array(steps, dtype=object) keeps lists as they are."
+        )
+    if isinstance(column, Objects):
         return ""
-    if isinstance(column, Tensor) and column.shape[1:] == field.shape:
+    dtypes = {field.dtype, *(item.dtype for item in step_tensors(column))}
+    if torch.bool not in dtypes and len({dtype.is_floating_point for dtype in dtypes}) > 1:
+        return " Integers and floats do not mix: give float(value) from the first episode on."
+    if field.kind != "dense" or (isinstance(column, Tensor) and column.shape[1:] == field.shape):
         return ""
     return (
         " If its shape may vary, give it as a lazy stack (tensordict.lazy_stack) from the first "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.schema import bits
 
-__all__ = ["dtype_name", "dtype_of", "from_json_text", "to_json_text"]
+__all__ = ["dtype_name", "dtype_of", "from_json_text", "lost_meaning", "to_json_text"]
 
 _TYPE = "__type__"
 
@@ -63,6 +63,27 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def lost_meaning(value: Any) -> str | None:
+    """Say what an array or image would lose if its numbers alone were written, and what to give instead.
+
+    Returns:
+        None if it is no more than its numbers.
+    """
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, np.ma.MaskedArray):
+        return (
+            "a masked array would lose its mask: give .filled(value), and the mask as an entry of "
+            "its own"
+        )
+    if isinstance(dtype, np.dtype) and dtype.names is not None:
+        return "a structured array would lose its fields: give each as an entry of its own"
+    if isinstance(dtype, np.dtype) and dtype.kind in "mM":
+        return f'{dtype.name} values would lose their unit: give .astype("int64")'
+    if getattr(value, "mode", None) in ("P", "PA") and hasattr(value, "getpalette"):
+        return f'an image of mode {value.mode!r} would lose its palette: give .convert("RGB")'
+    return None
+
+
 def _plain(value: Any) -> Any:
     """Convert a value to what ``json`` writes."""
     # Subclasses, such as string enums, are written as their base.
@@ -89,6 +110,9 @@ def _plain(value: Any) -> Any:
         return {_TYPE: "dict", "items": [[_plain(k), _plain(v)] for k, v in value.items()]}
     if isinstance(value, bytes):
         return {_TYPE: "bytes", "base64": _base64(value)}
+    lost = lost_meaning(value)
+    if lost is not None:
+        raise TypeError(f"{lost}.")
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

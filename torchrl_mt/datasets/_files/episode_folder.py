@@ -22,6 +22,7 @@ from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.readers import DatasetError
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
+from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Mode
 
 __all__ = ["EpisodeFolder", "EpisodeList", "format_in"]
@@ -153,18 +154,18 @@ class EpisodeFolder:
             self._open()
         return self.data
 
-    def commit(self, schema: EpisodeSchema, length: int, own_next: int, metadata: str) -> None:
+    def commit(self, episode: EncodedEpisode) -> None:
         """Count an episode, whose data are written."""
         self.make()
         assert self._records is not None
         assert self._metadata is not None
         before, end = self.num_episodes, os.fstat(self._metadata.fileno()).st_size
         try:
-            text = f"{metadata}\n".encode()
+            text = f"{episode.metadata}\n".encode()
             _write_all(self._metadata, text)
-            record = np.array([(length, own_next, end + len(text))], _RECORD)
-            _write_all(self._records, record.tobytes())
-            self.schema = schema
+            record = (episode.length, episode.own_next, end + len(text))
+            _write_all(self._records, np.array([record], _RECORD).tobytes())
+            self.schema = episode.schema
             if self._new is not None and not self._replaces:
                 self._publish(self._new)
             self.num_episodes = before + 1

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, name_of
-from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
+from torchrl_mt.datasets._encoding.schema import Field
 from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
     RaggedRows,
@@ -38,6 +38,7 @@ from torchrl_mt.datasets._encoding.stored_columns import (
     as_tensor,
 )
 from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of
+from torchrl_mt.datasets._files.writers import EncodedEpisode
 
 __all__ = ["columns_of", "describe", "fields_of"]
 
@@ -49,18 +50,10 @@ _TEXT: Path = ("text",)
 _REWARD: Path = ("next", "reward")
 
 
-def describe(
-    schema: EpisodeSchema, length: int, columns: Mapping[Path, StoredRows], metadata: str
-) -> dict[str, Any]:
-    """Return the line of an episode.
-
-    Args:
-        schema: of the data set.
-        length: steps of the episode.
-        columns: its entries, encoded.
-        metadata: JSON text.
-    """
-    line: dict[str, Any] = {"length": length}
+def describe(episode: EncodedEpisode) -> dict[str, Any]:
+    """Return the line of an episode."""
+    fields, columns = episode.schema.fields, episode.columns
+    line: dict[str, Any] = {"length": episode.length}
     texts = columns.get(_TEXT)
     turns = [json.loads(text) for text in texts.texts] if isinstance(texts, TextRows) else None
     if turns is not None:
@@ -69,12 +62,12 @@ def describe(
         line["messages_per_turn"] = list(map(len, turns)) if spoken else []
         if spoken:
             columns = {path: rows for path, rows in columns.items() if path != _TEXT}
-    plain = json.loads(metadata)
+    plain = json.loads(episode.metadata)
     if isinstance(plain.get("tools"), list) and "__type__" not in plain:
         line["tools"] = plain.pop("tools")
-    line |= _reward(schema.fields.get(_REWARD), columns.get(_REWARD))
+    line |= _reward(fields.get(_REWARD), columns.get(_REWARD))
     line |= {"metadata": plain, "steps": {}, "dtypes": {}}
-    for path, field in schema.fields.items():
+    for path, field in fields.items():
         values, note = _plain(field, columns[path]) if path in columns else (None, "object")
         _put(line["dtypes"], path, note)
         if path in columns:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
-from torchrl_mt.data._store.steps import Path
-from torchrl_mt.datasets._encoding.schema import EpisodeSchema
-from torchrl_mt.datasets._encoding.stored_columns import StoredRows
 from torchrl_mt.datasets._files.episode_folder import EpisodeFolder
 from torchrl_mt.datasets._files.readers import DatasetError
-from torchrl_mt.datasets._files.writers import FormatWriter
+from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Mode
 
 __all__ = ["LoggedWriter", "has_log", "read_log"]
@@ -59,13 +56,7 @@ class LoggedWriter(FormatWriter):
         """Return how many of the first episodes the large files have."""
 
     @abstractmethod
-    def batch(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> Any:
+    def batch(self, episode: EncodedEpisode) -> Any:
         """Return the ``RecordBatch`` of an episode, whose number is ``folder.num_episodes``."""
 
     @abstractmethod
@@ -76,22 +67,15 @@ class LoggedWriter(FormatWriter):
     def tidy(self) -> None:
         """Delete what killed writers left, and join small files where there are many."""
 
-    def write(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        own_next: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> None:
-        """Write one encoded episode."""
+    def write(self, episode: EncodedEpisode) -> None:
+        """Write an episode."""
         if self._log is not None and self._is_full(self._log):
             self._fold_log()
-        batch = self.batch(schema, length, columns, metadata)
+        batch = self.batch(episode)
         if self._log is None:
             self._log = _Log(self.folder.make(), self.folder.num_episodes, batch.schema)
         self._log.append(self.folder.num_episodes, batch)
-        self.folder.commit(schema, length, own_next, metadata)
+        self.folder.commit(episode)
 
     def close(self) -> None:
         """Finish the data set."""

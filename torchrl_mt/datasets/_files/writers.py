@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -13,7 +14,23 @@ from torchrl_mt.datasets._encoding.stored_columns import StoredRows, encode_epis
 from torchrl_mt.datasets._encoding.values import to_json_text
 from torchrl_mt.datasets.registry import Mode
 
-__all__ = ["FormatWriter"]
+__all__ = ["EncodedEpisode", "FormatWriter"]
+
+
+@dataclass(frozen=True)
+class EncodedEpisode:
+    """An episode as files hold it."""
+
+    schema: EpisodeSchema
+    """That of the data set."""
+    length: int
+    """Steps."""
+    own_next: int
+    """What :meth:`EpisodeSchema.disagreeing` returned."""
+    columns: Mapping[Path, StoredRows]
+    """Rows of every entry that is not shared."""
+    metadata: str
+    """JSON text."""
 
 
 class FormatWriter(ABC):
@@ -41,27 +58,12 @@ class FormatWriter(ABC):
         steps = unpack(episode)
         schema = self.schema or EpisodeSchema.of(steps, share_next=self.share_next)
         own, columns = encode_episode(schema, schema.conform(steps))
-        self.write(schema, steps.length, own, columns, to_json_text(metadata))
+        self.write(EncodedEpisode(schema, steps.length, own, columns, to_json_text(metadata)))
         self.schema = schema
 
     @abstractmethod
-    def write(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        own_next: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> None:
-        """Write one encoded episode, all of it or nothing; with the first one, make the data set.
-
-        Args:
-            schema: of the data set.
-            length: steps of the episode.
-            own_next: what :meth:`EpisodeSchema.disagreeing` returned.
-            columns: rows of every entry that is not shared.
-            metadata: JSON text.
-        """
+    def write(self, episode: EncodedEpisode) -> None:
+        """Write an episode, all of it or nothing; with the first one, make the data set."""
 
     @abstractmethod
     def close(self) -> None:

@@ -6,7 +6,6 @@ takes a written one.
 
 from __future__ import annotations
 
-import json
 import logging
 import operator
 from bisect import bisect_left, bisect_right
@@ -29,7 +28,7 @@ from torchrl_mt.datasets.conversations.conversation_formats import (
     Conversation,
     read_conversation,
 )
-from torchrl_mt.datasets.registry import import_extra
+from torchrl_mt.datasets.conversations.conversation_sources import filled_columns, rows_of
 
 if TYPE_CHECKING:
     import datasets
@@ -39,6 +38,7 @@ __all__ = ["ConversationDataset"]
 _logger = logging.getLogger("torchrl_mt")
 
 _WEIGHTS = ("weights", "full")
+_WARNINGS = ("untrained", "dropped", "broken", "lost", "endless")
 _FILL: dict[NestedKey, float] = {
     ("masks", "all_attention_mask"): False,
     ("masks", "all_assistant_mask"): False,
@@ -73,23 +73,33 @@ class ConversationDataset(Dataset):
       or text, which is encoded without a template and ends with the end-of-sequence token.
 
     A row may also have ``tools`` (JSON schemas, or JSON text) and ``system`` (text). An assistant
-    message with ``"weight": 0`` or ``"train": False`` is not trained. Weights other than 0 and 1 become
-    ``("weights", "full")``.
+    message with ``"weight": 0`` or ``"train": False`` is not trained; on a row, they are for all its
+    messages. Weights other than 0 and 1 become ``("weights", "full")``.
+
+    Roles may have other usual names, such as ``human`` and ``gpt``, in any case. A message of which
+    the template writes nothing is refused; a system message is left out with a warning.
+
+    Arrow fills in ``None`` where tools and tool calls of a column differ in their keys. It is left out,
+    also from rows that come through a list or a file if it shows there: messages without calls have
+    ``"tool_calls": None``. Arguments as JSON text are kept as they are.
 
     As everywhere, the names of special tokens in a message are ordinary text. Answers may hold some,
     such as the marks of tool calls, but none that ends a turn.
 
     Args:
         source: a Hugging Face ``datasets.Dataset``, an iterable of rows, or the path of a file
-            (``.jsonl``, ``.json`` or ``.parquet``) or of a folder that ``datasets`` or Parquet files
-            are saved in. Lines of a ``.jsonl`` file are read when they are asked for.
-        tokenizer: a fast tokenizer with a chat template and an end-of-turn token.
+            (``.jsonl``, ``.json`` or ``.parquet``) or of a folder that ``datasets``, Parquet files or
+            :func:`~torchrl_mt.datasets.open_episodes` are saved in. Lines of a ``.jsonl`` file and
+            episodes are read when they are asked for.
+        tokenizer: a fast tokenizer with a chat template and an end-of-turn token; text needs no
+            template.
         max_length: maximum length of a row, in tokens. Longer rows are cut at the end, as TRL does. A
-            row without a trained token is given out with a warning that names its index.
+            row without a trained token is given out; the first of them, with a warning.
 
     Raises:
         TypeError: if the source is none of these.
-        ValueError: if the tokenizer or ``max_length`` does not fit, or a file is of another kind.
+        ValueError: if the tokenizer or ``max_length`` does not fit, a file is of another kind, or a
+            folder has several splits.
         FileNotFoundError: if there is no file or folder at the path.
         ImportError: if the source needs the package ``datasets``, and it is not installed.
 
@@ -123,13 +133,13 @@ class ConversationDataset(Dataset):
             )
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self._rows = _rows_of(source)
-        # Arrow's structs have the same keys in all rows, so None may be fill-in.
-        features = getattr(self._rows, "features", None)
-        self._is_filled = features is not None and "Json(" not in repr(features)
-        self._renderer = DialogueRenderer(tokenizer)
-        self._warned: set[str] = set()
-        self._untrained: set[int] = set()
+        self._rows = rows_of(source)
+        self._filled = filled_columns(source) or filled_columns(self._rows)
+        # Workers get it as it is, instead of examining the template each.
+        has_template = tokenizer.chat_template is not None
+        self._renderer = DialogueRenderer(tokenizer) if has_template else None
+        # Shared memory, so that not each worker of each epoch warns again.
+        self._warned = torch.zeros(len(_WARNINGS), dtype=torch.bool).share_memory_()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -152,7 +162,7 @@ class ConversationDataset(Dataset):
         if not 0 <= number < len(self):
             raise IndexError(f"index must be below {len(self)}, the conversations, got {index}.")
         try:
-            read = read_conversation(self._rows[number], drop_none=self._is_filled)
+            read = read_conversation(self._rows[number], filled=self._filled)
             if isinstance(read, Completion):
                 tokens, weights, turns = self._completion(read)
             else:
@@ -163,7 +173,16 @@ class ConversationDataset(Dataset):
         trained = weights > 0
         cut = slice(self.max_length)
         if not trained[cut].any():
-            self._warn_untrained(number, bool(trained.any()))
+            why = (
+                f"its answers lie behind max_length={self.max_length}"
+                if trained.any()
+                else "it has no answer with a weight above 0 in the template's rendering"
+            )
+            self._warn(
+                "untrained",
+                f"conversation {number} has no trained token: {why}. Drop such rows: those whose "
+                "('masks', 'all_assistant_mask') is all false.",
+            )
         tokens = tokens[cut]
         of_index, unknown = torch.tensor(number), torch.tensor(-1)
         row: dict[str, Any] = {
@@ -217,8 +236,11 @@ class ConversationDataset(Dataset):
         self, conversation: Conversation, number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, weights (0 if not trained) and turns ``[S]`` of a conversation."""
-        dialogue = self._renderer.render(conversation.messages, conversation.tools)
-        ids, places = self._renderer.encoder.with_places(dialogue.text)
+        renderer = self._renderer or DialogueRenderer(
+            self.tokenizer
+        )  # Refuses one without template.
+        dialogue = renderer.render(conversation.messages, conversation.tools)
+        ids, places = renderer.encoder.with_places(dialogue.text)
         first, last = [place[0] for place in places], [place[1] for place in places]
         weights, turns = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64)
         for i, (_, end), spans in zip(
@@ -242,6 +264,20 @@ class ConversationDataset(Dataset):
                 f"message {dialogue.broken[0]} of conversation {number} names a special token that "
                 "ends a turn or begins an answer: it is ordinary text.",
             )
+        if dialogue.lost:
+            self._warn(
+                "lost",
+                f"the tokenizer's chat template writes nothing of message {dialogue.lost[0]} of "
+                f"conversation {number}, a system message. Put it into the user's first message.",
+            )
+        endless = [i for i in dialogue.endless if conversation.weights[i] > 0]
+        if endless:
+            self._warn(
+                "endless",
+                f"the tokenizer's chat template writes no token that ends a turn after message "
+                f"{endless[0]} of conversation {number}, so this answer does not teach when to stop. "
+                "Use a template that writes tokenizer.eos_token after answers.",
+            )
         return torch.tensor(ids), torch.from_numpy(weights), torch.from_numpy(turns)
 
     def _completion(self, row: Completion) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,6 +287,10 @@ class ConversationDataset(Dataset):
             return_offsets_mapping=True,
             return_special_tokens_mask=True,
         )
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "tokenizer must have an eos_token, which ends a completion, got none: set it."
+            )
         ids, added = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
         begin = len(row.prompt)
         trained = [
@@ -260,94 +300,12 @@ class ConversationDataset(Dataset):
         if not ids or ids[-1] != self.tokenizer.eos_token_id:
             ids, trained = [*ids, self.tokenizer.eos_token_id], [*trained, False]
         trained[-1] = True
-        return torch.tensor(ids), torch.tensor(trained).float(), torch.zeros(len(ids)).long()
-
-    def _warn_untrained(self, number: int, was_cut: bool) -> None:
-        if number in self._untrained:
-            return
-        self._untrained.add(number)
-        why = (
-            f"its answers lie behind max_length={self.max_length}"
-            if was_cut
-            else "it has no answer with a weight above 0 in the template's rendering"
-        )
-        _logger.warning(
-            "conversation %d has no trained token: %s (%d so far). Drop it from the data set.",
-            *(number, why, len(self._untrained)),
-        )
+        weights = torch.tensor(trained) * row.weight
+        return torch.tensor(ids), weights, torch.zeros(len(ids)).long()
 
     def _warn(self, kind: str, message: str) -> None:
         """Log a warning once for each kind."""
-        if kind not in self._warned:
-            self._warned.add(kind)
+        place = _WARNINGS.index(kind)
+        if not self._warned[place]:
+            self._warned[place] = True
             _logger.warning("%s This is said once.", message)
-
-
-class _JsonLines(Sequence):
-    """The lines of a file, read when they are asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        starts, start = [], 0
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    starts.append(start)
-                start += len(line)
-        self._starts = np.array(starts, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: Any) -> Any:
-        with self.path.open("rb") as file:
-            file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"a line of {self.path} must be JSON, but {error}.") from error
-
-
-def _rows_of(source: Any) -> Any:
-    """A sequence of rows."""
-    if isinstance(source, (str, Path)):
-        return _rows_at(Path(source))
-    if isinstance(source, Mapping):
-        raise TypeError(
-            "source must be one data set, got a mapping with the keys "
-            f"{sorted(map(str, source))}: choose a split, such as source['train']."
-        )
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return source
-    if isinstance(source, Iterable):
-        return list(source)
-    raise TypeError(
-        "source must be a datasets.Dataset, an iterable of rows or a path, got "
-        f"{type(source).__name__}."
-    )
-
-
-def _rows_at(path: Path) -> Any:
-    if not path.exists():
-        raise FileNotFoundError(f"source must be a file or a folder, but there is none at {path}.")
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _JsonLines(path)
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            raise ValueError(f"{path} must be a JSON list of rows, got {type(rows).__name__}.")
-        return rows
-    datasets = import_extra("datasets", "arrow")
-    if path.is_dir() and (path / "dataset_info.json").exists():
-        return datasets.load_from_disk(str(path))
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    if not files or any(file.suffix != ".parquet" for file in files):
-        raise ValueError(
-            "source must be a .jsonl, .json or .parquet file, or a folder of Parquet files or of "
-            f"Dataset.save_to_disk, got {path}."
-        )
-    parquet = import_extra("pyarrow.parquet", "arrow")
-    # Reading them through load_dataset would leave copies in its cache.
-    tables = [datasets.table.InMemoryTable(parquet.read_table(file)) for file in files]
-    return datasets.concatenate_datasets([datasets.Dataset(table) for table in tables])

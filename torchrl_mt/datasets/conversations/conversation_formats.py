@@ -7,32 +7,30 @@ A row has ``messages`` (OpenAI, TRL), ``conversations`` (ShareGPT), or ``prompt`
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
+
 from torchrl_mt.chat.assistant_messages import THOUGHT_FIELDS
+from torchrl_mt.datasets._encoding.values import from_json_text
 
 __all__ = ["Completion", "Conversation", "read_conversation"]
 
-_ROLES = {
+_AUTHORS = {
+    **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
 }
-"""Names of roles in ShareGPT's form that differ from the usual ones."""
+"""Names of the usual roles, in any case."""
 _CALLS = ("function_call", "tool_call")
+_RESULTS = ("observation", "function_response", "tool_response", "ipython")
+_SHARE_GPT = {**_AUTHORS, **dict.fromkeys(_CALLS, "assistant"), **dict.fromkeys(_RESULTS, "tool")}
+"""In ShareGPT's form also these. Elsewhere templates may have roles of these names."""
 _WEIGHTS = ("weight", "train")
+_MOST = torch.finfo(torch.float32).max
 _FORMS = (
     "'messages' (mappings with 'role' and 'content'), 'conversations' (mappings with 'from' and "
     "'value'), or 'prompt' and 'completion' (both messages or both text)"
@@ -55,15 +53,22 @@ class Completion:
 
     prompt: str
     completion: str
+    weight: float = 1.0
+    """Of the completion."""
 
 
-def read_conversation(row: Any, *, drop_none: bool = False) -> Conversation | Completion:
+def read_conversation(
+    row: Any, *, filled: Mapping[str, bool] | None = None
+) -> Conversation | Completion:
     """Read a row of a data set.
+
+    Structs of an Arrow table have the same keys in all rows, so it fills in ``None``: such entries of
+    tools and tool calls are left out.
 
     Args:
         row: a mapping in one of the forms.
-        drop_none: whether entries ``None`` of tools and tool calls are fill-in, as in Arrow tables,
-            where all rows have the same keys.
+        filled: whether Arrow filled in a column, by its name. Of other columns, the row tells it: all
+            its messages have tool calls or ``None``, or a tool has a parameter ``None``.
 
     Raises:
         TypeError: if it is not a mapping, or has entries of a wrong type.
@@ -76,42 +81,91 @@ def read_conversation(row: Any, *, drop_none: bool = False) -> Conversation | Co
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"a row must be a mapping with {_FORMS}, got {type(row).__name__}.")
+    episode = _episode(row)
+    if episode is not None:
+        row, filled = episode, {"messages": False, "tools": False}
+    filled = filled or {}
+    of_row = _weight(row, "a row")
     prompt, completion = row.get("prompt"), row.get("completion")
     prompted = 0
     if row.get("messages") is not None:
-        given = _listed(row["messages"], "messages")
+        name, given = "messages", _listed(row["messages"], "'messages'")
     elif row.get("conversations") is not None:
-        given = _listed(row["conversations"], "conversations")
+        name, given = "conversations", _listed(row["conversations"], "'conversations'")
     elif isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(prompt, completion)
+        _check_text([prompt, completion], "'prompt' and 'completion'")
+        return Completion(prompt, completion, of_row)
     elif prompt is not None and completion is not None:
-        given = _listed(prompt, "prompt")
+        if isinstance(prompt, str) or isinstance(completion, str):
+            text, other = ("prompt", "completion")[:: 1 if isinstance(prompt, str) else -1]
+            raise TypeError(
+                f"{text!r} must be a list of messages as {other!r} is, got text: give both as messages "
+                "or both as text."
+            )
+        name, given = "completion", _listed(prompt, "'prompt'")
         prompted = len(given)
-        given = [*given, *_listed(completion, "completion")]
+        given = [*given, *_listed(completion, "'completion'")]
     else:
         raise ValueError(f"a row must have {_FORMS}, got the keys {sorted(map(str, row))}.")
     if not given:
         raise ValueError("a conversation must have at least one message, got none: drop the row.")
+    looks_filled = all(isinstance(each, Mapping) and "tool_calls" in each for each in given)
+    looks_filled = looks_filled and any(each["tool_calls"] is None for each in given)
+    drop_none = filled.get(name, looks_filled)
     messages = [_message(message, i, drop_none) for i, message in enumerate(given)]
     weights = [
-        0.0 if i < prompted else _weight(message, f"message {i}")
+        0.0 if i < prompted else of_row * _weight(message, f"message {i}")
         for i, message in enumerate(messages)
     ]
     messages = [
         {name: value for name, value in message.items() if name not in _WEIGHTS}
         for message in messages
     ]
+    for i, message in enumerate(messages):
+        _check_text(message, f"message {i} ({message['role']})")
     rules = row.get("system")
     if isinstance(rules, str) and rules and messages[0]["role"] != "system":
+        _check_text(rules, "'system'")
         messages.insert(0, {"role": "system", "content": rules})
         weights.insert(0, 0.0)
-    return Conversation(messages, weights, _tools(row.get("tools"), drop_none))
+    tools = _tools(row.get("tools"))
+    if filled.get("tools", looks_filled or _has_empty_parameter(tools)):
+        tools = _without_none(tools)
+    return Conversation(messages, weights, tools)
 
 
-def _listed(value: Any, name: str) -> list[Any]:
+def _episode(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The exact messages and the tools of an episode that the format ``arrow`` wrote."""
+    turns, metadata = row.get("text"), row.get("metadata")
+    if not (row.get("messages") and isinstance(turns, Sequence) and isinstance(metadata, str)):
+        return None
+    if isinstance(turns, str) or not all(isinstance(turn, str) for turn in turns):
+        return None
+    try:
+        messages = [message for turn in turns for message in from_json_text(turn)]
+        tools = from_json_text(metadata).get("tools")
+    except (ValueError, TypeError, AttributeError):  # Columns of someone else.
+        return None
+    return {"messages": messages, "tools": tools if isinstance(tools, list) else None}
+
+
+def _listed(value: Any, name: str, what: str = "messages") -> list[Any]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name!r} must be a list of messages, got {type(value).__name__}.")
+        hint = ": put it into a list" if isinstance(value, Mapping) else ""
+        raise TypeError(f"{name} must be a list of {what}, got {type(value).__name__}{hint}.")
     return list(value)
+
+
+def _check_text(value: Any, place: str) -> None:
+    """Refuse lone surrogates, which tokenizers cannot encode."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place} must be text that UTF-8 can encode, got the lone surrogate "
+            f"{error.object[error.start]!r}: replace it, such as with "
+            "text.encode('utf-8', 'replace').decode()."
+        ) from error
 
 
 def _message(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
@@ -125,10 +179,10 @@ def _message(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
             f"message {i} must have its author as 'role' or 'from', which is text, got {named!r}."
         )
     is_share_gpt = "role" not in message
-    message["role"] = _ROLES.get(named, named) if is_share_gpt else named
+    message["role"] = (_SHARE_GPT if is_share_gpt else _AUTHORS).get(named.lower(), named)
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
     if content is not None and not isinstance(content, (str, list, tuple)):
         raise TypeError(
             f"message {i} ({message['role']}) must have text or a list of parts as its content, got "
@@ -141,18 +195,20 @@ def _message(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
                 f"message {i} ({message['role']}) must have text alone as its content, got a part of "
                 f"type {kind!r}."
             )
+    if is_share_gpt and named.lower() in _CALLS and isinstance(content, str):
+        called = _calls_in(content)
+        if called:
+            message |= {"content": "", "tool_calls": called}
+    calls = message.get("tool_calls")
     said = any(message.get(name) is not None for name in ("content", *THOUGHT_FIELDS))
     if message["role"] == "assistant" and not calls and not said:
         raise ValueError(
             f"message {i} (assistant) must have a 'content' or 'tool_calls', got none."
         )
     if calls is not None:
-        calls = _listed(calls, f"tool_calls' of 'message {i}")
+        place = f"'tool_calls' of message {i}"
+        calls = _listed(_from_json(calls, place) or [], place, "calls")
         message["tool_calls"] = [_called(call, i, drop_none) for call in calls]
-    if is_share_gpt and named in _CALLS and isinstance(content, str):
-        called = _call(content)
-        if called:
-            message |= {"content": "", "tool_calls": called}
     return {"role": message.pop("role"), **message}
 
 
@@ -164,15 +220,29 @@ def _called(given: Any, i: int, drop_none: bool) -> dict[str, Any]:
             f"message {i} must have mappings with a 'function' that has a 'name' as its 'tool_calls', "
             f"got {given!r}."
         )
-    call = _without_none(given) if drop_none else dict(given)
-    call = {name: value for name, value in call.items() if value is not None}
-    if "function" in call:
-        found = call["function"].items()
-        call["function"] = {name: value for name, value in found if value is not None}
-    return call
+    function = dict(function)
+    if function.get("arguments") is None and "parameters" in function:
+        function["arguments"] = function.pop("parameters")
+    if "arguments" not in function:
+        raise TypeError(
+            f"the call of {function['name']!r} in message {i} must have 'arguments', a mapping or JSON "
+            f"text, got the keys {sorted(map(str, function))}: give {{}} if it has none."
+        )
+    arguments = {} if function["arguments"] is None else function["arguments"]
+    if not isinstance(arguments, (str, Mapping)):
+        raise TypeError(
+            f"the call of {function['name']!r} in message {i} must have a mapping or JSON text as "
+            f"'arguments', got {type(arguments).__name__}."
+        )
+    function["arguments"] = _without_none(arguments) if drop_none else arguments
+    function = {name: value for name, value in function.items() if value is not None}
+    if "function" not in given:
+        return function
+    call = {name: value for name, value in given.items() if value is not None}
+    return {**call, "function": function}
 
 
-def _call(text: str) -> list[dict[str, Any]]:
+def _calls_in(text: str) -> list[dict[str, Any]]:
     """The calls that ShareGPT's form has as JSON; none if the text is something else."""
     try:
         found = json.loads(text)
@@ -181,41 +251,56 @@ def _call(text: str) -> list[dict[str, Any]]:
     found = found if isinstance(found, list) else [found]
     if not all(isinstance(call, dict) and "name" in call for call in found):
         return []
+    known = ("name", "arguments", "parameters")
     return [
-        {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments") or {}},
-        }
+        {"type": "function", "function": {name: call[name] for name in known if name in call}}
         for call in found
     ]
 
 
-def _weight(message: Mapping[str, Any], place: str) -> float:
-    weight, train = message.get("weight", 1), message.get("train", True)
-    good = isinstance(weight, Real) and 0 <= float(weight) < math.inf
-    if not good:
+def _weight(given: Mapping[str, Any], place: str) -> float:
+    """The factor of a message's or a row's loss; 0 if it is not trained."""
+    weight, train = given.get("weight"), given.get("train")
+    weight, train = 1 if weight is None else weight, True if train is None else train
+    if not (isinstance(weight, Real) and 0 <= float(weight) <= _MOST):
         raise ValueError(
             f"{place} must have a finite 'weight' of at least 0, got {weight!r}: 0 leaves it out."
         )
-    if not isinstance(train, (bool, int)):
+    if not isinstance(train, Real):
         raise TypeError(f"{place} must have true or false as 'train', got {train!r}.")
     return float(weight) * bool(train)
 
 
-def _tools(given: Any, drop_none: bool) -> list[Any] | None:
+def _from_json(given: Any, name: str) -> Any:
+    """What a JSON text stands for; ``None`` if it is empty, and what is no text as it is."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given) if given.strip() else None
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON if it is text, but {error}.") from error
+
+
+def _tools(given: Any) -> list[Any] | None:
     """The row's tools as a list of JSON schemas; ``None`` if there are none."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given) if given.strip() else None
-        except ValueError as error:
-            raise ValueError(f"'tools' must be JSON if it is text, but {error}.") from error
+    given = _from_json(given, "'tools'")
     if not given:
         return None
-    tools = _listed(given, "tools")
+    tools = _listed(given, "'tools'", "JSON schemas, one per tool")
     for tool in tools:
         if not isinstance(tool, Mapping):
             raise TypeError(f"'tools' must be a list of mappings, got {type(tool).__name__}.")
-    return _without_none(tools) if drop_none else tools
+    _check_text(tools, "'tools'")
+    return tools
+
+
+def _has_empty_parameter(value: Any) -> bool:
+    """Whether a parameter of tools has no schema: only Arrow writes such."""
+    if isinstance(value, Mapping):
+        parameters = value.get("properties")
+        found = isinstance(parameters, Mapping) and None in parameters.values()
+        return found or any(map(_has_empty_parameter, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_empty_parameter, value))
 
 
 def _without_none(value: Any) -> Any:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
+from torchrl.data import ReplayBuffer
 
 from torchrl_mt.datasets.registry import import_extra
+from torchrl_mt.datasets.writing import storage_of
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
     Args:
         episodes: an iterable of TED TensorDicts ``[T]``, each one or several whole episodes, as
             collectors yield them; one of them; or anything with ``episodes()``, such as an
-            :class:`~torchrl_mt.data.EpisodeStorage`.
+            :class:`~torchrl_mt.data.EpisodeStorage`; or a ``ReplayBuffer`` on one.
 
     Raises:
         ImportError: if the package ``datasets`` is not installed.
@@ -63,6 +65,8 @@ def to_hf_dataset(episodes: Any) -> datasets.Dataset:
         [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]
     """
     datasets = import_extra("datasets", "arrow")
+    if isinstance(episodes, ReplayBuffer):
+        episodes = storage_of(episodes, "episodes")
     metadata = getattr(episodes, "metadata", None)
     rows: list[dict[str, Any]] = []
     for k, batch in enumerate(_batches(episodes)):
@@ -198,6 +202,8 @@ def _message_features(datasets: Any, rows: list[dict[str, Any]]) -> dict[str, An
                 message[name] = [_with_text(call) for call in message.get(name) or ()]
         elif json_type is not None:
             features[name] = json_type
+        elif all(isinstance(value, (int, float)) for value in values):
+            features[name] = datasets.Value("float64")  # Such as weights.
         else:
             features[name] = text
             for message in messages:

@@ -7,7 +7,8 @@ whose ``("next", k)`` is written with it has one value more, or twice as many. T
 - ``length``: number of steps;
 - ``metadata``: JSON;
 - ``messages``: role and content of the whole dialogue, if the entry ``"text"`` holds the new messages of
-  each turn. The entry itself has the exact messages.
+  each turn. The entry itself has the exact messages, with tool calls and thoughts, as JSON: where it
+  comes along, ``ConversationDataset`` reads it instead.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torchrl_mt.datasets._files.episode_folder import (
 from torchrl_mt.datasets._files.episode_log import LoggedWriter, read_log
 from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
 from torchrl_mt.datasets._files.write_lock import unfinished_path
+from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT"]
@@ -183,25 +185,19 @@ class _Writer(LoggedWriter):
         files = _files(self.folder.data)
         return files[-1].end if files else 0
 
-    def batch(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> Any:
+    def batch(self, episode: EncodedEpisode) -> Any:
         """Return the row of an episode."""
         import pyarrow as pa
 
         row = {
-            "length": pa.array([length], pa.int64()),
-            "metadata": pa.array([metadata], pa.string()),
+            "length": pa.array([episode.length], pa.int64()),
+            "metadata": pa.array([episode.metadata], pa.string()),
         }
-        text = columns.get(_TEXT)
+        text = episode.columns.get(_TEXT)
         if isinstance(text, TextRows):
             kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
             row["messages"] = pa.array([[*_dialogue(text.texts)]], kind)
-        for name, values in _columns(schema).arrays(columns).items():
+        for name, values in _columns(episode.schema).arrays(episode.columns).items():
             row[name] = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         return pa.record_batch(row)
 

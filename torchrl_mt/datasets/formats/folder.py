@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -39,7 +39,7 @@ from torchrl_mt.datasets._files.episode_folder import (
 )
 from torchrl_mt.datasets._files.image_files import is_image, read_image, write_images
 from torchrl_mt.datasets._files.readers import EpisodicReader, Runs
-from torchrl_mt.datasets._files.writers import FormatWriter
+from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode
 
 __all__ = ["FORMAT", "FolderReader", "FolderWriter"]
@@ -140,15 +140,8 @@ class FolderWriter(FormatWriter):
         self.schema = self._folder.schema
         self.options = self._folder.options
 
-    def write(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        own_next: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> None:
-        """Write one encoded episode aside, put it in its place, and count it."""
+    def write(self, episode: EncodedEpisode) -> None:
+        """Write an episode aside, put it in its place, and count it."""
         data = self._folder.make()
         unfinished = data / _UNFINISHED
         place = _folder_of(data, self._folder.num_episodes)
@@ -156,11 +149,12 @@ class FolderWriter(FormatWriter):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir()
         try:
-            for path, stored in columns.items():
-                self.write_entry(unfinished / entry_name(path), schema.fields[path], stored)
+            for path, stored in episode.columns.items():
+                field = episode.schema.fields[path]
+                self.write_entry(unfinished / entry_name(path), field, stored)
             place.parent.mkdir(exist_ok=True)
             os.rename(unfinished, place)
-            self._folder.commit(schema, length, own_next, metadata)
+            self._folder.commit(episode)
         except BaseException:
             for partial in (unfinished, place):
                 shutil.rmtree(partial, ignore_errors=True)

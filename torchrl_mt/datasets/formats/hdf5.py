@@ -38,7 +38,7 @@ from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.hdf5_rows import GrowingRows, MappedRows, create_rows
 from torchrl_mt.datasets._files.readers import DatasetError, FlatReader, runs_of
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
-from torchrl_mt.datasets._files.writers import FormatWriter
+from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT"]
@@ -65,7 +65,7 @@ def _is_hdf5(path: FilePath) -> bool:
         with open(path, "rb") as file:
             return file.read(len(_SIGNATURE)) == _SIGNATURE
     except OSError:
-        return path.suffix in (".h5", ".hdf5") and not path.exists()
+        return path.suffix.lower() in (".h5", ".hdf5") and not path.exists()
 
 
 def _place_of(path: Path) -> str:
@@ -316,22 +316,15 @@ class _Writer(FormatWriter):
         if mode == "append" and self.path.is_file():
             self._open()
 
-    def write(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        own_next: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> None:
-        """Write one encoded episode."""
+    def write(self, episode: EncodedEpisode) -> None:
+        """Write an episode."""
         rows = {
             _OFFSETS: np.array([self._counted[1]]),
-            **self._items_of(_METADATA, [metadata.encode()]),
+            **self._items_of(_METADATA, [episode.metadata.encode()]),
         }
-        if schema.shared:
-            rows[_OWN_NEXT] = np.array([own_next])
-        for path, stored in columns.items():
+        if episode.schema.shared:
+            rows[_OWN_NEXT] = np.array([episode.own_next])
+        for path, stored in episode.columns.items():
             place = _place_of(path)
             if isinstance(stored, DenseRows):
                 rows[place] = stored.values
@@ -345,8 +338,8 @@ class _Writer(FormatWriter):
         new = self._file is None
         try:
             if new:
-                self._create(schema, rows)
-            self._append(rows, length)
+                self._create(episode.schema, rows)
+            self._append(rows, episode.length)
             if new:
                 self._file.swmr_mode = True
                 if self.mode != "overwrite":

@@ -11,21 +11,20 @@ import contextlib
 import json
 import os
 import re
+import weakref
 from array import array
-from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
-from torchrl_mt.data._store.steps import Path, Steps
+from torchrl_mt.data._store.steps import Steps
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
-from torchrl_mt.datasets._encoding.stored_columns import StoredRows
 from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.episode_lines import columns_of, describe, fields_of
 from torchrl_mt.datasets._files.readers import DatasetError, WholeReader
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
-from torchrl_mt.datasets._files.writers import FormatWriter
+from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode
 from torchrl_mt.json_lines import append_lines, line_of
 
@@ -40,12 +39,9 @@ class _Reader(WholeReader):
     def __init__(self, path: FilePath) -> None:
         self.path = path
         self._file = open(path, "rb", buffering=1 << 20)  # noqa: SIM115 - it stays open
-        try:
-            self._starts, self._sizes, lengths = _find_lines(self._file)
-            super().__init__(self._first_schema(), lengths)
-        except BaseException:
-            self._file.close()
-            raise
+        weakref.finalize(self, self._file.close)
+        self._starts, self._sizes, lengths = _find_lines(self._file)
+        super().__init__(self._first_schema(), lengths)
 
     def whole(self, episode: int) -> Steps:
         """Read an episode."""
@@ -115,17 +111,9 @@ class _Writer(FormatWriter):
             self.schema = reader.schema if len(reader.lengths) else None
             reader.close()
 
-    def write(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        own_next: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> None:
+    def write(self, episode: EncodedEpisode) -> None:
         """Append a line."""
-        line = line_of(describe(schema, length, columns, metadata))
-        append_lines(self._new or self.path, [line])
+        append_lines(self._new or self.path, [line_of(describe(episode))])
         self._written = True
         if self._new is not None and self.mode != "overwrite":
             self._publish(self._new)
@@ -215,7 +203,7 @@ def _mend_end(path: FilePath) -> None:
 def _detect(path: FilePath) -> bool:
     try:
         with open(path, "rb") as file:
-            return _LENGTH.match(file.read(1000)) is not None or path.suffix == ".jsonl"
+            return _LENGTH.match(file.read(1000)) is not None or path.suffix.lower() == ".jsonl"
     except OSError:
         return False
 

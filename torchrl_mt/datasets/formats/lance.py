@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path as FilePath
@@ -35,6 +35,7 @@ from torchrl_mt.datasets._encoding.stored_columns import (
 from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, EpisodeList, checked_header
 from torchrl_mt.datasets._files.episode_log import LoggedWriter, has_log, read_log
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, runs_of
+from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT"]
@@ -269,24 +270,18 @@ class _Writer(LoggedWriter):
         rows = _num_rows(self.schema, episodes.lengths, episodes.own_next)
         return _num_folded(_open(self.folder.path)[0], rows.cumsum())
 
-    def batch(
-        self,
-        schema: EpisodeSchema,
-        length: int,
-        columns: Mapping[Path, StoredRows],
-        metadata: str,
-    ) -> Any:
+    def batch(self, episode: EncodedEpisode) -> Any:
         """Return the rows of an episode."""
         import pyarrow as pa
 
-        size = max(map(_size, columns.values()))
-        padded = {path: _padded(stored, size) for path, stored in columns.items()}
+        size = max(map(_size, episode.columns.values()))
+        padded = {path: _padded(stored, size) for path, stored in episode.columns.items()}
         batch = pa.record_batch(
             {
                 "episode": pa.array(np.full(size, self.folder.num_episodes)),
                 "step": pa.array(np.arange(size)),
-                "length": pa.array(np.full(size, length)),
-                **_columns(schema).arrays(padded),
+                "length": pa.array(np.full(size, episode.length)),
+                **_columns(episode.schema).arrays(padded),
             }
         )
         self.folder.arrow_schema = batch.schema
@@ -363,7 +358,7 @@ def _padded(stored: StoredRows, size: int) -> StoredRows:
 
 
 def _detect(path: FilePath) -> bool:
-    return (path / _VERSIONS).is_dir() if path.exists() else path.suffix == ".lance"
+    return (path / _VERSIONS).is_dir() if path.exists() else path.suffix.lower() == ".lance"
 
 
 FORMAT = Format(_NAME, _Reader, _Writer, _detect)

@@ -14,19 +14,20 @@ import numpy as np
 import torch
 
 from torchrl_mt.checks import check_integer_within
+from torchrl_mt.data._store.steps import name_of
 from torchrl_mt.datasets._encoding.schema import Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows
 from torchrl_mt.datasets._files.entry_files import with_suffix
 from torchrl_mt.datasets._files.episode_folder import format_in
 from torchrl_mt.datasets._files.image_files import channels_of, from_picture, is_image, to_picture
 from torchrl_mt.datasets._files.mp4_files import read_frames, write_frames
+from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.formats.folder import FolderReader, FolderWriter
 from torchrl_mt.datasets.registry import Format, Mode, import_extra
 
 __all__ = ["FORMAT", "VideoReader", "VideoWriter"]
 
 _logger = logging.getLogger("torchrl_mt")
-_said = {"lossy": False}
 
 _LONGEST_SIDE = 8192
 """Pixels: what decoders take."""
@@ -88,19 +89,25 @@ class VideoWriter(FolderWriter):
             check_integer_within("fps", fps, 1, 1000)
         self.open("video", {"crf": crf, "fps": fps}, {"crf": 23, "fps": 30})
 
+    def write(self, episode: EncodedEpisode) -> None:
+        """Write an episode; with the first one, say what is lossy."""
+        fields = episode.schema.fields
+        videos = [name_of(path) for path in episode.columns if _is_video(fields[path])]
+        is_first = self.schema is None
+        super().write(episode)
+        if is_first and videos and self.options["crf"]:
+            _logger.warning(
+                "%s: %s are written as video, which is lossy: they are read close to what they were, "
+                "not equal. Give crf=0 for lossless video, or format='folder'.",
+                self.path,
+                ", ".join(videos),
+            )
+
     def write_entry(self, base: FilePath, field: Field, stored: StoredRows) -> None:
         """Write all rows of one entry; ``base`` is its path without a suffix."""
         if not isinstance(stored, DenseRows) or not _is_video(field):
             super().write_entry(base, field, stored)
             return
-        if self.options["crf"] and not _said["lossy"]:
-            _said["lossy"] = True
-            _logger.warning(
-                "%s: images are written as video, which is lossy: they are read close to what they "
-                "were, not equal. Give crf=0 for lossless video, or format='folder'. This is said "
-                "once.",
-                self.path,
-            )
         frames = map(to_picture, stored.values)
         write_frames(with_suffix(base, "mp4"), frames, **self.options)
 

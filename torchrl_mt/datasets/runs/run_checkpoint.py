@@ -23,6 +23,7 @@ import torch
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.files.manifest import HASHES, HashedFiles, write_manifest
 from torchrl_mt.data._store.files.versions import (
+    RUN,
     delete_unfinished,
     newest,
     newest_whole,
@@ -30,7 +31,8 @@ from torchrl_mt.data._store.files.versions import (
     save_version,
 )
 from torchrl_mt.datasets.runs.run_parts import (
-    check_shapes,
+    check_state,
+    class_of,
     is_plain,
     kinds_of,
     load_parts,
@@ -43,8 +45,6 @@ __all__ = ["RunCheckpoint"]
 
 _logger = logging.getLogger("torchrl_mt")
 
-_RUN = "run.json"
-"""The step, the kind of each part, and which object saved them."""
 _STATES = "states.pt"
 """Random states, and plain states of parts, in one file: tensors that parts share are saved once."""
 _PARTS = "parts"
@@ -63,14 +63,16 @@ class RunCheckpoint:
 
     - anything with ``state_dict`` and ``load_state_dict``: models, losses, optimizers, schedulers, a
       ``GradScaler``, an :class:`~torchrl_mt.objectives.ExperienceMaker`, a
-      :class:`~torchrl_mt.collectors.MultiTurnCollector`;
+      :class:`~torchrl_mt.collectors.MultiTurnCollector`. A ``check_state_dict(state)``, which raises for
+      what ``load_state_dict`` would refuse, is asked before any part is changed;
     - anything with ``dumps`` and ``loads`` that take a folder: replay buffers and storages;
     - a ``dict`` or a ``list``, whose content is replaced;
     - a ``torch.Generator``, ``numpy.random.Generator`` or ``random.Random``;
     - an :class:`~torchrl_mt.engines.Engine`, which saves nothing and takes the restored weights. The
       engine of a collector takes them too and need not be given.
 
-    One process saves to a folder. Any number may restore from it.
+    One process saves to a folder, which is new or was restored from. Any number may restore from it.
+    The last checkpoint is the one that was saved last, whatever its step.
 
     Args:
         folder: folder of the checkpoints, created by the first save. Other files in it are not touched.
@@ -121,7 +123,7 @@ class RunCheckpoint:
     def __repr__(self) -> str:
         return f"RunCheckpoint({str(self.folder)!r}, keep={self.keep})"
 
-    def save(self, step: int, **parts: Any) -> None:
+    def save(self, /, step: int, **parts: Any) -> None:
         """Save all parts as they are now, between two updates.
 
         A :class:`~torchrl_mt.collectors.MultiTurnCollector` that collects in the background delivers
@@ -133,8 +135,8 @@ class RunCheckpoint:
 
         Raises:
             TypeError: if ``step`` is not an integer, or a part is none of what the class lists.
-            ValueError: if the folder has a checkpoint of this step or a later one that this object
-                neither saved nor restored: another run's, or that of another process.
+            ValueError: if the last checkpoint in the folder is one that this object neither saved nor
+                restored: another run's, or that of another process. Nothing has changed.
             RuntimeError: if a part cannot be saved; names it.
             OSError: if the disk is full or cannot be written.
         """
@@ -144,17 +146,18 @@ class RunCheckpoint:
             raise TypeError(f"step must be an integer, got {step!r}.") from None
         kinds = kinds_of(parts)
         with self._lock, ExitStack() as held:
-            self._check_new(step)
+            self._check_last()
             for part in parts.values():
                 if hasattr(part, "hold_deliveries"):
                     held.enter_context(part.hold_deliveries())
             delete_unfinished(self.folder)
             while self._damaged:
                 shutil.rmtree(self._damaged.pop(), ignore_errors=True)
-            record = {"step": step, "saved_by": self._id, "parts": kinds}
+            classes = {name: cls for name, part in parts.items() if (cls := class_of(part))}
+            record = {"step": step, "saved_by": self._id, "parts": kinds, "classes": classes}
             save_version(self.folder, lambda new: _write(new, record, parts), keep=self.keep)
 
-    def restore(self, **parts: Any) -> int | None:
+    def restore(self, /, **parts: Any) -> int | None:
         """Load the last whole checkpoint into the given parts, in an order that is right.
 
         Give parts that were made as for the first run and have not run yet: a collector that has
@@ -175,9 +178,11 @@ class RunCheckpoint:
 
         Raises:
             TypeError: if a part is none of what the class lists.
-            ValueError: if a part was not saved, or is of another kind or shape: nothing has changed. If
-                a part refuses its state: the message says which, and what was loaded before. If
-                the folder has checkpoints and all of them are damaged.
+            ValueError: if a part was not saved, is of another kind, or an optimizer, a scheduler or a
+                random generator of another class, a model has other entries or shapes, an optimizer
+                other parameters, or a collector other data: nothing has changed. If a part refuses its
+                state later: the message says which, and what was loaded before. If the folder has
+                checkpoints and all of them are damaged.
         """
         kinds = kinds_of(parts)
         with self._lock:
@@ -193,9 +198,11 @@ class RunCheckpoint:
                 return None
             record = _read_record(found)
             _check_names(kinds, record, found)
+            _check_classes(parts, record)
             states, of_generators = _read_states(found, kinds)
             for name, part in parts.items():
-                check_shapes(name, part, states.get(name))
+                if name in states:
+                    check_state(name, part, states[name])
             load_parts(parts, states, found / _PARTS)
             set_random_states(of_generators)
             self._known = number_of(max([found, *damaged], key=number_of))
@@ -204,17 +211,17 @@ class RunCheckpoint:
             self._damaged = [each for each, error in damaged.items() if isinstance(error, certain)]
             return int(record["step"])
 
-    def _check_new(self, step: int) -> None:
-        """Refuse to save beside the later steps of another run, which its own would push out."""
+    def _check_last(self) -> None:
+        """Refuse to save beside the checkpoints of another run, which its own would push out."""
         last = newest(self.folder)
         if last is None or number_of(last) <= self._known:
             return
         record = _read_record(last)
-        if record["saved_by"] != self._id and step <= record["step"]:
+        if record["saved_by"] != self._id:
             raise ValueError(
-                f"step must be after {record['step']}, which {self.folder} has from another run or "
-                f"process, got {step}: call restore() first to go on from there, or save to another "
-                "folder."
+                f"folder must be empty or restored from, but {self.folder} has step {record['step']} "
+                "from another run or process: call restore() first to go on from there, or give an "
+                "empty folder."
             )
 
 
@@ -247,7 +254,7 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
     with files.create(_STATES) as file:
         torch.save(states, file)
     write_manifest(folder / HASHES, files.sizes_and_hashes)
-    (folder / _RUN).write_text(json.dumps(record), encoding="utf-8")
+    (folder / RUN).write_text(json.dumps(record), encoding="utf-8")
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -256,7 +263,7 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
 def _read_record(folder: Path) -> dict[str, Any]:
     """Read the step and the kinds of the parts."""
     try:
-        return dict(json.loads((folder / _RUN).read_text(encoding="utf-8")))
+        return dict(json.loads((folder / RUN).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(
             f"folder must hold checkpoints of runs, but {folder} is damaged or none of them "
@@ -288,6 +295,19 @@ def _check_names(kinds: Mapping[str, str], record: Mapping[str, Any], folder: Pa
             record["step"],
             folder,
         )
+
+
+def _check_classes(parts: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Refuse optimizers and schedulers of another class, whose states would be taken as they are."""
+    if (saved := record.get("classes")) is None:  # Earlier releases did not save it.
+        return
+    for name, part in parts.items():
+        if (cls := class_of(part)) != saved.get(name):
+            raise ValueError(
+                f"part {name!r} must be what it was saved from, "
+                f"{saved.get(name, 'no optimizer or scheduler')}, got {type(part).__name__}: give the "
+                "same parts as to save()."
+            )
 
 
 def _read_states(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:

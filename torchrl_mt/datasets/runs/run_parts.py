@@ -1,7 +1,7 @@
 """The parts of a run: how the state of each is taken, and in which order they are loaded.
 
-Whatever order the caller names them in, weights come first, then engines take them, and collectors,
-whose weight versions go on from their engines', come last.
+Whatever order the caller names them in, buffers come first, which load all or nothing, then weights,
+then engines take them, and collectors, whose weight versions go on from their engines', come last.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = [
     "Kind",
-    "check_shapes",
+    "check_state",
+    "class_of",
     "is_plain",
     "kinds_of",
     "load_parts",
@@ -41,6 +44,11 @@ def kinds_of(parts: Mapping[str, Any]) -> dict[str, Kind]:
     for name in parts:
         if not name.isidentifier():
             raise ValueError(f"parts must have names like those of arguments, got {name!r}.")
+    if "step" in parts:
+        raise ValueError(
+            "part 'step' has the name of save()'s argument: give it another name, and the step to "
+            "save(step)."
+        )
     return {name: _kind_of(name, part) for name, part in parts.items()}
 
 
@@ -118,11 +126,56 @@ def is_plain(state: Any) -> bool:
 # ---- loading ------------------------------------------------------------------------------------
 
 
-def check_shapes(name: str, part: Any, state: Any) -> None:
-    """Refuse a model's tensors of other shapes: ``load_state_dict`` loads the rest before it does."""
-    if not (isinstance(part, nn.Module) and isinstance(state, dict)):
-        return
+_LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "square_avg", "sum")
+"""Entries of optimizers' states that have the parameter's shape in each optimizer of PyTorch that has them."""
+
+
+def class_of(part: Any) -> str | None:
+    """Return the class of an optimizer or scheduler, None for other parts."""
+    return type(part).__name__ if isinstance(part, (Optimizer, LRScheduler)) else None
+
+
+def check_state(name: str, part: Any, state: Any) -> None:
+    """Refuse a state that does not fit its part; ``load_state_dict`` loads the rest before it does."""
+    if hasattr(part, "check_state_dict"):
+        try:
+            part.check_state_dict(state)
+        except Exception as error:
+            raise ValueError(f"part {name!r} cannot be restored: {error}") from error
+    if isinstance(part, nn.Module) and isinstance(state, dict):
+        _check_module(name, part, state)
+    elif isinstance(part, Optimizer) and isinstance(state, dict) and "param_groups" in state:
+        _check_optimizer(name, part, state)
+    elif isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
+        _check_same(name, _generator(state), _generator(state_of(part)))
+    elif isinstance(part, (dict, list)) and not hasattr(part, "load_state_dict"):
+        _check_same(name, *("list" if isinstance(x, list) else "dict" for x in (state, part)))
+
+
+def _check_same(name: str, saved: str, given: str) -> None:
+    if saved != given:
+        raise ValueError(
+            f"part {name!r} must be what it was saved from, a {saved}, got a {given}: give the same "
+            "parts as to save()."
+        )
+
+
+def _generator(state: Any) -> str:
+    """Describe a random generator by its state, whose size tells a ``torch.Generator``'s device."""
+    if isinstance(state, Tensor):
+        return f"torch.Generator with {state.numel()} bytes of state"
+    return f"numpy {state['bit_generator']}" if isinstance(state, dict) else "random.Random"
+
+
+def _check_module(name: str, part: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse other entries, unless the module has its own way to load, and other shapes."""
     own = part.state_dict()
+    if type(part).load_state_dict is nn.Module.load_state_dict and own.keys() != state.keys():
+        raise ValueError(
+            f"part {name!r} must have the entries that were saved: it lacks "
+            f"{_listed(state.keys() - own)}, and has {_listed(own.keys() - state)} besides; make the "
+            "model of the saved run."
+        )
     for key, value in state.items():
         there = own.get(key)
         if (
@@ -135,6 +188,38 @@ def check_shapes(name: str, part: Any, state: Any) -> None:
                 f"part {name!r} must have the shapes that were saved: {key} must be "
                 f"{tuple(value.shape)}, got {tuple(there.shape)}; make the model of the saved run."
             )
+
+
+def _listed(keys: Iterable[str]) -> str:
+    """List the first keys; there may be thousands."""
+    names = sorted(keys) or ["nothing"]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_optimizer(name: str, part: Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse an optimizer of other parameters."""
+    saved, own = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], part.param_groups)
+    )
+    if saved != own:
+        raise ValueError(
+            f"part {name!r} must have as many parameters in each group as were saved, {saved}, got "
+            f"{own}; make the optimizer of the saved run."
+        )
+    if not type(part).__module__.startswith("torch.optim."):  # Others may keep a projection.
+        return
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    parameters = (parameter for group in part.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            like = key in _LIKE_PARAMETER and isinstance(value, Tensor)
+            if like and value.shape != parameter.shape:
+                raise ValueError(
+                    f"part {name!r} must have the parameters that were saved: number {number} must "
+                    f"be {tuple(value.shape)}, got {tuple(parameter.shape)}; make the optimizer of "
+                    "the saved run."
+                )
 
 
 def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -> None:
@@ -150,7 +235,7 @@ def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -
     """
     loaded: list[str] = []
     engines: list[Any] = []
-    for name in sorted(parts, key=lambda name: _rank(parts[name])):
+    for name in sorted(parts, key=lambda name: _rank(parts[name], name in states)):
         part = parts[name]
         engine = _engine_of(part)
         try:
@@ -170,12 +255,14 @@ def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -
         loaded.append(name)
 
 
-def _rank(part: Any) -> int:
+def _rank(part: Any, has_state: bool) -> int:
     """Where a part comes in the order of loading."""
     if isinstance(part, nn.Module):
-        return 0
+        return 1
     engine = _engine_of(part)
-    return 1 if engine is None else 2 if engine is part else 3
+    if engine is None:
+        return 2 if has_state else 0
+    return 3 if engine is part else 4
 
 
 def _engine_of(part: Any) -> Any:

@@ -179,12 +179,18 @@ class PolicyEngine:
         return self._answerer.version
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Sequence[Any] = (),
+        max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Sample an answer to a prompt.
 
         Args:
             prompt_ids: at least one token.
+            images: must be empty: policies sample from text alone.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: with a ``TransformersWrapper``, ``temperature``, ``top_k`` and ``top_p`` instead
@@ -199,10 +205,16 @@ class PolicyEngine:
 
         Raises:
             ValueError: if an argument is out of range (see :meth:`Engine.generate`).
-            TypeError: if ``prompt_ids`` are no integers, or a sampling parameter is not supported.
+            TypeError: if ``prompt_ids`` are no integers, ``images`` are given, or a sampling parameter
+                is not supported.
             RuntimeError: if the engine is closed, the policy raised (that error is the cause), or its
                 log-probabilities are wrong.
         """
+        if images:
+            raise TypeError(
+                f"images cannot be given to a PolicyEngine, which samples from text alone, got "
+                f"{len(images)}: use TransformersEngine(model, processor)."
+            )
         unknown = sorted(sampling.keys() - (_PARAMS if self._takes_arguments else set()))
         if unknown:
             raise TypeError(

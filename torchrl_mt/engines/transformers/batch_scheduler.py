@@ -132,6 +132,7 @@ class BatchScheduler:
         self._running = {}
         self._prefills, self._batches = [], []
         self._kept = PrefixTree()
+        self._model.forget_images()
 
     # Prompts
 
@@ -177,11 +178,11 @@ class BatchScheduler:
     def _look_up(self, request: Request) -> Prompt:
         """Look up a request's prefix in the cache."""
         if not self._sharing:
-            return Prompt(request.tokens, [request], 0, [], request)
+            return Prompt(request.tokens, [request], 0, [], request, request.images)
         # The last token is always computed, because logits are not cached.
         known, past = self._kept.find(request.tokens[:-1], copied=True)
         key = tuple(request.tokens[: known + _ANSWER_ROOM])
-        return Prompt(request.tokens, [request], known, past, key)
+        return Prompt(request.tokens, [request], known, past, key, request.images)
 
     def _grouped(self, prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
         """Group prompts whose padding costs less than another forward pass."""

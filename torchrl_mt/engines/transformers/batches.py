@@ -11,6 +11,7 @@ import torch
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.stop_strings import StopStrings
 from torchrl_mt.engines.transformers.cached_model import CachedModel
+from torchrl_mt.engines.transformers.images import PromptImages
 from torchrl_mt.engines.transformers.padded_cache import PaddedCache
 
 __all__ = ["Batch", "Prefill", "Prompt", "Request"]
@@ -21,7 +22,7 @@ class Request:
     """A prompt and the tokens sampled for it so far."""
 
     tokens: list[int]
-    """Prompt and sampled tokens."""
+    """Prompt and sampled tokens; images have tokens of their own."""
     limit: int
     """Maximum length of ``tokens``."""
     stop_ids: frozenset[int]
@@ -33,6 +34,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
     cancelled: bool = False
     stops: StopStrings | None = None
+    images: PromptImages | None = None
     failure: Exception | None = None
     """Why it could not be completed, while others go on."""
 
@@ -58,6 +60,7 @@ class Prompt:
     """Cached keys and values of these tokens, in pieces."""
     key: Hashable
     """Equal for prompts that share their cached prefix and the next few tokens."""
+    images: PromptImages | None = None
 
     @property
     def num_new(self) -> int:
@@ -97,7 +100,11 @@ class Prefill:
 
     def __init__(self, model: CachedModel, batch: Batch, prompts: list[Prompt]) -> None:
         self.batch, self.prompts = batch, prompts
-        self.rows = batch.cache.join([len(p.tokens) for p in prompts], [p.past for p in prompts])
+        self.rows = batch.cache.join(
+            [len(p.tokens) for p in prompts],
+            [p.past for p in prompts],
+            [0 if p.images is None else p.images.shift for p in prompts],
+        )
         batch.rows += prompts
         batch.prefills += 1
         self._num_new = [prompt.num_new for prompt in prompts]
@@ -105,6 +112,11 @@ class Prefill:
         """Number of columns left to compute."""
         new = [[0] * (longest - p.num_new) + p.tokens[p.known :] for p in prompts]
         self._tokens = torch.tensor(new, device=model.layout.device)
+        shown = [prompt.images for prompt in prompts if prompt.images is not None]
+        self._images = {number: image for each in shown for number, image in each.images.items()}
+        self._positions: torch.Tensor | None = None
+        if any(each.positions is not None for each in shown):
+            self._positions = self._image_positions().to(model.layout.device)
 
     def computed(self) -> list[int]:
         """Number of each prompt's tokens that the cache holds."""
@@ -119,6 +131,21 @@ class Prefill:
         before, longest = sum(self.computed()), self._tokens.shape[1]
         begin = longest - self.left
         self.left -= min(self.left, max(1, budget // len(self.prompts)))
-        tokens = self._tokens[:, begin : longest - self.left]
-        inputs = self.batch.cache.fill(self.rows, tokens, self._num_new, self.left)
-        return model.logits(inputs), sum(self.computed()) - before
+        columns = slice(begin, longest - self.left)
+        positions = None if self._positions is None else self._positions[..., columns]
+        inputs = self.batch.cache.fill(
+            self.rows, self._tokens[:, columns], self._num_new, self.left, positions
+        )
+        return model.logits(inputs, self._images), sum(self.computed()) - before
+
+    def _image_positions(self) -> torch.Tensor:
+        """Positions ``[3, B, Q]`` of the tokens to compute; 0 on padding."""
+        positions = torch.zeros((3, *self._tokens.shape), dtype=torch.int64)
+        for row, prompt in enumerate(self.prompts):
+            images = prompt.images or _NO_IMAGES
+            place = positions[:, row, -prompt.num_new :]
+            place.copy_(images.positions_of(prompt.known, len(prompt.tokens)))
+        return positions
+
+
+_NO_IMAGES = PromptImages({}, None, 0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from torchrl_mt.engines.transformers.images import ImageFeatures
 from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCache
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["CachedModel"]
 
@@ -21,14 +24,23 @@ class CachedModel:
 
     Args:
         model: the model in evaluation mode.
+        barred: tokens that are never sampled.
+        features: the model's features of images; None if prompts have none.
 
     Raises:
         ValueError: if the model caches anything but keys and values of every token (recurrent and hybrid
             models), or its log-probabilities differ with a cache.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        barred: Sequence[int] = (),
+        features: ImageFeatures | None = None,
+    ) -> None:
         self.model = model
+        self._barred, self._features = list(barred), features
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -47,11 +59,46 @@ class CachedModel:
         """Make an empty cache."""
         return PaddedCache(self.layout)
 
-    def logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits ``[B, V]`` after the last column of inputs that a cache prepared."""
+    def logits(
+        self, inputs: dict[str, Any], images: Mapping[int, StoredImage] | None = None
+    ) -> torch.Tensor:
+        """Compute the logits of the next token; minus infinity for tokens that are never sampled.
+
+        Args:
+            inputs: the model's keyword arguments, as a cache prepared them.
+            images: images of the inputs' prompts, by number.
+
+        Returns:
+            ``[B, V]``, after the last column.
+        """
+        logits = self._shown(inputs, images) if images else self._computed(inputs)
+        if self._barred:
+            logits[:, self._barred] = -torch.inf
+        return logits
+
+    def forget_images(self) -> None:
+        """Forget what the model saw of images."""
+        if self._features is not None:
+            self._features.forget()
+
+    def _computed(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Logits ``[B, V]`` after the last column."""
         if not self._takes_positions:
             del inputs["position_ids"]
         return self.model(**inputs, **self._options).logits[:, -1]
+
+    def _shown(self, inputs: dict[str, Any], images: Mapping[int, StoredImage]) -> torch.Tensor:
+        """Logits ``[B, V]`` after the last column of prompts with images."""
+        assert self._features is not None
+        embedded, is_image, layers = self._features.embed(inputs.pop("input_ids"), images)
+        inputs["inputs_embeds"] = embedded
+        if not layers:
+            return self._computed(inputs)
+        decoder: Any = self.model.get_decoder()
+        hidden = decoder(
+            **inputs, visual_pos_masks=is_image, deepstack_visual_embeds=layers
+        ).last_hidden_state
+        return self.model.get_output_embeddings()(hidden[:, -1])
 
     def _read_key_cost(self) -> float:
         """Cost of attending to a cached token, relative to computing a token."""
@@ -90,9 +137,9 @@ class CachedModel:
         texts %= config.vocab_size
         cache, sizes = self.new_cache(), [length - 1, 2]  # the second text is shorter
         rows = cache.join(sizes, [[], []])
-        self.logits(cache.fill(rows, texts[:, : length - 4], sizes, 3))
-        self.logits(cache.fill(rows, texts[:, length - 4 : -1], sizes, 0))
-        logits = self.logits(cache.extend(texts[:, -1:]))
+        self._computed(cache.fill(rows, texts[:, : length - 4], sizes, 3))
+        self._computed(cache.fill(rows, texts[:, length - 4 : -1], sizes, 0))
+        logits = self._computed(cache.extend(texts[:, -1:]))
         plain = torch.stack(
             [self.model(input_ids=text[None]).logits[0, -1] for text in (texts[0], texts[1, -3:])]
         )

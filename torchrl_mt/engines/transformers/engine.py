@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -30,7 +30,12 @@ from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.generation import Generation
+from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, fitting_processor
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
+from torchrl_mt.vision import VisionModel
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 __all__ = ["TransformersEngine"]
 
@@ -46,10 +51,18 @@ class TransformersEngine:
     One background thread, started by the first request, does the work. The default sizes suit small
     models on a CPU.
 
+    Vision-language models (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA) take prompts with images if the engine
+    has their processor. Their image and video tokens are never sampled, also not after prompts without
+    images: log-probabilities are of the distribution without them. An image goes through the vision
+    tower once, until the weights change.
+
     Args:
         model: a causal language model. Of its generation config, only the stop tokens are used: sampling
             is from the model's own distribution unless sampling parameters change it.
-        tokenizer: the model's tokenizer; its end-of-sequence token stops an answer.
+        tokenizer: the model's tokenizer, or its processor; the end-of-sequence token stops an answer.
+            If ``None``, the processor's.
+        processor: the model's processor, for prompts with images; not needed if it is given in place of
+            the tokenizer.
         temperature: divides the logits, also for log-probabilities: give the same value to
             ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token is chosen, with
             log-probability 0.
@@ -63,14 +76,16 @@ class TransformersEngine:
         max_batch_tokens: maximum number of tokens in a forward pass.
         cache_tokens: maximum number of tokens in the cache, over all conversations and prefixes kept for
             later turns. Memory is allocated when needed and freed by :meth:`update_weights`. With
-            padding and spare room, it may hold three times as many.
+            padding and spare room, it may hold three times as many. The vision tower's outputs are kept
+            for as many image tokens at most.
         prefix_sharing: reuse the cache of a common prefix across turns and within a group.
         share_weights: generate with the parameters of ``model``; if false, with a copy.
 
     Raises:
-        TypeError: if ``model`` is not a transformers model.
+        TypeError: if ``model`` is not a transformers model, or ``processor`` is of no supported family.
         ValueError: if no stop token is known, a size is not positive, a sampling parameter is out of
-            range, or the model caches anything but keys and values of every token (recurrent models do).
+            range, ``processor`` does not belong to the model, or the model caches anything but keys and
+            values of every token (recurrent models do).
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
@@ -80,8 +95,9 @@ class TransformersEngine:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         *,
+        processor: ProcessorMixin | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -104,7 +120,17 @@ class TransformersEngine:
         self._sampling = Sampling().changed(temperature, top_k, top_p)
         self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
         self._warn = TruncationWarning()
-        self.tokenizer = tokenizer
+        # transformers' class of processors imports Pillow; tokenizers have no tokenizer.
+        if processor is None and hasattr(tokenizer, "tokenizer"):
+            tokenizer, processor = None, tokenizer
+        vision = VisionModel.of(model.config)
+        images = None
+        if processor is not None:
+            images = fitting_processor(processor, vision, model)
+            tokenizer = images.tokenizer if tokenizer is None else tokenizer
+        elif tokenizer is None:
+            raise TypeError("tokenizer must be the model's tokenizer or processor, got None.")
+        self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
         self.max_new_tokens = max_new_tokens
         self.max_total_tokens: int = min(cache_tokens, max_exact_length(model) or cache_tokens)
         """Maximum length of prompt and answer together: the lesser of the cache's size and the model's
@@ -114,8 +140,16 @@ class TransformersEngine:
         self._source = None if share_weights else weakref.ref(model)
         self._model = view_of(model) if share_weights else copy.deepcopy(model)
         self._num_requests = itertools.count()
+        self._images = ImagePrompts(vision, images, type(model).__name__)
+        features = None
+        if images is not None:
+            features = ImageFeatures(
+                self._model, images, max_batch_tokens=max_batch_tokens, max_tokens=cache_tokens
+            )
         self._scheduler = BatchScheduler(
-            CachedModel(self._model.eval()),
+            CachedModel(
+                self._model.eval(), barred=vision.barred if vision else (), features=features
+            ),
             cache_tokens=cache_tokens,
             max_batch_tokens=max_batch_tokens,
             sharing=prefix_sharing,
@@ -144,6 +178,7 @@ class TransformersEngine:
         self,
         prompt_ids: Sequence[int],
         *,
+        images: Sequence[Any] = (),
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -156,7 +191,9 @@ class TransformersEngine:
         """Sample an answer to a prompt.
 
         Args:
-            prompt_ids: at least one token.
+            prompt_ids: at least one token; one image token for each token of the images.
+            images: all images of the prompt, in order, in any form that
+                :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             temperature: replaces the engine's; 0 chooses the likeliest token, with log-probability 0.
@@ -180,7 +217,7 @@ class TransformersEngine:
         if sampling:
             raise TypeError(
                 f"TransformersEngine.generate takes no {sorted(sampling)}: of a request one may set "
-                "max_new_tokens, temperature, top_k, top_p, stop_token_ids, stop and seed."
+                "images, max_new_tokens, temperature, top_k, top_p, stop_token_ids, stop and seed."
             )
         self._check_open()
         total = self.max_total_tokens
@@ -201,6 +238,7 @@ class TransformersEngine:
         if stop_token_ids is not None:
             ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
         stops = watch(checked_stop(stop), self.tokenizer)
+        prompt, shown = self._images.read(prompt, images)
         number = next(self._num_requests)
         loop = asyncio.get_running_loop()
         request = Request(
@@ -212,6 +250,7 @@ class TransformersEngine:
             loop.create_future(),
             loop,
             stops=stops,
+            images=shown,
         )
         size = len(prompt)
         self._generation.submit(request)

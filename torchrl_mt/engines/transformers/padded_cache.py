@@ -56,6 +56,8 @@ class PaddedCache(Cache):
         ]
         self.starts: list[int] = []
         """Column of each row's first token."""
+        self.shifts: list[int] = []
+        """What each row's next token has as its position beyond its place in the row."""
         self.end = 0
         """Column after each row's last token."""
         self._allocate(0, 0)
@@ -75,19 +77,27 @@ class PaddedCache(Cache):
         """Length of the longest row, in columns."""
         return self.end - self._longest
 
-    def join(self, lengths: Sequence[int], pasts: Sequence[Sequence[torch.Tensor]]) -> range:
+    def join(
+        self,
+        lengths: Sequence[int],
+        pasts: Sequence[Sequence[torch.Tensor]],
+        shifts: Sequence[int] | None = None,
+    ) -> range:
         """Add rows, whose remaining tokens :meth:`fill` computes.
 
         Args:
             lengths: length of each row, in tokens.
             pasts: keys and values of each row's first tokens, as consecutive pieces ``[n, F]`` from
                 :meth:`pieces`.
+            shifts: for each row, what to add to the places of later tokens for their positions; 0 if
+                None.
 
         Returns:
             The indices of the new rows.
         """
         rows = self._add([self.width, *lengths], len(lengths))
         self.starts += [self.end - length for length in lengths]
+        self.shifts += shifts or [0] * len(lengths)
         self._update_starts()
         memories = self._memories()
         for memory in memories:
@@ -104,7 +114,12 @@ class PaddedCache(Cache):
         return rows
 
     def fill(
-        self, rows: range, tokens: torch.Tensor, num_new: Sequence[int], left: int
+        self,
+        rows: range,
+        tokens: torch.Tensor,
+        num_new: Sequence[int],
+        left: int,
+        positions: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Prepare a forward pass over the next columns of rows that joined.
 
@@ -113,6 +128,7 @@ class PaddedCache(Cache):
             tokens: ``[B, Q]`` int64; values before a row's first new token are ignored.
             num_new: number of new tokens of each row.
             left: number of columns left to compute after this pass.
+            positions: ``[3, B, Q]``, if they are not those of text.
 
         Returns:
             The model's keyword arguments.
@@ -124,7 +140,7 @@ class PaddedCache(Cache):
             firsts = self.end - torch.tensor(num_new, device=self.layout.device)[:, None]
             new = torch.arange(self._first, self._last, device=self.layout.device)
             self._real = (new >= firsts)[:, None, :, None]
-        return self._inputs(rows, tokens)
+        return self._inputs(rows, tokens, positions)
 
     def extend(self, tokens: torch.Tensor) -> dict[str, Any]:
         """Prepare a forward pass over the next column of all rows.
@@ -138,7 +154,8 @@ class PaddedCache(Cache):
         self._make_room(self.num_rows, self.width, 1)
         self.end += 1
         self._last, self._first, self._real = self.end, self.end - 1, None
-        return self._inputs(range(self.num_rows), tokens)
+        positions = None if self._offsets is None else self._first + self._offsets
+        return self._inputs(range(self.num_rows), tokens, positions)
 
     def absorb(self, other: PaddedCache, rows: Sequence[int]) -> range:
         """Append copies of rows of another cache or of this one; returns the new rows' indices."""
@@ -152,6 +169,7 @@ class PaddedCache(Cache):
                 rows, :, other.end - width : other.end
             ]
         self.starts += [self.end - length for length in lengths]
+        self.shifts += [other.shifts[row] for row in rows]
         self._update_starts()
         return joined
 
@@ -171,6 +189,7 @@ class PaddedCache(Cache):
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         self.starts = [self.starts[row] for row in order]
+        self.shifts = [self.shifts[row] for row in order]
         self._update_starts()
         return order
 
@@ -206,18 +225,23 @@ class PaddedCache(Cache):
         """Number of columns that the forward pass reads: before the new ones, and in all."""
         return self._first - self._begin, self._last - self._begin
 
-    def _inputs(self, rows: range, tokens: torch.Tensor) -> dict[str, Any]:
+    def _inputs(
+        self, rows: range, tokens: torch.Tensor, positions: torch.Tensor | None
+    ) -> dict[str, Any]:
         """The model's keyword arguments for a forward pass."""
         self._rows = rows
         whole = len(rows) == self.num_rows
         self._begin = self._longest if whole else min(self.starts[rows.start : rows.stop])
         starts = self._starts[rows.start : rows.stop]
         columns = torch.arange(self._begin, self._last, device=self.layout.device)
-        position = columns[self._first - self._begin :] - starts
+        if positions is None:
+            positions = columns[self._first - self._begin :] - starts
+            if self._real is not None:
+                positions.clamp_(min=0)
         return {
             "input_ids": tokens,
             "attention_mask": columns >= starts,
-            "position_ids": position if self._real is None else position.clamp_(min=0),
+            "position_ids": positions,
             "past_key_values": self,
             "use_cache": True,
         }
@@ -266,6 +290,10 @@ class PaddedCache(Cache):
         """Update what is derived from ``starts``."""
         self._longest = min(self.starts, default=self.end)
         self._starts = torch.tensor(self.starts, device=self.layout.device)[:, None]
+        self._offsets: torch.Tensor | None = None
+        if any(self.shifts):
+            shifts = torch.tensor(self.shifts, device=self.layout.device)[:, None]
+            self._offsets = shifts - self._starts
 
 
 class _Layer(CacheLayerMixin):

@@ -28,7 +28,9 @@ from torchrl_mt.data._store.files.manifest import (
 )
 
 __all__ = [
+    "RUN",
     "delete_unfinished",
+    "has_run",
     "is_part",
     "newest",
     "newest_whole",
@@ -39,6 +41,8 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+RUN = "run.json"
+"""A file that only versions of a whole run have."""
 _FILES = "checkpoint.json"
 """The manifest of a version."""
 _VERSION = re.compile(r"checkpoint-([0-9]+)")
@@ -119,6 +123,11 @@ def read_version(
 def newest(path: Path) -> Path | None:
     """Return the newest version in a folder; None if there is none."""
     return next(_newest_first(path), None)
+
+
+def has_run(path: Path) -> bool:
+    """Whether a folder has a version of a whole run."""
+    return any((version / RUN).exists() for version in _newest_first(path))
 
 
 def newest_whole(path: Path) -> tuple[Path | None, dict[Path, Exception]]:

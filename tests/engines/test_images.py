@@ -1,0 +1,436 @@
+"""Prompts with images: sampled from as transformers' own forward pass has it, and shared by content."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from functools import cache
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torchrl.modules.llm import TransformersWrapper
+
+from tests.tiers import few_or_many
+from torchrl_mt.engines import PolicyEngine, TransformersEngine
+from torchrl_mt.testing import tiny_vl_model
+from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
+
+from .helpers import changed_copy, check, endless, idle, until
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")
+SIZES = ((16, 16), (16, 16), (8, 24), (32, 16), (48, 64))
+"""Height and width of the pictures; the first two are told apart by their pixels alone."""
+
+
+class Family:
+    """A model, its processor, some pictures, and what transformers makes of them."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model, self.processor = tiny_vl_model(name)
+        self.tokenizer = self.processor.tokenizer
+        self.vision = VisionProcessor.of(self.processor)
+        self.facts = VisionModel.of(self.model.config)
+        self.versions = [self.model, changed_copy(self.model)]
+        generator = np.random.default_rng(0)
+        self.pictures = [
+            StoredImage.of(generator.integers(0, 256, (*size, 3), np.uint8)) for size in SIZES
+        ]
+
+    def engine(self, **kwargs) -> TransformersEngine:
+        return TransformersEngine(self.model, self.processor, **{"max_new_tokens": 6, **kwargs})
+
+    def endless(self, **kwargs) -> TransformersEngine:
+        return endless(self.model, self.processor, **kwargs)
+
+    def message(self, shown, text="what is this ?") -> list[int]:
+        """The tokens of a message and of the answer's beginning."""
+        images = [self.pictures[i] for i in shown]
+        parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": text}]
+        made = self.processor.apply_chat_template(
+            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        )
+        return self.vision.expanded(self.tokenizer(made)["input_ids"], images)
+
+    def ask(self, engine, shown, text="what is this ?", **kwargs):
+        """A request, with ``images`` only if there are some."""
+        images = [self.pictures[i] for i in shown]
+        given = {"images": images} if images else {}
+        return engine.generate(self.message(shown, text), **given, **kwargs)
+
+    def log_probs(self, model, prompt, shown, answer) -> torch.Tensor:
+        """The slow and obvious reference: transformers' forward pass over the whole row."""
+        ids = torch.tensor([[*prompt, *answer.token_ids]])
+        given = self.vision.batch([self.pictures[i] for i in shown])
+        if "image_grid_thw" in given and takes_token_types(model):
+            given["mm_token_type_ids"] = (ids == self.facts.image_token_id).int()
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
+        logits[:, list(self.facts.barred)] = -torch.inf
+        found = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        return found.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+    def assert_sampled(self, prompt, shown, answer, model=None) -> None:
+        expected = self.log_probs(model or self.model, prompt, shown, answer)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def takes_token_types(model) -> bool:
+    """Whether the processor tells the model which tokens are images, as from transformers 5 on."""
+    return hasattr(model.model, "get_vision_position_ids")
+
+
+@cache
+def family(name: str) -> Family:
+    return Family(name)
+
+
+@pytest.fixture(params=FAMILIES)
+def any_family(request) -> Family:
+    return family(request.param)
+
+
+@pytest.fixture
+def qwen() -> Family:
+    return family("qwen2_5_vl")
+
+
+def count_seen(engine) -> list[int]:
+    """Numbers of images in each pass of the engine's vision tower."""
+    seen, see = [], engine._model.get_image_features
+
+    def counting(pixel_values, image_grid_thw=None, **kwargs):
+        seen.append(len(pixel_values if image_grid_thw is None else image_grid_thw))
+        given = {} if image_grid_thw is None else {"image_grid_thw": image_grid_thw}
+        return see(pixel_values=pixel_values, **given, **kwargs)
+
+    engine._model.get_image_features = counting
+    return seen
+
+
+async def gather(requests):
+    return await asyncio.gather(*requests)
+
+
+# Exactness
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.lists(st.integers(0, 4), max_size=3), st.integers(1, 12)),
+        st.tuples(st.just("update"), st.just([]), st.just(0)),
+        st.tuples(st.just("wait"), st.just([]), st.integers(1, 4)),
+        st.tuples(st.just("cancel"), st.just([]), st.integers(0, 20)),
+        st.tuples(st.just("go on"), st.lists(st.integers(0, 4), max_size=2), st.integers(0, 20)),
+    ),
+    min_size=4,
+    max_size=20,
+)
+
+
+@few_or_many(2, 25)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"cache_tokens": 8192}, {"cache_tokens": 192, "max_batch_tokens": 24}],
+    ids=["roomy", "narrow"],
+)
+def test_log_probs_are_those_of_transformers_whatever_happens_meanwhile(
+    any_family, sizes, examples
+):
+    check(each_answer_is_sampled, examples, script=actions, family=any_family, sizes=sizes)
+
+
+def each_answer_is_sampled(script, family, sizes):
+    """Several images or none, shared prompts, pieces of images, requeued answers, new weights."""
+    engine = family.endless(share_weights=False, **sizes)
+    asked: list[tuple[list[int], list[int], asyncio.Task]] = []
+
+    def ask(prompt, shown, length):
+        if len(prompt) + length <= engine.max_total_tokens:
+            given = {"images": [family.pictures[i] for i in shown]} if shown else {}
+            request = engine.generate(prompt, max_new_tokens=length, **given)
+            asked.append((prompt, shown, asyncio.create_task(request)))
+
+    async def run():
+        for name, shown, number in script:
+            if name == "ask":
+                ask(family.message(shown), shown, number)
+            elif name == "update":
+                source = family.versions[(engine.version + 1) % 2]
+                await asyncio.to_thread(engine.update_weights, source)
+            elif name == "wait":
+                await asyncio.sleep(number * 0.002)
+            elif asked:
+                prompt, before, task = asked[number % len(asked)]
+                if name == "cancel":
+                    task.cancel()
+                elif not task.cancelled():
+                    answer = (await task).token_ids
+                    ask([*prompt, *answer, *family.message(shown)], before + shown, 5)
+        await asyncio.gather(*(task for *_, task in asked), return_exceptions=True)
+        await until(lambda: idle(engine))
+
+    asyncio.run(run())
+    engine.close()
+    for prompt, shown, task in asked:
+        if not task.cancelled():
+            answer = task.result()
+            stamps = torch.tensor(answer.versions)
+            under = [family.log_probs(m, prompt, shown, answer) for m in family.versions]
+            expected = torch.stack(under).gather(0, (stamps % 2)[None])[0]
+            torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_turns_that_add_images_are_exact_and_share_what_came_before(any_family, sharing):
+    engine = any_family.engine(prefix_sharing=sharing, max_batch_tokens=20)
+    seen = count_seen(engine)
+    turns: list[tuple[list[int], list[int]]] = []
+
+    async def run():
+        prompt: list[int] = []
+        shown: list[int] = []
+        for new in ([4, 0], [], [1], [2, 3]):
+            prompt, shown = prompt + any_family.message(new), shown + new
+            images = [any_family.pictures[i] for i in shown]
+            answer = await engine.generate(prompt, images=images)
+            turns.append((prompt, shown))
+            any_family.assert_sampled(prompt, shown, answer)
+            prompt = [*prompt, *answer.token_ids]
+
+    asyncio.run(run())
+    stats = engine.stats()
+    engine.close()
+    assert sum(seen) == 5  # each image once, also where the prompts are computed again
+    computed = stats["prefill_tokens"]
+    if sharing:
+        # The last token of an answer is computed with the next turn.
+        assert computed <= len(turns[-1][0])
+        assert stats["shared_tokens"] >= sum(len(prompt) - 2 for prompt, _ in turns[:-1])
+    else:
+        assert computed == sum(len(prompt) for prompt, _ in turns)
+
+
+def test_a_group_of_eight_sees_its_image_once(any_family):
+    engine = any_family.engine(max_new_tokens=4)
+    seen = count_seen(engine)
+    prompt = any_family.message([4, 0])
+    answers = asyncio.run(gather([any_family.ask(engine, [4, 0]) for _ in range(8)]))
+    later = asyncio.run(gather([any_family.ask(engine, [4, 0], "what ?") for _ in range(8)]))
+    stats = engine.stats()
+    engine.close()
+    assert sum(seen) == 2
+    assert stats["prefill_tokens"] < 2 * len(prompt)
+    for answer in answers:
+        any_family.assert_sampled(prompt, [4, 0], answer)
+    for answer in later:
+        any_family.assert_sampled(any_family.message([4, 0], "what ?"), [4, 0], answer)
+
+
+def test_images_of_the_same_size_are_not_mixed_up(any_family):
+    """The prompts are equal token for token, and are asked one after the other, so that one is kept."""
+    engine = any_family.engine(temperature=0)
+    prompt = any_family.message([0])
+    assert prompt == any_family.message([1])
+    answers = [asyncio.run(any_family.ask(engine, [i], temperature=1.0, seed=3)) for i in (0, 1)]
+    engine.close()
+    for i, answer in enumerate(answers):
+        any_family.assert_sampled(prompt, [i], answer)
+        other = any_family.log_probs(any_family.model, prompt, [1 - i], answer)
+        assert (other - torch.tensor(answer.log_probs)).abs().max() > 1e-3
+
+
+def test_an_image_twice_in_a_prompt_and_without_anything_between(any_family):
+    engine = any_family.engine()
+    image = any_family.vision.inputs(any_family.pictures[0])
+    bare = [*any_family.message([]), *image.token_ids, *image.token_ids]
+    images = [any_family.pictures[0]] * 2
+    answer = asyncio.run(engine.generate(bare, images=images))  # ends with an image, too
+    engine.close()
+    if any_family.facts.merge_size is None:  # Qwen's own positions need something between
+        any_family.assert_sampled(bare, [0, 0], answer)
+    separated = any_family.message([0, 0])
+    engine = any_family.engine()
+    answer = asyncio.run(engine.generate(separated, images=images))
+    engine.close()
+    any_family.assert_sampled(separated, [0, 0], answer)
+
+
+def test_new_weights_see_images_anew(any_family):
+    engine = any_family.engine(share_weights=False)
+    seen = count_seen(engine)
+    old = asyncio.run(any_family.ask(engine, [4]))
+    engine.update_weights(any_family.versions[1])
+    new = asyncio.run(any_family.ask(engine, [4]))
+    engine.close()
+    assert seen == [1, 1]
+    assert set(new.versions) == {1}
+    prompt = any_family.message([4])
+    any_family.assert_sampled(prompt, [4], old)
+    any_family.assert_sampled(prompt, [4], new, any_family.versions[1])
+
+
+def test_weights_changed_in_place_count_for_the_vision_tower(qwen):
+    model = copy.deepcopy(qwen.model)
+    engine = TransformersEngine(model, qwen.processor, max_new_tokens=4)
+    asyncio.run(qwen.ask(engine, [0]))
+    with torch.no_grad():
+        for parameter in model.model.visual.parameters():
+            parameter.mul_(1.5)
+    engine.update_weights(model)
+    answer = asyncio.run(qwen.ask(engine, [0]))
+    engine.close()
+    qwen.assert_sampled(qwen.message([0]), [0], answer, model)
+
+
+def test_the_same_seeds_give_the_same_answers(qwen):
+    found = []
+    for _ in range(2):
+        engine = qwen.engine(seed=7, max_new_tokens=12)
+        requests = [qwen.ask(engine, shown) for shown in ([0], [], [1, 2], [0])]
+        found.append([answer.token_ids for answer in asyncio.run(gather(requests))])
+        engine.close()
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][3]
+
+
+def test_features_are_kept_within_the_size_of_the_cache(qwen):
+    engine = qwen.engine(cache_tokens=64, max_new_tokens=1)
+    seen = count_seen(engine)
+    kept = engine._scheduler._model._features._kept
+    for shown in ([4], [3], [2], [1], [0], [4]):
+        answer = asyncio.run(qwen.ask(engine, shown))
+        qwen.assert_sampled(qwen.message(shown), shown, answer)
+        assert sum(map(len, kept.values())) <= 64
+    engine.close()
+    assert sum(seen) == 6  # the first, of 48 tokens, had to go
+
+
+# Text
+
+
+def test_prompts_without_images_are_those_of_a_text_model(any_family):
+    for tokenizer in (any_family.processor, any_family.tokenizer):
+        engine = TransformersEngine(any_family.model, tokenizer, max_new_tokens=8)
+        answers = asyncio.run(gather([any_family.ask(engine, [], "go ?") for _ in range(3)]))
+        engine.close()
+        for answer in answers:
+            any_family.assert_sampled(any_family.message([], "go ?"), [], answer)
+
+
+def test_image_tokens_are_never_sampled(any_family):
+    model = copy.deepcopy(any_family.model)
+    barred = list(any_family.facts.barred)
+    likely = torch.zeros(len(any_family.tokenizer))
+    likely[barred] = 50.0
+    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits + likely)
+    engine = endless(model, any_family.processor)
+
+    def ask(shown, **kwargs):
+        return any_family.ask(engine, shown, max_new_tokens=30, **kwargs)
+
+    requests = [ask([0]), ask([]), ask([0, 2], temperature=0), ask([1], top_k=2, seed=1)]
+    answers = asyncio.run(gather(requests))
+    engine.close()
+    for answer in answers:
+        assert not set(answer.token_ids) & set(barred)
+    # Their probability is shared out among the others.
+    for shown, answer in zip(([0], []), answers[:2], strict=True):
+        any_family.assert_sampled(any_family.message(shown), shown, answer, model)
+
+
+# What is taken, and what is refused
+
+
+def test_images_come_in_any_form(qwen, tmp_path):
+    picture = qwen.pictures[0]
+    png = BytesIO()
+    picture.pil().save(png, "PNG")
+    file = tmp_path / "picture.png"
+    file.write_bytes(png.getvalue())
+    engine = qwen.engine(max_new_tokens=3)
+    prompt = qwen.message([0])
+    for image in (picture, picture.array(), picture.pil(), picture.data_uri(), file, str(file)):
+        answer = asyncio.run(engine.generate(prompt, images=(image,)))
+        qwen.assert_sampled(prompt, [0], answer)
+    engine.close()
+
+
+def test_the_processor_comes_with_its_tokenizer(qwen):
+    for engine in (
+        TransformersEngine(qwen.model, qwen.processor),
+        TransformersEngine(qwen.model, processor=qwen.processor),
+        TransformersEngine(qwen.model, qwen.tokenizer, processor=qwen.vision),
+    ):
+        assert engine.tokenizer is qwen.tokenizer
+        assert asyncio.run(qwen.ask(engine, [0], max_new_tokens=1)).token_ids
+        engine.close()
+
+
+def test_requests_whose_images_do_not_fit_are_refused_and_leave_nothing(qwen, tmp_path):
+    engine = qwen.engine(seed=5, max_new_tokens=5)
+    one, text = qwen.message([0]), qwen.message([])
+    first, other = qwen.pictures[0], qwen.pictures[3]
+    swapped = qwen.message([0, 3])
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    refused = [
+        (one, [], ValueError, r"images must hold .* got none for 4 image tokens"),
+        (text, [first], ValueError, r"got 0 for 1 images of \[4\] tokens"),
+        (one, [first, first], ValueError, r"got 4 for 2 images of \[4, 4\] tokens"),
+        (one, [other], ValueError, r"got 4 for 1 images of \[8\] tokens"),
+        (swapped, [other, first], ValueError, r"images\[0\] has 8 tokens.*the prompt's order"),
+        (one, [broken], ValueError, r"images\[0\]: image must be a file that Pillow can read"),
+        (one, ["nowhere.png"], ValueError, r"images\[0\]: .*nowhere\.png"),
+        (one, [5], TypeError, r"images\[0\]: image must be"),
+        (one, first, TypeError, r"images must be a list .* got StoredImage"),
+        (one, "picture.png", TypeError, r"images must be a list .* got str"),
+        ([*one, 10**6], [first], ValueError, "prompt_ids must be token ids"),
+    ]
+    for prompt, images, error, message in refused:
+        with pytest.raises(error, match=f"(?s){message}"):
+            asyncio.run(engine.generate(prompt, images=images))
+    assert idle(engine)
+    got = asyncio.run(qwen.ask(engine, [0]))
+    engine.close()
+    fresh = qwen.engine(seed=5, max_new_tokens=5)
+    assert got.token_ids == asyncio.run(qwen.ask(fresh, [0])).token_ids
+    fresh.close()
+
+
+def test_images_need_a_processor(qwen):
+    engine = TransformersEngine(qwen.model, qwen.tokenizer)
+    with pytest.raises(TypeError, match="images need the model's processor"):
+        asyncio.run(qwen.ask(engine, [0]))
+    with pytest.raises(ValueError, match="images must hold"):
+        asyncio.run(engine.generate(qwen.message([0])))
+    engine.close()
+    with pytest.raises(TypeError, match=r"tokenizer must be .* got None"):
+        TransformersEngine(qwen.model)
+
+
+def test_processors_of_others_are_refused(qwen, model, tokenizer):
+    class Other:
+        tokenizer, image_token_id = qwen.tokenizer, 3
+
+    with pytest.raises(TypeError, match=r"processor must be one of Qwen2VLProcessor.* got Other"):
+        TransformersEngine(qwen.model, Other())
+    with pytest.raises(ValueError, match=r"belong to a model that takes images.* Qwen2ForCausalLM"):
+        TransformersEngine(model, qwen.processor)
+    _, larger = tiny_vl_model("qwen2_5_vl", "more words than the other one has a b c d e f g h i")
+    with pytest.raises(ValueError, match="processor must have the model's image token"):
+        TransformersEngine(qwen.model, larger)
+
+
+def test_models_and_policies_for_text_refuse_images_by_name(qwen, model, tokenizer):
+    engine = TransformersEngine(model, tokenizer)
+    policy = PolicyEngine(
+        TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens"), max_new_tokens=2
+    )
+    for each, name in ((engine, "Qwen2ForCausalLM"), (policy, "PolicyEngine")):
+        with pytest.raises(TypeError, match=f"^images cannot be given to .*{name}"):
+            asyncio.run(each.generate([5, 6], images=[qwen.pictures[0]]))
+        assert asyncio.run(each.generate([5, 6], images=[], max_new_tokens=1)).token_ids
+        each.close()
