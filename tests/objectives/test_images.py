@@ -168,7 +168,7 @@ class Judge(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.base_model = model.base_model
+        self.base_model = model.model
         self.score = nn.Linear(32, 1, bias=False)
         self.config = model.config
         self.config.num_labels = 1
@@ -181,12 +181,8 @@ def test_reward_models_see_the_images(family):
     rows, alone = rows_with_images(family, (1, 0, 3, 2))
     judge = Judge(copy.deepcopy(model))
     with torch.no_grad():
-        expected = torch.stack(
-            [
-                model(**row.inputs, output_hidden_states=True).hidden_states[-1][0, -1].sum()
-                for row in alone
-            ]
-        )
+        states = [model.model(**row.inputs).last_hidden_state for row in alone]
+    expected = torch.stack([state[0, -1].sum() for state in states])
     for size in (None, 1, 3):
         got = ModelReward(judge, micro_batch_size=size)(rows)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)

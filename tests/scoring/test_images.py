@@ -129,7 +129,7 @@ def test_values_see_the_images(family):
     expected = torch.zeros(tokens.shape)
     with torch.no_grad():
         for k, row in enumerate(alone):
-            states = model(**row.inputs, output_hidden_states=True).hidden_states[-1][0]
+            states = model.model(**row.inputs).last_hidden_state[0]
             value = critic.head(states).squeeze(-1)
             for i, t in enumerate(attended[k].nonzero().squeeze(-1).tolist()):
                 if i and sampled[k, t]:

@@ -9,14 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey, NonTensorData, TensorClass, TensorDict, TensorDictBase
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    TensorDictBase,
+)
 from torch import Tensor
 
 from torchrl_mt._hosts.tensordict import tensordict_of, with_tensor_fields
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_objects
 from torchrl_mt.vision import RowImages, StoredImage
-from torchrl_mt.vision.rows import FIRST, GRIDS, PIXELS, RAW
+from torchrl_mt.vision.rows import GRIDS, PIXELS, RAW
 
 _NAMES = {
     "sequences": "action",
@@ -206,19 +213,32 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
 
 
 def _with_images(fields: TensorDict, dtype: torch.dtype | None) -> TensorDict:
-    """Move the table of images, which has no batch dimension, to where the fields are."""
+    """Move the tables of images, which have no batch dimension, to where the fields are."""
     info = fields.get("info", None)
-    images = None if info is None else RowImages.of(info)
-    if images is None:
-        return fields
-    device = images.pixel_values.device if fields.device is None else fields.device
-    pixels = images.pixel_values.to(device, dtype)
-    if pixels is images.pixel_values:
+    tables = {} if info is None else {key: info.get(key, None) for key in (PIXELS, GRIDS)}
+    moved = {
+        key: _moved(table, fields.device, dtype)
+        for key, table in tables.items()
+        if table is not None
+    }
+    if not moved:
         return fields
     fields, info = fields.copy(), info.copy()
-    info.set(PIXELS, NonTensorData(pixels, batch_size=info.batch_size))
-    if images.grids is not None:
-        info.set(GRIDS, NonTensorData(images.grids.to(device), batch_size=info.batch_size))
-    info.set(FIRST, images.first)
+    for key, table in moved.items():
+        info.set(key, table)
     fields.set("info", info)
     return fields
+
+
+def _moved(
+    table: NonTensorData | NonTensorStack, device: torch.device | None, dtype: torch.dtype | None
+) -> NonTensorData | NonTensorStack:
+    """Move a table, or each of the tables of rows that were joined, once."""
+    if isinstance(table, NonTensorStack):
+        rows = table.unbind(0)
+        once = {id(row.data): row for row in rows}
+        made = {name: _moved(row, device, dtype) for name, row in once.items()}
+        return NonTensorStack(*(made[id(row.data)] for row in rows))
+    data = table.data
+    data = data.to(device or data.device, dtype if data.is_floating_point() else None)
+    return NonTensorData(data, batch_size=table.batch_size)
