@@ -1,6 +1,7 @@
 """Rows with images are scored as transformers scores each of them alone, padded or packed."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.scoring.vision_rows import (
     rows_with_images,
     vl_model,
 )
-from tests.tiers import first_fast, pairs
+from tests.tiers import first_fast, some_fast
 from torchrl_mt.scoring import ValueModel, row_log_probs, row_values
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.packing_check import packing_fault
@@ -32,6 +33,7 @@ FORMS = [
     {"packed": True, "micro_batch_tokens": 40},
     {"packed": True, "full_logits": True},
 ]
+FEW = [("qwen3_vl", True), ("llava", False)]
 close = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -54,7 +56,7 @@ def test_rows_are_scored_as_transformers_scores_them_alone(family, seed):
                 torch.testing.assert_close(a.double(), b, **close)
 
 
-@pytest.mark.parametrize(("family", "packed"), pairs(FAMILIES, [True, False]))
+@pytest.mark.parametrize(("family", "packed"), some_fast(FEW, product(FAMILIES, [True, False])))
 def test_an_image_changes_the_scores_of_its_row_alone(family, packed):
     model, _ = vl_model(family)
     rows, _ = rows_with_images(family, [1, 3, 0, 1], 3)
@@ -70,7 +72,7 @@ def test_an_image_changes_the_scores_of_its_row_alone(family, packed):
     assert changed.tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(["qwen2_vl"], FAMILIES))
 def test_scores_follow_rows_that_are_shuffled_and_repeated(family):
     model, _ = vl_model(family)
     rows, _ = rows_with_images(family, [2, 0, 1], 4)
@@ -83,7 +85,7 @@ def test_scores_follow_rows_that_are_shuffled_and_repeated(family):
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(["qwen2_5_vl", "llava"], FAMILIES))
 def test_rows_without_images_are_scored_without_pixels(family):
     model, _ = vl_model(family)
     rows, alone = rows_with_images(family, [0, 0, 0], 5)
@@ -101,7 +103,7 @@ def test_rows_without_images_are_scored_without_pixels(family):
     handle.remove()
 
 
-@pytest.mark.parametrize(("family", "packed"), pairs(FAMILIES, [True, False]))
+@pytest.mark.parametrize(("family", "packed"), some_fast(FEW, product(FAMILIES, [True, False])))
 def test_gradients_are_those_of_plain_forwards_in_the_vision_tower_too(family, packed):
     model, _ = vl_model(family)
     rows, alone = rows_with_images(family, [1, 0, 2], 6)
@@ -119,7 +121,7 @@ def test_gradients_are_those_of_plain_forwards_in_the_vision_tower_too(family, p
         assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(["qwen2_vl", "llava"], FAMILIES))
 def test_values_see_the_images(family):
     model, _ = vl_model(family)
     rows, alone = rows_with_images(family, [1, 0, 3], 7)
@@ -186,13 +188,18 @@ def test_barred_tokens_have_no_probability_and_no_gradient(softcap):
     for found in out[1:]:
         for a, b in zip(found, out[0], strict=True):
             torch.testing.assert_close(a, b)
-    log_prob, _ = linear_log_probs(hidden, weight.requires_grad_(), target * 0 + 2, barred=barred)
-    assert log_prob.tolist() == [-torch.inf] * 5
-    log_prob.sum().backward()
-    assert not weight.grad[barred].any()
+    weight.requires_grad_()
+    for log_prob, _ in (
+        linear_log_probs(hidden, weight, target * 0 + 2, barred=barred),
+        log_probs_at(hidden @ weight.T, torch.arange(5), target * 0 + 2, barred=barred),
+    ):
+        assert log_prob.tolist() == [-torch.inf] * 5
+        log_prob.sum().backward()
+        assert weight.grad.any()
+        assert not weight.grad[barred].any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_fast(["qwen3_vl"], FAMILIES))
 def test_probabilities_add_up_without_the_image_tokens(family):
     model, processor = vl_model(family)
     (_, row), size = rows_with_images(family, [0, 1], 8)[1], len(processor.tokenizer)
