@@ -1,12 +1,13 @@
 """Rows with images are scored as transformers scores each of them alone, padded or packed."""
 
 import copy
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 from tensordict import NonTensorData
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from tests.objectives.conftest import make_model
 from tests.scoring.vision_rows import (
@@ -285,3 +286,43 @@ def test_models_that_do_not_keep_packed_images_apart_are_refused(family, fault):
     rows, _ = rows_with_images(family, [1, 1], 11)
     with pytest.raises(ValueError, match="packed=True needs a model that keeps packed rows apart"):
         scores(model, rows, packed=True)
+
+
+@pytest.mark.parametrize("family", some_fast(["qwen2_5_vl"], FAMILIES))
+def test_flash_attention_finds_packed_rows_in_the_positions_of_text(family):
+    found = []
+
+    def by_positions(
+        module, query, key, value, attention_mask, scaling=None, is_causal=None, **kwargs
+    ):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+        causal = module.is_causal if is_causal is None else is_causal
+        if ends is not None:
+            assert not causal
+            ends = ends.tolist()
+        else:
+            starts = [0] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
+            ends = [*starts, query.shape[2]]
+            found.append(len(starts) if causal else 0)
+        parts = [
+            nn.functional.scaled_dot_product_attention(
+                *(x[:, :, a:b] for x in (query, key, value)), scale=scaling, is_causal=causal
+            )
+            for a, b in pairwise(ends)
+        ]
+        return torch.cat(parts, 2).transpose(1, 2), None
+
+    AttentionInterface.register("positions_flash", by_positions)
+    AttentionMaskInterface.register("positions_flash", lambda *_, attention_mask=None, **__: None)
+    model = copy.deepcopy(vl_model(family)[0])
+    rows, alone = rows_with_images(family, [1, 0, 3], 12)
+    with torch.no_grad():
+        expected = by_transformers(model, rows, alone)
+        for config in (model.config, model.config.text_config, model.config.vision_config):
+            config._attn_implementation = "positions_flash"
+        got = scores(model, rows, packed=True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, **close)
+    assert found[-1] == 3
