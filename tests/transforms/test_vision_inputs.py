@@ -23,7 +23,7 @@ from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns, VisionInputs
 from torchrl_mt.vision import RowImages, StoredImage, VisionModel
-from torchrl_mt.vision.rows import COUNT, GRIDS, HASH, KEYS, NEW, PIXELS, RAW, set_row_images
+from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, NEW, PIXELS, RAW, set_row_images
 
 SEEDS = st.integers(0, 2**32 - 1)
 IMAGE = ("tokens", "full")
@@ -81,9 +81,9 @@ def check(rows, name, known):
 def test_rows_have_the_inputs_of_their_images(name, seed):
     rows, dialogues = make_rows(name, seed)
     check(rows, name, expected(dialogues))
-    distinct = {image.key for raw in rows.get(RAW).tolist() for image in raw}
-    assert sorted(rows[KEYS]) == sorted(distinct)
-    patches = len(distinct) if name == "llava" else int(rows[GRIDS].prod(-1).sum())
+    shown = [image.key for raw in rows.get(RAW).tolist() for image in raw]
+    assert list(rows[KEYS]) == shown
+    patches = len(shown) if name == "llava" else int(rows[GRIDS].prod(-1).sum())
     assert len(rows[PIXELS]) == patches
     assert (GRIDS[1] in rows["images"].keys(is_leaf=lambda _: True)) == (name in QWEN)
     assert rows[COUNT].dtype == torch.int64
@@ -179,12 +179,16 @@ def test_rows_of_two_calls_can_be_concatenated_and_stacked(name):
 
 def test_a_storage_that_mixes_rows_up_is_noticed():
     rows, _ = make_rows("qwen2_5_vl", 3, episodes=5)
+    more, _ = make_rows("qwen2_5_vl", 4, episodes=5)
     assert len(set(rows[HASH].tolist())) > 1
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(64), batch_size=8)
+    buffer.extend(rows.select("images"))
+    buffer.extend(more.select("images"))
+    with pytest.raises(ValueError, match=r"no inputs of the images of row .*VisionInputs"):
+        RowImages.of(buffer[:])
     buffer = ReplayBuffer(storage=LazyMemmapStorage(64), batch_size=8)
     buffer.extend(rows)
     with pytest.raises(ValueError, match=r"row \d+ has images of another row.*ListStorage"):
-        RowImages.of(buffer[:])
-    with pytest.raises(ValueError, match="images of another row"):
         VisionInputs(family("qwen2_5_vl")[1])(buffer[:])
 
 
@@ -194,14 +198,17 @@ def test_a_table_of_other_rows_is_noticed():
     mixed = one.clone()
     for key in (PIXELS, GRIDS, KEYS):
         mixed.set(key, NonTensorData(other[key], batch_size=one.batch_size))
-    with pytest.raises(ValueError, match=r"no inputs of an image of row .*VisionInputs"):
+    with pytest.raises(ValueError, match=r"no inputs of the images of row .*VisionInputs"):
         RowImages.of(mixed)
     mixed = one.clone()
     mixed.set(KEYS, NonTensorData(one[KEYS][1:], batch_size=one.batch_size))
-    with pytest.raises(ValueError, match="not of one batch"):
+    with pytest.raises(ValueError, match="no inputs of the images of row"):
         RowImages.of(mixed)
-    with pytest.raises(KeyError, match=r"must keep.*raw"):
-        RowImages.of(one.exclude(RAW))
+    torch.testing.assert_close(
+        RowImages.of(one.exclude(FIRST, KEYS)).first, RowImages.of(one).first
+    )
+    with pytest.raises(ValueError, match=r"exactly these rows.*first"):
+        RowImages.of(one.exclude(FIRST)[1:])
     with pytest.raises(KeyError, match="VisionInputs"):
         RowImages.of(one.exclude(PIXELS))
     assert RowImages.of(TensorDict({"a": torch.zeros(2)}, [2])) is None

@@ -26,8 +26,8 @@ class VisionInputs(Transform):
       patches ``[ΣP, D]`` (Qwen) or pictures ``[M, C, H, W]`` (LLaVA).
     - ``("images", "grid_thw")`` (Qwen): int64 ``[M, 3]``, patches of each image in time, height, width.
     - ``("images", "keys")``: a tuple of ``M`` hashes that names these images.
-    - ``("images", "count")`` and ``("images", "first")``: int64 ``[N]``, number of each row's images, and
-      where its first is among the ``M``.
+    - ``("images", "count")``: int64 ``[N]``, number of each row's images.
+    - ``("images", "first")``: int64 ``[N]``, where each row's first is among the ``M``.
 
     The first three are non-tensor entries without batch dimension. Rows may be indexed, shuffled, split,
     stacked and concatenated, also with those of another call. To keep rows in a buffer of their own, use

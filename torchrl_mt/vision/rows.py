@@ -91,7 +91,8 @@ class RowImages:
         grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
         # Rows of one call share a table; rows that were stacked or concatenated have several.
         own = {id(table): row for row, table in enumerate(tables)}
-        pixels = torch.cat([tables[row] for row in own.values()])
+        filled = [tables[row] for row in own.values() if len(tables[row])]
+        pixels = torch.cat(filled or tables[:1])
         grid = None if grids is None else torch.cat([grids[row] for row in own.values()])
         count = rows[COUNT]
         first = rows.get(FIRST, None)
