@@ -22,8 +22,9 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, TextReward, Va
 from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.scoring import row_values
+from torchrl_mt.transforms import VisionInputs
 from torchrl_mt.vision import RowImages, StoredImage
-from torchrl_mt.vision.rows import COUNT, PIXELS
+from torchrl_mt.vision.rows import COUNT, PIXELS, set_row_images
 
 close = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -291,3 +292,21 @@ def test_an_experience_of_text_has_no_images():
     rows, _ = completed("llava", (0, 0))
     experience = Experience.from_rows(rows.exclude("images"))
     assert experience.pixel_values is experience.image_grid_thw is experience.raw_images is None
+
+
+@pytest.mark.parametrize("family", some_fast(["qwen3_vl"], FAMILIES))
+def test_rows_learn_from_the_inputs_that_vision_inputs_makes(family):
+    model, processor = vl_model(family)
+    rows, alone = rows_with_images(family, (1, 0, 3, 2))
+    made = rows.exclude("images")
+    set_row_images(made, [row.images for row in alone])
+    with pytest.raises(KeyError, match="VisionInputs"):
+        ExperienceMaker(model, old_log_probs="actor")(made)
+    made = VisionInputs(processor)(made)
+    # Other rows' table, joined, shuffled and cut again.
+    made = torch.cat([made[2:], made[:2].clone()])[torch.tensor([3, 1, 0])]
+    maker = ExperienceMaker(model, old_log_probs="actor", packed=True, micro_batch_size=1)
+    out = maker(made.select(*maker.in_keys, *maker.optional_in_keys, strict=False))
+    with torch.no_grad():
+        expected = by_transformers(model, rows, alone)[0][torch.tensor([1, 3, 2])]
+    torch.testing.assert_close(out["log_probs", "old"].double(), expected, **close)

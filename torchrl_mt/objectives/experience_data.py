@@ -162,19 +162,19 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         Examples:
             >>> import torch
             >>> rows = TensorDict(
-            pass     {
-            pass         "tokens": {"full": torch.tensor([[5, 6]])},
-            pass         "masks": {
-            pass             "all_attention_mask": torch.tensor([[True, True]]),
-            pass             "all_assistant_mask": torch.tensor([[False, True]]),
-            pass         },
-            pass         "log_probs": {"old": torch.tensor([[0.0, -1.0]])},
-            pass         "advantage": torch.tensor([[[0.0], [2.0]]]),
-            pass         "returns": torch.tensor([[0.0, 3.0]]),
-            pass         "group": torch.tensor([4]),
-            pass     },
-            pass     batch_size=[1],
-            pass )
+            ...     {
+            ...         "tokens": {"full": torch.tensor([[5, 6]])},
+            ...         "masks": {
+            ...             "all_attention_mask": torch.tensor([[True, True]]),
+            ...             "all_assistant_mask": torch.tensor([[False, True]]),
+            ...         },
+            ...         "log_probs": {"old": torch.tensor([[0.0, -1.0]])},
+            ...         "advantage": torch.tensor([[[0.0], [2.0]]]),
+            ...         "returns": torch.tensor([[0.0, 3.0]]),
+            ...         "group": torch.tensor([4]),
+            ...     },
+            ...     batch_size=[1],
+            ... )
             >>> experience = Experience.from_rows(rows)
             >>> experience.advantages, experience.info["group"], experience.kl
             (tensor([[0., 2.]]), tensor([4]), None)

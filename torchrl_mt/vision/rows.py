@@ -178,10 +178,11 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     made = [[vision.inputs(image) for image in images] for images in raw]
     is_image = tokens == vision.image_token_id
     mask = rows.get(_MASK, None)
-    if mask is not None:
-        is_image = is_image & mask
-    for row, (inputs, marks) in enumerate(zip(made, is_image.cpu(), strict=True)):
-        _check_placeholders(row, marks, [len(each.token_ids) for each in inputs])
+    attended = (torch.ones_like(is_image) if mask is None else mask).cpu()
+    # Padding may lie anywhere, also between the tokens of an image.
+    marks = (row[kept] for row, kept in zip(is_image.cpu(), attended, strict=True))
+    for row, (inputs, shown) in enumerate(zip(made, marks, strict=True)):
+        _check_placeholders(row, shown, [len(each.token_ids) for each in inputs])
     device = tokens.device
     count = torch.tensor([len(images) for images in raw], device=device)
     table = [each for inputs in made for each in inputs]
