@@ -20,6 +20,7 @@ from tests.scoring.vision_rows import (
 from tests.tiers import first_fast, some_fast
 from torchrl_mt.scoring import ValueModel, row_log_probs, row_values
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
+from torchrl_mt.scoring.output_head import OutputStates, output_states
 from torchrl_mt.scoring.packing_check import packing_fault
 from torchrl_mt.scoring.row_vision import vision_towers
 from torchrl_mt.scoring.token_log_probs import log_probs_at
@@ -326,3 +327,18 @@ def test_flash_attention_finds_packed_rows_in_the_positions_of_text(family):
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b, **close)
     assert found[-1] == 3
+
+
+@pytest.mark.parametrize("family", some_fast(["llava"], FAMILIES))
+def test_logits_are_those_of_sampled_tokens_alone_also_in_half_precision(family):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, [3], 13)
+    with torch.no_grad():
+        assert isinstance(output_states(model, dict(alone[0].inputs)), OutputStates)
+        expected, entropy = scores(model, rows)
+        half = copy.deepcopy(model).bfloat16()
+        for policy, dtype in ((model, torch.bfloat16), (half, None)):
+            for got, exact in zip(
+                scores(policy, rows, packed=True, dtype=dtype), (expected, entropy), strict=True
+            ):
+                torch.testing.assert_close(got, exact, atol=0.3, rtol=0.1)
