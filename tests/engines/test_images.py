@@ -21,6 +21,7 @@ from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
 from .helpers import changed_copy, check, endless, idle, until
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")
+"""The first has the code path of the second, and is left out of the fast tier."""
 SIZES = ((16, 16), (16, 16), (8, 24), (32, 16), (48, 64))
 """Height and width of the pictures; the first two are told apart by their pixels alone."""
 
@@ -63,14 +64,15 @@ class Family:
 
     def log_probs(self, model, prompt, shown, answer) -> torch.Tensor:
         """The slow and obvious reference: transformers' forward pass over the whole row."""
-        ids = torch.tensor([[*prompt, *answer.token_ids]])
+        # One more token changes nothing; transformers 4 reads the one after each image's beginning.
+        ids = torch.tensor([[*prompt, *answer.token_ids, 0]])
         given = self.vision.batch([self.pictures[i] for i in shown])
         if "image_grid_thw" in given and takes_token_types(model):
             given["mm_token_type_ids"] = (ids == self.facts.image_token_id).int()
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
         logits[:, list(self.facts.barred)] = -torch.inf
-        found = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        found = logits[len(prompt) - 1 : -2].log_softmax(-1)
         return found.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
     def assert_sampled(self, prompt, shown, answer, model=None) -> None:
@@ -88,7 +90,7 @@ def family(name: str) -> Family:
     return Family(name)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[pytest.param("qwen2_vl", marks=pytest.mark.slow), *FAMILIES[1:]])
 def any_family(request) -> Family:
     return family(request.param)
 
@@ -133,7 +135,10 @@ actions = st.lists(
 @few_or_many(2, 25)
 @pytest.mark.parametrize(
     "sizes",
-    [{"cache_tokens": 8192}, {"cache_tokens": 192, "max_batch_tokens": 24}],
+    [
+        pytest.param({"cache_tokens": 8192}, marks=pytest.mark.slow),
+        {"cache_tokens": 192, "max_batch_tokens": 24},
+    ],
     ids=["roomy", "narrow"],
 )
 def test_log_probs_are_those_of_transformers_whatever_happens_meanwhile(
@@ -185,7 +190,7 @@ def each_answer_is_sampled(script, family, sizes):
 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_turns_that_add_images_are_exact_and_share_what_came_before(any_family, sharing):
-    engine = any_family.engine(prefix_sharing=sharing, max_batch_tokens=20)
+    engine = any_family.engine(prefix_sharing=sharing, max_batch_tokens=20, max_new_tokens=3)
     seen = count_seen(engine)
     turns: list[tuple[list[int], list[int]]] = []
 
@@ -214,7 +219,7 @@ def test_turns_that_add_images_are_exact_and_share_what_came_before(any_family, 
 
 
 def test_a_group_of_eight_sees_its_image_once(any_family):
-    engine = any_family.engine(max_new_tokens=4)
+    engine = any_family.engine(max_new_tokens=3)
     seen = count_seen(engine)
     prompt = any_family.message([4, 0])
     answers = asyncio.run(gather([any_family.ask(engine, [4, 0]) for _ in range(8)]))
@@ -223,9 +228,9 @@ def test_a_group_of_eight_sees_its_image_once(any_family):
     engine.close()
     assert sum(seen) == 2
     assert stats["prefill_tokens"] < 2 * len(prompt)
-    for answer in answers:
+    for answer in answers[::4]:
         any_family.assert_sampled(prompt, [4, 0], answer)
-    for answer in later:
+    for answer in later[::4]:
         any_family.assert_sampled(any_family.message([4, 0], "what ?"), [4, 0], answer)
 
 
@@ -243,19 +248,17 @@ def test_images_of_the_same_size_are_not_mixed_up(any_family):
 
 
 def test_an_image_twice_in_a_prompt_and_without_anything_between(any_family):
-    engine = any_family.engine()
     image = any_family.vision.inputs(any_family.pictures[0])
-    bare = [*any_family.message([]), *image.token_ids, *image.token_ids]
-    images = [any_family.pictures[0]] * 2
-    answer = asyncio.run(engine.generate(bare, images=images))  # ends with an image, too
-    engine.close()
-    if any_family.facts.merge_size is None:  # Qwen's own positions need something between
-        any_family.assert_sampled(bare, [0, 0], answer)
     separated = any_family.message([0, 0])
+    bare = [*any_family.message([]), *image.token_ids, *image.token_ids]  # ends with an image, too
+    images = [any_family.pictures[0]] * 2
     engine = any_family.engine()
-    answer = asyncio.run(engine.generate(separated, images=images))
+    requests = [engine.generate(prompt, images=images) for prompt in (separated, bare)]
+    answers = asyncio.run(gather(requests))
     engine.close()
-    any_family.assert_sampled(separated, [0, 0], answer)
+    any_family.assert_sampled(separated, [0, 0], answers[0])
+    if any_family.facts.merge_size is None:  # Qwen's own positions need something between
+        any_family.assert_sampled(bare, [0, 0], answers[1])
 
 
 def test_new_weights_see_images_anew(any_family):
@@ -329,7 +332,7 @@ def test_image_tokens_are_never_sampled(any_family):
     engine = endless(model, any_family.processor)
 
     def ask(shown, **kwargs):
-        return any_family.ask(engine, shown, max_new_tokens=30, **kwargs)
+        return any_family.ask(engine, shown, max_new_tokens=12, **kwargs)
 
     requests = [ask([0]), ask([]), ask([0, 2], temperature=0), ask([1], top_k=2, seed=1)]
     answers = asyncio.run(gather(requests))
