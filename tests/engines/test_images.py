@@ -234,6 +234,20 @@ def test_a_group_of_eight_sees_its_image_once(any_family):
         any_family.assert_sampled(any_family.message([4, 0], "what ?"), [4, 0], answer)
 
 
+def test_answers_that_are_requeued_go_on_where_they_were(any_family):
+    """Positions behind images are no places in the row, also of tokens that were sampled."""
+    engine = any_family.endless(cache_tokens=96, prefix_sharing=False)
+    shown = [[], [2], [0, 1], [3]]
+    requests = [any_family.ask(engine, each, max_new_tokens=20) for each in shown]
+    answers = asyncio.run(gather(requests))
+    stats = engine.stats()
+    engine.close()
+    prompts = [any_family.message(each) for each in shown]
+    assert stats["prefill_tokens"] > sum(map(len, prompts))
+    for prompt, each, answer in zip(prompts, shown, answers, strict=True):
+        any_family.assert_sampled(prompt, each, answer)
+
+
 def test_images_of_the_same_size_are_not_mixed_up(any_family):
     """The prompts are equal token for token, and are asked one after the other, so that one is kept."""
     engine = any_family.engine(temperature=0)
@@ -273,6 +287,26 @@ def test_new_weights_see_images_anew(any_family):
     prompt = any_family.message([4])
     any_family.assert_sampled(prompt, [4], old)
     any_family.assert_sampled(prompt, [4], new, any_family.versions[1])
+
+
+def test_weights_that_change_within_an_answer(qwen):
+    engine = qwen.endless(share_weights=False)
+    seen = count_seen(engine)
+
+    async def run():
+        tasks = [asyncio.create_task(qwen.ask(engine, [i], max_new_tokens=60)) for i in (3, 4)]
+        await until(lambda: engine.stats()["generated_tokens"] >= 10)
+        await asyncio.to_thread(engine.update_weights, qwen.versions[1])
+        return await gather(tasks)
+
+    answers = asyncio.run(run())
+    engine.close()
+    assert sum(seen) == 4
+    for i, answer in zip((3, 4), answers, strict=True):
+        assert set(answer.versions) == {0, 1}
+        under = [qwen.log_probs(model, qwen.message([i]), [i], answer) for model in qwen.versions]
+        expected = torch.where(torch.tensor(answer.versions) == 0, *under)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
 
 
 def test_weights_changed_in_place_count_for_the_vision_tower(qwen):
