@@ -29,10 +29,21 @@ class RenderedTextEncoder:
 
     Many tokenizers encode the beginning of a text unlike its middle (by a space in front). So text from
     the middle of a prompt is encoded after a context, whose tokens are then removed.
+
+    Args:
+        tokenizer: the tokenizer.
+        special_ids: its special tokens.
+        opening: tokens before every prompt whose text does not begin with the beginning-of-text token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_ids: set[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        special_ids: set[int],
+        opening: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._opening = list(opening)
         end = str(tokenizer.eos_token)
         self._before = [(end, self._encode(end))]
         try:
@@ -46,7 +57,14 @@ class RenderedTextEncoder:
     def beginning(self, text: str) -> list[int]:
         """Encode text at the beginning of a prompt."""
         first, *others = text.split(BREAK)
-        return [*self._encode(first), *chain.from_iterable(map(self._encode_within, others))]
+        bos = self._tokenizer.bos_token if self._opening else None
+        is_begun = bos is not None and first.startswith(str(bos))
+        opening = [] if is_begun else self._opening
+        return [
+            *opening,
+            *self._encode(first),
+            *chain.from_iterable(map(self._encode_within, others)),
+        ]
 
     def middle(self, text: str) -> list[int]:
         """Encode text that follows other text."""

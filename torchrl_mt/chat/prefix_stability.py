@@ -46,7 +46,11 @@ def find_break(template: ChatTemplate, *, with_tools: bool = True) -> str | None
     Returns:
         A description of the first such dialogue with both renderings; ``None`` if there is none.
     """
-    kinds = (_breaks_of_texts(template, with_tools), _breaks_of_fields(template, with_tools))
+    kinds = (
+        _breaks_of_texts(template, with_tools),
+        _breaks_of_fields(template, with_tools),
+        _breaks_of_images(template) if template.takes_images else iter(()),
+    )
     return next(chain.from_iterable(kinds), None)
 
 
@@ -113,6 +117,22 @@ def _breaks_of_fields(template: ChatTemplate, with_tools: bool) -> Iterator[str]
             end = max(shown.rfind(part) + len(part) for part in parts)
             if not whole.startswith(shown[:end]):
                 yield _difference(name, messages, shown, whole)
+
+
+def _breaks_of_images(template: ChatTemplate) -> Iterator[str]:
+    """Breaks by images, such as those of earlier turns left out or moved to the beginning."""
+    *before, asked = template.question
+    shown = {**asked, "content": [{"type": "text", "text": "LOOK"}, {"type": "image"}]}
+    answer = template.answers.write(ParsedReply(ANSWER), ANSWER)
+    messages: list[Any] = [*before, shown, answer]
+    for new in (shown, asked):
+        try:
+            whole, behind = template.follow(messages, ANSWER, [new])
+            asking = template.render(messages[:-1])
+        except RefusedDialogueError:
+            continue
+        if behind is None:
+            yield _difference("an image", [*messages, new], asking + ANSWER, whole)
 
 
 def _difference(name: str, messages: list[Any], shown: str, whole: str) -> str:

@@ -20,8 +20,9 @@ from torchrl_mt.chat.assistant_messages import (
 )
 from torchrl_mt.chat.replies import ParsedReply, ParseReply, ReplyParser
 from torchrl_mt.chat.replies.tool_calls import tool_schemas
-from torchrl_mt.chat.special_tokens import BREAK, SpecialTokenNames
+from torchrl_mt.chat.special_tokens import BREAK, SpecialTokenNames, special_tokens
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
+from torchrl_mt.vision import VisionProcessor
 
 __all__ = [
     "OPENINGS",
@@ -48,12 +49,15 @@ class RefusedDialogueError(ValueError):
 
 
 class ChatTemplate:
-    """Renders dialogues with a tokenizer's chat template.
+    """Renders dialogues with the chat template of a tokenizer or a processor.
+
+    Images are rendered as the template's placeholder; messages have them as ``{"type": "image"}``.
 
     Attributes:
         source: the template; the tokenizer's own if none is given.
         question: the first of :data:`OPENINGS` that the template accepts.
         closing: the end of an assistant's turn, after its content.
+        images_are_local: whether an image is rendered alike whatever images are before it.
         parser: parses the model's replies.
         answers: converts replies to messages.
 
@@ -69,13 +73,17 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         source: str | None = None,
         parse: ParseReply | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
         given = checked_template_kwargs(template_kwargs)
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._parse = parse
+        self._vision = vision
+        source = source or (None if vision is None else vision.chat_template)
         self.source = source or str(tokenizer.get_chat_template(None, given.get("tools")))
-        self._names = SpecialTokenNames(tokenizer)
+        placeholders = set() if vision is None else vision.placeholders
+        self._names = SpecialTokenNames(tokenizer, special_tokens(tokenizer) | placeholders)
         # Tools and documents may come from servers, so their text is not trusted either.
         self._kwargs = {
             name: self._names.split(
@@ -86,6 +94,12 @@ class ChatTemplate:
         # Random, so that no tool or document can contain it.
         self._marker = f"ANSWER-{token_hex(8)}"
         answer = {"role": "assistant", "content": self._marker}
+        self._takes_text = True
+        """Whether contents may be text; some templates with images take lists of parts only."""
+        if vision is not None and not any(
+            self._marker in (self.renders([*asked, answer]) or "") for asked in OPENINGS
+        ):
+            self._takes_text = False
         taken = (asked for asked in OPENINGS if self.renders([*asked, answer]) is not None)
         self.question = next(taken, OPENINGS[-1])
         self._context = [*self.question, answer]
@@ -96,10 +110,18 @@ class ChatTemplate:
             self.renders, self.question, self._marker, self.parser.family
         )
         self._calls_are_local = self._find_whether_calls_are_local()
+        self.images_are_local = vision is None or self._find_whether_images_are_local()
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether there is a processor."""
+        return self._vision is not None
 
     def with_source(self, source: str) -> ChatTemplate:
         """A copy with another template."""
-        return ChatTemplate(self._tokenizer, self._template_kwargs, source, self._parse)
+        return ChatTemplate(
+            self._tokenizer, self._template_kwargs, source, self._parse, self._vision
+        )
 
     def render(
         self, messages: Messages, *, context: Messages = (), add_generation_prompt: bool = True
@@ -172,6 +194,8 @@ class ChatTemplate:
             for call in message.get("tool_calls") or ()
         ]
         content = message.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part["text"] for part in content if "text" in part)
         text = "\n".join([content, *(json.dumps(call["function"]) for call in calls)]).strip()
         reply = ParsedReply(content, message.get("reasoning_content"), calls)
         return self.answers.write(with_call_ids(reply, messages, self.parser.family), text)
@@ -280,6 +304,17 @@ class ChatTemplate:
             tails.add(None if text is None else text.rpartition(f"{ARGUMENT}1")[2])
         return len(tails) == 1 and None not in tails
 
+    def _find_whether_images_are_local(self) -> bool:
+        """Whether the rendering of an image does not depend on those before it."""
+        *before, asked = self.question
+        shown = {**asked, "content": [{"type": "image"}, {"type": "text", "text": "LOOK"}]}
+        answer = self._context[-1]
+        tails = set()
+        for dialogue in ([*before, asked], [*before, shown]):
+            text = self.renders([*dialogue, answer, shown], add_generation_prompt=True)
+            tails.add(None if text is None else text.rpartition(self._marker)[2])
+        return len(tails) == 1
+
     def _refusal(
         self, context: list[Mapping[str, Any]], messages: list[Mapping[str, Any]], error: Exception
     ) -> RefusedDialogueError:
@@ -302,6 +337,8 @@ class ChatTemplate:
         )
 
     def _apply(self, messages: list[Any], add_generation_prompt: bool) -> str:
+        if not self._takes_text:
+            messages = list(map(_in_parts, messages))
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
@@ -311,6 +348,14 @@ class ChatTemplate:
                 **self._kwargs,
             )
         )
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:

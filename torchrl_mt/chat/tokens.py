@@ -22,8 +22,16 @@ from torchrl_mt.chat.replies.families import TURN_ENDS
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
 from torchrl_mt.chat.training_templates import training_template
+from torchrl_mt.vision import (
+    StoredImage,
+    VisionProcessor,
+    for_template,
+    images_of,
+    is_image_part,
+    with_stored_images,
+)
 
-__all__ = ["Answer", "ChatTokens", "OnBreak", "Template"]
+__all__ = ["Answer", "ChatTokens", "OnBreak", "Template", "refuse_images"]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -61,7 +69,11 @@ class ChatTokens:
 
     A template is prefix-stable if it never rewrites earlier messages; this is tested once, on short
     dialogues. Names of special tokens in messages, tools or documents (``"<|im_end|>"`` in a user's
-    text) are encoded as ordinary text, so no message can end its turn or begin another.
+    text) are encoded as ordinary text, so no message can end its turn, begin another or show an image.
+
+    With a processor, contents may have images, ``{"type": "image", "image": ...}`` in the forms that
+    :meth:`torchrl_mt.vision.StoredImage.of` takes. Prompts then have one placeholder for each token of
+    an image, as the processor itself writes them.
 
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
@@ -76,14 +88,18 @@ class ChatTokens:
         parse: parses the text of a response, special tokens included, into a
             :class:`~torchrl_mt.chat.replies.ParsedReply`. If ``None``, the tokenizer's response template
             or the model family's notation is used.
+        processor: the processor of a model that takes images, whose chat template is used then;
+            ``None`` for text alone.
 
     Attributes:
         breaks: an example of how the template rewrites a dialogue; ``None`` if it is prefix-stable.
 
     Raises:
         TypeError: if ``template_kwargs`` is not a mapping of plain data (text, numbers, booleans,
-            ``None``, mappings and lists of them; functions as ``tools``).
-        ValueError: if the tokenizer has no chat template or no ``eos_token``, its template does not
+            ``None``, mappings and lists of them; functions as ``tools``), or the processor is of no
+            supported family.
+        ValueError: if the tokenizer has no chat template or no ``eos_token``, or is not the
+            processor's, its template does not
             write the assistant's content, ``on_break`` or ``template`` is unknown, there is no training
             template for it, or ``template_kwargs`` has an argument of rendering itself (``tokenize``,
             ``add_generation_prompt``...).
@@ -111,8 +127,14 @@ class ChatTokens:
         template: Template = "original",
         template_kwargs: Mapping[str, Any] | None = None,
         parse: ParseReply | None = None,
+        processor: Any = None,
     ) -> None:
-        if tokenizer is None or tokenizer.chat_template is None:
+        self._vision = vision = None if processor is None else VisionProcessor.of(processor)
+        if vision is not None:
+            tokenizer = vision.tokenizer if tokenizer is None else tokenizer
+            vision.check_tokenizer(tokenizer)
+        has_template = vision is not None and vision.chat_template is not None
+        if tokenizer is None or (tokenizer.chat_template is None and not has_template):
             raise ValueError(
                 f"tokenizer ({type(tokenizer).__name__}) must have a chat template, got none: "
                 "set tokenizer.chat_template, or use a chat model's tokenizer."
@@ -129,12 +151,13 @@ class ChatTokens:
         self._tokenizer = tokenizer
         self.on_break = on_break
         self._has_warned = False
-        names = special_tokens(tokenizer)
+        names = special_tokens(tokenizer) | (set() if vision is None else vision.placeholders)
         ends = {tokenizer.eos_token, *names.intersection(TURN_ENDS)}
         self._special_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, names))
         self._stop_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, ends))
-        self._encoder = RenderedTextEncoder(tokenizer, self._special_ids)
-        self._template = ChatTemplate(tokenizer, template_kwargs, parse=parse)
+        opening = [] if vision is None else vision.beginning
+        self._encoder = RenderedTextEncoder(tokenizer, self._special_ids, opening)
+        self._template = ChatTemplate(tokenizer, template_kwargs, parse=parse, vision=vision)
         if template == "training":
             self._template, self.breaks = training_template(self._template)
         else:
@@ -148,6 +171,11 @@ class ChatTokens:
     def stable(self) -> bool:
         """Whether the template is prefix-stable: it never rewrites earlier messages."""
         return self.breaks is None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may have images."""
+        return self._vision is not None
 
     @property
     def source(self) -> str:
@@ -182,12 +210,14 @@ class ChatTokens:
             The prompt's tokens.
 
         Raises:
-            ValueError: if there are no messages, or the template refuses one of them.
-            TypeError: if a message holds anything but plain data.
+            ValueError: if there are no messages, the template refuses one of them, or they have images
+                and there is no processor.
+            TypeError: if a message holds anything but plain data and images.
         """
         if len(messages) == 0:
             raise ValueError("messages must hold at least one message to open with, got none.")
-        return self._tokens(messages, opens=True)
+        messages, images = self._separated(messages)
+        return self._expanded(self._tokens(messages, opens=True), images)
 
     def extend(self, messages: Sequence[Mapping[str, Any]], *, last_token: int | None) -> list[int]:
         """Render the messages after a response with the next generation prompt.
@@ -201,10 +231,13 @@ class ChatTokens:
             The tokens between that response and the next one.
 
         Raises:
-            ValueError: if the template refuses one of the messages.
-            TypeError: if a message holds anything but plain data.
+            ValueError: if the template refuses one of the messages, or they have images and there is no
+                processor.
+            TypeError: if a message holds anything but plain data and images.
         """
-        return self._without_sampled(self._tokens(messages, opens=False), last_token)
+        messages, images = self._separated(messages)
+        ids = self._without_sampled(self._tokens(messages, opens=False), last_token)
+        return self._expanded(ids, images)
 
     def next_prompt(
         self,
@@ -251,13 +284,19 @@ class ChatTokens:
                 "messages must hold the dialogue up to the response, whose role is 'assistant', got "
                 f"the roles {[message.get('role') for message in messages]}."
             )
+        new_messages, images = self._separated(new_messages)
+        shown: list[StoredImage] = []
+        if self._vision is not None:
+            messages, shown = self._separated(messages)
         text = self.text(answer_ids, last_token=last_token)
         if last_token is None and len(answer_ids) and answer_ids[-1] in self._stop_ids:
             last_token = answer_ids[-1]  # A stop string may name the token that ends a turn.
         stop = "" if last_token is None else decode(self._tokenizer, [last_token])
         # A prefix-stable template may still have no field for a part of this answer.
         stable = self.stable and not self._template.answers.loses(messages[-1])
-        if stable or self.on_break == "append":
+        # A template may number images, so that the fixed context does not do for them.
+        fixed = self._template.images_are_local or not (shown or images)
+        if fixed and (stable or self.on_break == "append"):
             if not stable:
                 self._warn("earlier turns stay in view as the model saw and said them")
             results = any(message.get("role") == "tool" for message in new_messages)
@@ -265,17 +304,19 @@ class ChatTokens:
                 # The rendering of a tool's result may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:
-                    return True, self._without_sampled(self._encoder.middle(behind), last_token)
+                    return True, self._after_answer(behind, images, last_token)
             # The fixed context may not allow these messages: a tool's result without its call.
             with suppress(RefusedDialogueError):
-                return True, self.extend(new_messages, last_token=last_token)
+                ids = self._without_sampled(self._tokens(new_messages, opens=False), last_token)
+                return True, self._expanded(ids, images)
         whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
         if behind is not None:
-            return True, self._without_sampled(self._encoder.middle(behind), last_token)
+            return True, self._after_answer(behind, images, last_token)
         if self.on_break == "append":
-            return True, self.extend(new_messages, last_token=last_token)
+            ids = self._without_sampled(self._tokens(new_messages, opens=False), last_token)
+            return True, self._expanded(ids, images)
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
-        return False, self._encoder.beginning(whole)
+        return False, self._expanded(self._encoder.beginning(whole), [*shown, *images])
 
     def read(
         self,
@@ -326,6 +367,27 @@ class ChatTokens:
             ids.pop()
         return decode(self._tokenizer, ids)
 
+    def _separated(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], list[StoredImage]]:
+        """Messages as templates read them, and their images."""
+        if self._vision is None:
+            refuse_images(messages)
+            return messages, []
+        stored = with_stored_images(messages)
+        return for_template(stored), images_of(stored)
+
+    def _expanded(self, ids: list[int], images: Sequence[StoredImage]) -> list[int]:
+        """Tokens with a placeholder for each token of an image."""
+        return ids if self._vision is None else self._vision.expanded(ids, images)
+
+    def _after_answer(
+        self, text: str, images: Sequence[StoredImage], last_token: int | None
+    ) -> list[int]:
+        """Tokens of the text after an answer that ends with ``last_token``."""
+        ids = self._without_sampled(self._encoder.middle(text), last_token)
+        return self._expanded(ids, images)
+
     def _tokens(self, messages: Sequence[Mapping[str, Any]], *, opens: bool) -> list[int]:
         """Tokens of messages; cached if all values are strings and short."""
         key = tuple(tuple(message.items()) for message in messages)
@@ -361,4 +423,20 @@ class ChatTokens:
             _logger.warning(
                 "the tokenizer's chat template is not prefix-stable: %s. With on_break=%r %s.",
                 *(self.breaks or "it rewrites this dialogue", self.on_break, consequence),
+            )
+
+
+def refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse messages with images, for which there is no processor.
+
+    Raises:
+        ValueError: if a message has an image; names it.
+    """
+    for k, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
+            raise ValueError(
+                f"messages must be text where there is no processor, got an image in message {k} of "
+                f"{len(messages)} (role {message.get('role')!r}): give the model's processor, "
+                "processor=AutoProcessor.from_pretrained(...), or describe it in text."
             )

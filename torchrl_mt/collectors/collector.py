@@ -56,6 +56,7 @@ from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.threads import WatchedThread
+from torchrl_mt.vision import VisionProcessor
 
 if TYPE_CHECKING:
     from torchrl_mt.agents import Agent
@@ -131,18 +132,22 @@ class MultiTurnCollector(BaseCollector):
         progress: show a progress bar.
         postproc: applied to every batch before it is written or yielded.
         tokenizer: renders messages; ``policy.tokenizer`` if ``None``.
+        processor: the Hugging Face processor of a model that takes images (Qwen2-VL, Qwen2.5-VL,
+            Qwen3-VL, LLaVA). Messages may then have images, and batches have ``("images", "new")``.
+            Its chat template and its tokenizer render messages. ``None`` for text alone: images are
+            refused.
         **fields: fields of the records above by their own names: ``incomplete_groups`` (``failures``);
             ``shuffle``, ``cycle``, ``seed`` (``order``); ``on_break``, ``template``,
             ``template_kwargs``, ``max_prompt_tokens`` (``chat``); ``host``, ``port``, ``models``,
             ``tool_parser`` (``agents``). ``shuffle=True`` is ``order=ItemOrder(shuffle=True)``.
 
     Raises:
-        TypeError: if ``env`` or ``policy`` is none of the above, an argument is unknown, or a record and
-            one of its fields are both given.
+        TypeError: if ``env`` or ``policy`` is none of the above, an argument is unknown, a record and
+            one of its fields are both given, or ``processor`` is of no supported family.
         ImportError: if ``env`` names nothing that can be imported.
         ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
-            ``total_episodes`` is not a multiple of ``group_size``, or the tokenizer has no chat template
-            or no end-of-turn token.
+            ``total_episodes`` is not a multiple of ``group_size``, the tokenizer has no chat template
+            or no end-of-turn token, or it is not the processor's.
 
     Examples:
         >>> collector = MultiTurnCollector(  # doctest: +SKIP
@@ -183,6 +188,7 @@ class MultiTurnCollector(BaseCollector):
         progress: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         tokenizer: Any = None,
+        processor: Any = None,
         **fields: Any,
     ) -> None:
         super().__init__()
@@ -214,7 +220,9 @@ class MultiTurnCollector(BaseCollector):
                     f"{name} must be a multiple of group_size={group_size}, got {episodes}."
                 )
         check_choice("staleness", staleness, get_args(StalenessRule))
-        self.engine = as_engine(policy, tokenizer)
+        vision = None if processor is None else VisionProcessor.of(processor)
+        with_tokenizer = vision.tokenizer if vision and tokenizer is None else tokenizer
+        self.engine = as_engine(policy, with_tokenizer)
         self._owns_engine = self.engine is not policy
         warn_of_settings(self.engine, episodes_per_batch, max_concurrency, max_staleness)
         self.limits = limits or Limits()
@@ -230,6 +238,7 @@ class MultiTurnCollector(BaseCollector):
             workflow_kwargs=workflow_kwargs,
             env_workers=env_workers,
             agents=agents,
+            vision=vision,
         )
         self._data, self._order = data, order
         self._items = Items(data, **asdict(order))

@@ -28,8 +28,9 @@ from torchrl_mt.collectors.statistics.call_times import CallTimes
 from torchrl_mt.collectors.workflow_entries import join_entries
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
+from torchrl_mt.vision import StoredImage
 
-__all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite"]
+__all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite", "parent_of"]
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Default sampling parameters."""
@@ -55,9 +56,11 @@ class Turn:
     """Seconds that the model took to answer."""
     env_seconds: float = 0.0
     """Seconds that the environment took to answer."""
+    images: tuple[StoredImage, ...] = ()
+    """All images of the prompt, in the order of their placeholders."""
     parent: int | None = field(default=None, init=False, compare=False)
-    """Index of the last earlier turn whose prompt and response this turn's prompt begins with; -1 if
-    there is none, ``None`` if no collector recorded the turn."""
+    """Index of the last earlier turn whose prompt and response this turn's prompt begins with, and
+    whose images its own begin with; -1 if there is none, ``None`` if no collector recorded the turn."""
     _oldest: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -66,6 +69,21 @@ class Turn:
         if self._oldest is None:
             self._oldest = min(self.completion.versions, default=None)
         return self._oldest
+
+    def goes_on_from(self, before: Turn) -> bool:
+        """Whether its prompt begins with the prompt and answer of an earlier turn, images included."""
+        if self.images[: len(before.images)] != before.images:
+            return False
+        answer = list(before.completion.token_ids)
+        start = len(before.prompt_ids)
+        end = start + len(answer)
+        prompt = self.prompt_ids
+        # The answer first: it is short, and it is what differs between branches.
+        if list(prompt[start:end]) != answer:
+            return False
+        if isinstance(prompt, Prompt):
+            return prompt.starts_with(before.prompt_ids)
+        return list(prompt[:start]) == list(before.prompt_ids)
 
 
 @dataclass(slots=True)
@@ -94,6 +112,9 @@ class Episode:
     """Whether the environment has answered a response, or the workflow has returned a result."""
     valid: bool | None = None
     """Whether it counts in the loss and in statistics; ``None`` if every episode does."""
+    shows_images: bool | None = None
+    """Whether its turns may show images: if so, batches have ``("images", "new")``, if not, images are
+    refused. ``None`` outside of a collector, where turns may and there is no such entry."""
     calls: CallTimes = field(default_factory=CallTimes, repr=False, compare=False)
     """Running calls, and the seconds of past ones."""
     begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
@@ -133,6 +154,8 @@ class Episode:
         known = [turn.parent for turn in self.turns if turn.parent is not None]
         if len(known) == len(self.turns):
             return known
+        if any(turn.images for turn in self.turns):
+            return [parent_of(turn, self.turns[:k]) for k, turn in enumerate(self.turns)]
         answers = [turn.completion.token_ids for turn in self.turns]
         return find_parents(
             _prompts([turn.prompt_ids for turn in self.turns]),
@@ -186,6 +209,7 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         out[last, 0] = torch.tensor(list(ended))
         return out
 
+    parents = [episode.parents() for episode in episodes]
     reasons = [episode.stop_reason or StopReason.TRUNCATED for episode in episodes]
     stop_reason = [""] * size
     for position, reason in zip(last.tolist(), reasons, strict=True):
@@ -216,7 +240,7 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "group": per_turn(episode.group for episode in episodes),
             "turn": TensorDict(
-                {"parent": torch.tensor([k for episode in episodes for k in episode.parents()])},
+                {"parent": torch.tensor(list(chain.from_iterable(parents)))},
                 [size],
             ),
             "seconds": TensorDict(
@@ -245,11 +269,19 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     )
     if any(episode.valid is not None for episode in episodes):
         batch["valid"] = per_turn(episode.valid is not False for episode in episodes)
+    if any(episode.shows_images for episode in episodes):
+        new = chain.from_iterable(map(_new_images, episodes, parents))
+        batch["images"] = TensorDict({"new": _objects(new)}, [size])
     entries = join_entries(
         [episode.entries for episode in episodes],
         [len(episode.turns) * (episode.valid is False) for episode in episodes],
     )
     return batch if entries is None else batch.update(entries)
+
+
+def parent_of(turn: Turn, earlier: Sequence[Turn]) -> int:
+    """Index of the last earlier turn that a turn went on from; -1 if there is none."""
+    return next((k for k in reversed(range(len(earlier))) if turn.goes_on_from(earlier[k])), -1)
 
 
 def as_number(reward: Any) -> float:
@@ -276,6 +308,15 @@ def is_finite(reward: float) -> bool:
         [True, False, True, False]
     """
     return bool(torch.tensor(reward, dtype=torch.float32, device="cpu").isfinite())
+
+
+def _new_images(episode: Episode, parents: Sequence[int]) -> list[tuple[StoredImage, ...]]:
+    """What each turn's prompt adds to the images of its parent's."""
+    turns = episode.turns
+    return [
+        turn.images[len(turns[parent].images) :] if parent >= 0 else turn.images
+        for turn, parent in zip(turns, parents, strict=True)
+    ]
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import overload
 
+from torchrl_mt.vision import StoredImage
+
 __all__ = ["Prompt"]
 
 
@@ -18,6 +20,7 @@ class Prompt(Sequence[int]):
     Args:
         line: tokens of the conversation; may be extended later.
         length: number of the prompt's tokens.
+        images: its images, in the order of their placeholders.
 
     Examples:
         >>> line = [1, 2]
@@ -27,11 +30,12 @@ class Prompt(Sequence[int]):
         ([1, 2], True)
     """
 
-    __slots__ = ("_length", "line")
+    __slots__ = ("_length", "images", "line")
 
-    def __init__(self, line: list[int], length: int) -> None:
+    def __init__(self, line: list[int], length: int, images: tuple[StoredImage, ...] = ()) -> None:
         self.line = line
         """Tokens of the conversation, shared by its prompts."""
+        self.images = images
         self._length = length
 
     def __len__(self) -> int:

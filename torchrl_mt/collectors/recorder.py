@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
 from typing import Any, TypeVar
 
 from torchrl_mt.checks import check_at_least
-from torchrl_mt.collectors.episode import Episode, Turn
+from torchrl_mt.collectors.episode import Episode, Turn, parent_of
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.engines.request_checks import integers
 from torchrl_mt.engines.sampling import random_word
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
 
@@ -85,6 +86,8 @@ class Recorder:
         """Number of calls begun before the last refusal."""
         self._lines: list[list[int]] = []
         """Tokens of each conversation, the one that grew last at the end."""
+        self._shown: tuple[StoredImage, ...] = ()
+        """Images of the conversation that grew last."""
         self._order: list[int] = []
         """The call number of each turn; calls are numbered as they begin."""
         self._calls = self._running = 0
@@ -112,19 +115,34 @@ class Recorder:
         )
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Iterable[Any] = (),
+        max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Sample an answer from the engine and record it as a turn; see :meth:`take_turn`."""
-        turn = await self.take_turn(prompt_ids, max_new_tokens=max_new_tokens, **sampling)
+        turn = await self.take_turn(
+            prompt_ids, images=images, max_new_tokens=max_new_tokens, **sampling
+        )
         return turn.completion
 
     async def take_turn(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Iterable[Any] = (),
+        max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> Turn:
         """Sample an answer from the engine and return the turn that records it.
 
         Args:
-            prompt_ids: every token that the model is to see.
+            prompt_ids: every token that the model is to see, with a placeholder for each token of an
+                image.
+            images: all images of the prompt, in order: :class:`~torchrl_mt.vision.StoredImage` or what
+                its ``of`` takes. What :meth:`continued` returns has the earlier ones.
             max_new_tokens: maximum length of the answer; the limits may set a lower one.
             **sampling: arguments for the engine's ``generate``.
 
@@ -132,9 +150,11 @@ class Recorder:
             LimitReached: if the episode has no turn left, the prompt leaves no room for an answer, or
                 the turn times out.
             RuntimeError: if the episode is over.
-            TypeError: if ``prompt_ids`` are not integers.
+            TypeError: if ``prompt_ids`` are not integers, or ``images`` is no list of images.
+            ValueError: if there are images and the collector has no processor.
         """
         self._check_open()
+        shown = self._images(images) or getattr(prompt_ids, "images", ())
         if not isinstance(prompt_ids, (Prompt, list)):
             # Checked here: the engine only sees a list that is made of it.
             prompt_ids = integers(prompt_ids)
@@ -146,11 +166,13 @@ class Recorder:
             raise self._refusal(reached)
         if max_new_tokens is not None:
             budget = max_new_tokens if budget is None else min(budget, max_new_tokens)
-        prompt, call = self._prompt(prompt_ids), self._calls
+        prompt, call = self._prompt(prompt_ids, shown), self._calls
         self._calls += 1
         self._running += 1
         if self._seed is not None:
             sampling.setdefault("seed", _call_seed(self._seed, call))
+        if shown:  # Engines for text alone need not know of images.
+            sampling["images"] = shown
         begin = time.perf_counter()
         try:
             with self.episode.calls.call("engine", "the engine's answer"):
@@ -165,7 +187,7 @@ class Recorder:
         finally:
             self._running -= 1
         self._check_open()
-        turn = Turn(prompt, answer, model_seconds=time.perf_counter() - begin)
+        turn = Turn(prompt, answer, model_seconds=time.perf_counter() - begin, images=shown)
         self._enter(turn, call)
         if self.reached is not None and not self.reached.of_time and call >= self._refused_at:
             self.reached = None  # The player has found a way around the limit.
@@ -173,11 +195,16 @@ class Recorder:
             prompt.line.extend(answer.token_ids)
         return turn
 
-    def continued(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The prompt of the last turn, its response, and further tokens, as the next prompt."""
+    def continued(self, tokens: Sequence[int], images: Sequence[StoredImage] = ()) -> Sequence[int]:
+        """The prompt of the last turn, its response, and further tokens, as the next prompt.
+
+        Args:
+            tokens: the further tokens.
+            images: their images. The prompt also has those of the last turn.
+        """
         line = self._lines[-1]
         line.extend(tokens)
-        return Prompt(line, len(line))
+        return Prompt(line, len(line), (*self._shown, *images))
 
     def drop_last(self) -> None:
         """Remove the last turn."""
@@ -188,7 +215,7 @@ class Recorder:
         turns = self.episode.turns
         place = next(k for k, other in enumerate(turns) if other is turn)
         children = [later for later in turns[place + 1 :] if later.parent == place]
-        parents = [_parent(child, turns[:place]) for child in children]
+        parents = [parent_of(child, turns[:place]) for child in children]
         if -1 in parents:
             return
         for child, parent in zip(children, parents, strict=True):
@@ -214,7 +241,23 @@ class Recorder:
         if self.closed:
             raise RuntimeError("the episode is over: its engine answers no more.")
 
-    def _prompt(self, tokens: Sequence[int]) -> Prompt:
+    def _images(self, images: Iterable[Any]) -> tuple[StoredImage, ...]:
+        """The images of a call."""
+        is_one = isinstance(images, (str, bytes, Mapping)) or getattr(images, "ndim", 4) < 4
+        if is_one or not isinstance(images, Iterable):
+            raise TypeError(
+                "images must be a list of the prompt's images, got "
+                f"{type(images).__name__}: give images=[image] for one."
+            )
+        shown = tuple(map(StoredImage.of, images))
+        if shown and self.episode.shows_images is False:
+            raise ValueError(
+                f"images must come with the model's processor, got {len(shown)} and no processor: give "
+                "MultiTurnCollector(..., processor=AutoProcessor.from_pretrained(...))."
+            )
+        return shown
+
+    def _prompt(self, tokens: Sequence[int], images: tuple[StoredImage, ...]) -> Prompt:
         """The prompt as a view of the conversation that it continues, or of a new one."""
         for line in reversed(self._lines):
             if isinstance(tokens, Prompt) and tokens.line is line:
@@ -225,35 +268,21 @@ class Recorder:
         else:
             line = list(tokens)
         self._lines = [*(other for other in self._lines if other is not line), line][-_LINES:]
-        return Prompt(line, len(tokens))
+        self._shown = images
+        return Prompt(line, len(tokens), images)
 
     def _enter(self, turn: Turn, call: int) -> None:
         """Insert a turn in the order of calls and set parents."""
         turns, place = self.episode.turns, bisect(self._order, call)
         self._order.insert(place, call)
         turns.insert(place, turn)
-        turn.parent = _parent(turn, turns[:place])
+        turn.parent = parent_of(turn, turns[:place])
         for later in turns[place + 1 :]:  # Their calls began later and ended earlier.
             assert later.parent is not None
             if later.parent >= place:
                 later.parent += 1
-            elif _continues(later, turn):
+            elif later.goes_on_from(turn):
                 later.parent = place
-
-
-def _parent(turn: Turn, earlier: Sequence[Turn]) -> int:
-    """Index of the last earlier turn that a turn went on from; -1 if there is none."""
-    return next((k for k in reversed(range(len(earlier))) if _continues(turn, earlier[k])), -1)
-
-
-def _continues(turn: Turn, before: Turn) -> bool:
-    """Whether a turn's prompt begins with the prompt and answer of an earlier turn."""
-    prompt, answer = turn.prompt_ids, list(before.completion.token_ids)
-    assert isinstance(prompt, Prompt)
-    start = len(before.prompt_ids)
-    end = start + len(answer)
-    # The answer first: it is short, and it is what differs between branches.
-    return prompt[start:end] == answer and prompt.starts_with(before.prompt_ids)
 
 
 def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -> Limits:

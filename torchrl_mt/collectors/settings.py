@@ -140,7 +140,12 @@ class ChatOptions:
         object.__setattr__(self, "template_kwargs", checked_template_kwargs(self.template_kwargs))
 
     def tokens(
-        self, tokenizer: Any, parse: ParseReply | None = None, *, on_break: OnBreak = "fork"
+        self,
+        tokenizer: Any,
+        parse: ParseReply | None = None,
+        *,
+        on_break: OnBreak = "fork",
+        processor: Any = None,
     ) -> ChatTokens:
         """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options.
 
@@ -148,6 +153,7 @@ class ChatOptions:
             tokenizer: the tokenizer.
             parse: parses responses; see :class:`~torchrl_mt.collectors.ChatTokens`.
             on_break: used if the options leave it open.
+            processor: the processor of a model that takes images.
         """
         return ChatTokens(
             tokenizer,
@@ -155,6 +161,7 @@ class ChatOptions:
             template=self.template,
             template_kwargs=self.template_kwargs,
             parse=parse,
+            processor=processor,
         )
 
 

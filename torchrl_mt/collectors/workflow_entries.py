@@ -35,6 +35,7 @@ COLLECTOR_KEYS: tuple[tuple[str, ...], ...] = (
     ("stop_reason",),
     ("valid",),
     ("data",),
+    ("images", "new"),
 )
 """Keys that the collector writes itself, nested ones included."""
 

@@ -49,6 +49,7 @@ from torchrl_mt.objectives.warnings import Warnings
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.row_vision import image_keys
 from torchrl_mt.scoring.values import check_critic, row_values
 
 _logger = logging.getLogger("torchrl_mt")
@@ -95,6 +96,7 @@ class ExperienceMaker(TensorDictModuleBase):
     statistic, and get reward and advantage 0; :class:`MultiTurnLoss` leaves them out. Values that are
     not finite on them become 0, as do all values on tokens that were not sampled.
 
+    Rows with images, prepared by ``VisionInputs``, need vision-language models of one family.
     The ``optional_in_keys`` are used where the rows have them. Outputs of an earlier call that this
     one does not write (another maker's weights, say) stay in the rows and count in the loss: complete
     rows once, or drop such entries first.
@@ -308,6 +310,7 @@ class ExperienceMaker(TensorDictModuleBase):
         may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
         may += ["turn_return"] * (self.own_reward and self.credit.advantage == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
+        self.optional_in_keys += image_keys(self.actor, self.ref, self.critic)
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
     @torch.no_grad()
@@ -434,10 +437,11 @@ class ExperienceMaker(TensorDictModuleBase):
                 *batch.inputs,
                 temperature=self.temperature,
                 with_entropy=with_entropy,
+                images=batch.images,
                 passes=self.passes,
             )
 
     def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
         """Compute the values of the states in which tokens were sampled."""
         with scoring_mode(critic):
-            return row_values(critic, *batch.inputs, passes=self.passes)
+            return row_values(critic, *batch.inputs, images=batch.images, passes=self.passes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
+from tensordict import NestedKey, NonTensorData, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt._hosts.tensordict import tensordict_of, with_tensor_fields
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
-from torchrl_mt.objectives.rows.reading import read_entry
+from torchrl_mt.objectives.rows.reading import read_entry, read_objects
+from torchrl_mt.vision import RowImages, StoredImage
+from torchrl_mt.vision.rows import FIRST, GRIDS, PIXELS, RAW
 
 _NAMES = {
     "sequences": "action",
@@ -36,7 +38,9 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
     """Experience of ``N`` rows of ``S`` tokens, as :class:`ExperienceMaker` makes it.
 
     All fields but ``info`` have shape ``[N, S]``; those that the maker did not write are ``None``.
-    Sampled tokens are where ``action_mask`` is true, with holes between turns.
+    Sampled tokens are where ``action_mask`` is true, with holes between turns. The images of the rows
+    are in ``info``, each once; :attr:`pixel_values`, :attr:`image_grid_thw` and :attr:`raw_images` are
+    those of these rows, also of an experience that was cut, shuffled or joined.
     """
 
     sequences: Tensor
@@ -62,6 +66,25 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
     info: TensorDict | None = None
     """All other entries of the rows, ``[N]``."""
 
+    @property
+    def pixel_values(self) -> Tensor | None:
+        """Inputs of the rows' images, one row after the other; ``None`` without images."""
+        return self._model_inputs().get("pixel_values")
+
+    @property
+    def image_grid_thw(self) -> Tensor | None:
+        """int64 ``[M, 3]``, patches of the rows' images; ``None`` without images or grids."""
+        return self._model_inputs().get("image_grid_thw")
+
+    @property
+    def raw_images(self) -> list[tuple[StoredImage, ...]] | None:
+        """Each row's images as the environment gave them; ``None`` if the rows do not have them."""
+        return None if self.info is None else read_objects(self.info, RAW)
+
+    def _model_inputs(self) -> dict[str, Any]:
+        images = None if self.info is None else RowImages.of(self.info)
+        return {} if images is None else images.inputs(torch.arange(len(images.count)))
+
     def to(self, *args: Any, **kwargs: Any) -> Experience:
         """Move every field to a device, or convert the floating fields to a dtype.
 
@@ -71,7 +94,7 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
             **kwargs: ``device``, ``dtype``, ``non_blocking`` and others of a TensorDict's ``to``.
 
         Returns:
-            The moved experience; tokens, masks and ids keep their type.
+            The moved experience, its images' inputs included; tokens, masks and ids keep their type.
 
         Raises:
             TypeError: If the dtype is not floating.
@@ -94,6 +117,7 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
             fields = fields.to(*where, **kwargs)
         if dtype is not None:
             fields = fields.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+        fields = _with_images(fields, dtype)
         if self.is_locked:
             fields.lock_()
         return with_tensor_fields(self, fields)
@@ -131,19 +155,19 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         Examples:
             >>> import torch
             >>> rows = TensorDict(
-            ...     {
-            ...         "tokens": {"full": torch.tensor([[5, 6]])},
-            ...         "masks": {
-            ...             "all_attention_mask": torch.tensor([[True, True]]),
-            ...             "all_assistant_mask": torch.tensor([[False, True]]),
-            ...         },
-            ...         "log_probs": {"old": torch.tensor([[0.0, -1.0]])},
-            ...         "advantage": torch.tensor([[[0.0], [2.0]]]),
-            ...         "returns": torch.tensor([[0.0, 3.0]]),
-            ...         "group": torch.tensor([4]),
-            ...     },
-            ...     batch_size=[1],
-            ... )
+            pass     {
+            pass         "tokens": {"full": torch.tensor([[5, 6]])},
+            pass         "masks": {
+            pass             "all_attention_mask": torch.tensor([[True, True]]),
+            pass             "all_assistant_mask": torch.tensor([[False, True]]),
+            pass         },
+            pass         "log_probs": {"old": torch.tensor([[0.0, -1.0]])},
+            pass         "advantage": torch.tensor([[[0.0], [2.0]]]),
+            pass         "returns": torch.tensor([[0.0, 3.0]]),
+            pass         "group": torch.tensor([4]),
+            pass     },
+            pass     batch_size=[1],
+            pass )
             >>> experience = Experience.from_rows(rows)
             >>> experience.advantages, experience.info["group"], experience.kl
             (tensor([[0., 2.]]), tensor([4]), None)
@@ -179,3 +203,22 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
                 value = value.unsqueeze(-1) if field == "advantages" else value
                 rows.set(getattr(keys, name), value)
         return rows
+
+
+def _with_images(fields: TensorDict, dtype: torch.dtype | None) -> TensorDict:
+    """Move the table of images, which has no batch dimension, to where the fields are."""
+    info = fields.get("info", None)
+    images = None if info is None else RowImages.of(info)
+    if images is None:
+        return fields
+    device = images.pixel_values.device if fields.device is None else fields.device
+    pixels = images.pixel_values.to(device, dtype)
+    if pixels is images.pixel_values:
+        return fields
+    fields, info = fields.copy(), info.copy()
+    info.set(PIXELS, NonTensorData(pixels, batch_size=info.batch_size))
+    if images.grids is not None:
+        info.set(GRIDS, NonTensorData(images.grids.to(device), batch_size=info.batch_size))
+    info.set(FIRST, images.first)
+    fields.set("info", info)
+    return fields

@@ -58,7 +58,9 @@ from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
 from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.row_vision import image_keys, vision_towers
 from torchrl_mt.scoring.values import check_critic, row_values
+from torchrl_mt.vision import RowImages
 
 Sequences = Literal["row", "turn"]
 """What counts as one sequence for objectives and corrections of whole sequences."""
@@ -134,6 +136,9 @@ class MultiTurnLoss(LossModule):
         critic_coef: Weight of the value loss.
         clip_value: Clip the value loss at this distance from ``"values"``
             (:func:`~torchrl_mt.objectives.functional.value_loss`).
+        freeze_vision: Do not train the vision towers of actor and critic: set ``requires_grad`` of their
+            parameters to false, here and for good. Of Qwen's models it is all of ``visual``, of LLaVA
+            ``vision_tower`` without the projector. By default nothing is set.
         passes: How the forward pass is made. Its limits are ignored: each call is one pass, so that
             all workers make equally many. To bound memory, give shards of the rows (:meth:`total`).
         **keywords: ``packed`` and ``dtype`` of :class:`~torchrl_mt.objectives.Passes`, one by one.
@@ -142,8 +147,9 @@ class MultiTurnLoss(LossModule):
         ValueError: If a name is unknown; a number is out of range; ``clip_value`` is given without
             ``critic``; ``sequence="turn"`` without an objective or correction of whole sequences;
             ``correction`` is given to an objective that compares no policies, like ``"sft"``;
-            ``clip_epsilon`` to an objective that has no bounds or has them bound already; or both
-            objective and correction weight by the ratio to the sampler.
+            ``clip_epsilon`` to an objective that has no bounds or has them bound already;
+            ``freeze_vision`` with an actor that has no vision tower; or both objective and correction
+            weight by the ratio to the sampler.
         TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number, or
             ``objective`` or ``correction`` neither a name nor a function.
 
@@ -209,6 +215,7 @@ class MultiTurnLoss(LossModule):
         critic: nn.Module | None = None,
         critic_coef: float = 1.0,
         clip_value: float | None = None,
+        freeze_vision: bool = False,
         passes: Passes | None = None,
         **keywords: Any,
     ) -> None:
@@ -252,6 +259,8 @@ class MultiTurnLoss(LossModule):
             check_positive("clip_value", clip_value)
             if critic is None:
                 raise ValueError(f"clip_value needs a critic, got {clip_value} with critic=None.")
+        if freeze_vision:
+            _freeze_vision(causal_lm(actor), critic)
         self.actor_network = actor
         self.critic_network = critic
         self.objective = objective
@@ -313,7 +322,9 @@ class MultiTurnLoss(LossModule):
         """Keys of the entries that are used where the rows have them."""
         keys = self.tensor_keys
         ref = [keys.ref_log_probs] * self._ref_is_optional
-        return [keys.weight, keys.valid, keys.sampling_temperature, *ref, *loss_mask_keys(self)]
+        images = image_keys(self.actor_network, self.critic_network)
+        may = [keys.weight, keys.valid, keys.sampling_temperature, *ref, *images]
+        return [*may, *loss_mask_keys(self)]
 
     def total(self, tensordict: TensorDictBase) -> Tensor:
         """Compute the aggregation's divisor, to pass to ``forward`` with shards of these rows.
@@ -376,17 +387,19 @@ class MultiTurnLoss(LossModule):
             self._compared = warn_of_no_correction(rows, mask, keys)
         inputs = rows["action"], rows["attention_mask"], mask
         # Without a bonus the entropy is only reported: no gradient reaches it.
+        images = RowImages.of(tensordict)
         log_prob, entropy = row_log_probs(
             self.actor_network,
             *inputs,
             temperature=self.temperature,
             with_entropy=True,
+            images=images,
             passes=self.passes,
         )
         assert entropy is not None
         outputs = {"the actor's log-probabilities": log_prob, "the actor's entropies": entropy}
         if self.critic_network is not None:
-            value = row_values(self.critic_network, *inputs, passes=self.passes)
+            value = row_values(self.critic_network, *inputs, images=images, passes=self.passes)
             outputs["the critic's values"] = value
         check_outputs(outputs, mask)
         group = rows.get("group")
@@ -438,3 +451,15 @@ class MultiTurnLoss(LossModule):
         """Select the optional entries that the objective takes."""
         names = ("sampler_log_prob", "turns")
         return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}
+
+
+def _freeze_vision(actor: nn.Module, critic: nn.Module | None) -> None:
+    """Stop training the vision towers, of which the actor must have one."""
+    towers = vision_towers(actor)
+    if not towers:
+        raise ValueError(
+            "freeze_vision=True needs an actor with a vision tower, a submodule 'visual' or "
+            f"'vision_tower', got {type(actor).__name__}; leave it out for a model of text."
+        )
+    for tower in towers + ([] if critic is None else vision_towers(critic)):
+        tower.requires_grad_(False)

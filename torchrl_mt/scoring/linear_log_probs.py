@@ -5,6 +5,7 @@ Logits are computed in chunks, and again in the backward pass: no more than one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from torchrl_mt.checks import check_positive, check_shape
 from torchrl_mt.scoring.token_log_probs import (
+    bar,
     chunk_gradient,
     chunks,
     empty_scores,
@@ -35,6 +37,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     dtype: torch.dtype | None = None,
+    barred: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Score tokens under ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``.
 
@@ -52,6 +55,7 @@ def linear_log_probs(
         with_entropy: Whether to compute the entropies as well.
         dtype: Type of the matrix products; by default autocast's where it is on, else that of
             ``hidden``. All else is in float32.
+        barred: Tokens in [0, V) that are never sampled: their probability is 0.
 
     Returns:
         Log-probabilities, and entropies or ``None``: ``[K]`` float32 (float64 if computed in it).
@@ -76,7 +80,7 @@ def linear_log_probs(
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     log_prob, entropy = _LinearLogProbs.apply(
-        hidden, weight, bias, tokens, dtype, scale, softcap, temperature, with_entropy
+        hidden, weight, bias, tokens, dtype, scale, softcap, temperature, with_entropy, barred
     )
     return log_prob, entropy if with_entropy else None
 
@@ -96,11 +100,13 @@ class _LinearLogProbs(torch.autograd.Function):
         softcap: float | None,
         temperature: float,
         with_entropy: bool,
+        barred: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         log_prob, log_sum, entropy = empty_scores(
             hidden.new_empty(0, dtype=dtype), len(target), with_entropy
         )
         ctx.dtype, ctx.scale, ctx.softcap, ctx.temperature = dtype, scale, softcap, temperature
+        ctx.barred = barred
         with torch.autocast(hidden.device.type, enabled=False):
             w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
             for part in chunks(len(target), len(weight), CHUNK_ELEMENTS):
@@ -119,7 +125,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, log_sum, entropy = ctx.saved_tensors
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 10
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         total = wide(ctx.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -135,6 +141,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     x, target, part, log_sum, entropy, grad_log_prob, grad_entropy
                 )
                 grad *= ctx.scale / ctx.temperature if slope is None else slope
+                bar(grad, ctx.barred, 0.0)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 grad = grad.to(ctx.dtype)
@@ -148,7 +155,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
 
 
 def _logits(
@@ -165,4 +172,4 @@ def _logits(
         x.mul_(ctx.softcap / ctx.temperature)
     elif ctx.scale != ctx.temperature:
         x.mul_(ctx.scale).div_(ctx.temperature)
-    return x, slope
+    return bar(x, ctx.barred), slope

@@ -6,6 +6,7 @@ batch, padded or packed, change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from torchrl_mt.scoring.output_head import OutputStates, output_states, whole_lo
 from torchrl_mt.scoring.packing import ForwardPass, put_back
 from torchrl_mt.scoring.packing_check import passes_over
 from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.row_vision import vision_model
 from torchrl_mt.scoring.token_log_probs import log_probs_at
+from torchrl_mt.vision import RowImages
 
 
 def causal_lm(actor: nn.Module) -> nn.Module:
@@ -63,6 +66,7 @@ def row_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     full_logits: bool = False,
+    images: RowImages | None = None,
     passes: Passes | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -73,6 +77,9 @@ def row_log_probs(
     it (:func:`~torchrl_mt.scoring.output_head.output_states`). A model that bounds its logits by other
     means than soft-capping needs ``full_logits``.
 
+    Tokens that stand for images or videos in a vision-language model's prompts are never sampled: the
+    distribution is the one without them.
+
     Args:
         actor: See :func:`causal_lm`.
         tokens: ``[N, S]`` int64.
@@ -81,6 +88,7 @@ def row_log_probs(
         temperature: Divisor of the logits, in float32.
         with_entropy: Whether to compute the entropy at the sampled tokens as well.
         full_logits: Compute all logits of a pass at once, as the model itself does.
+        images: The rows' images, ``RowImages.of(rows)``; none by default.
         passes: How rows are cut into forward passes.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
@@ -90,17 +98,20 @@ def row_log_probs(
 
     Raises:
         ValueError: If shapes differ, a sampled token is padding, a number is out of range, the model
-            does not support packing, or its logits are not one distribution per token.
-        TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits, or
-            both ``passes`` and keywords are given.
+            does not support packing, or its logits are not one distribution per token; if a row's
+            image tokens do not fit its images, or an image token is sampled.
+        TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits or
+            takes no ``images``, or both ``passes`` and keywords are given.
     """
     model = causal_lm(actor)
     check_positive_finite("temperature", temperature)
     passes = find_passes(passes, keywords)
+    vision = vision_model(model)
+    barred = () if vision is None else vision.barred
     places, scores = [], []
-    for step in passes_over(model, tokens, attention_mask, mask, passes):
+    for step in passes_over(model, tokens, attention_mask, mask, passes, images):
         places.append(step.place)
-        scores.append(_score(model, step, temperature, with_entropy, passes, full_logits))
+        scores.append(_score(model, step, temperature, with_entropy, passes, full_logits, barred))
     log_prob = put_back([x for x, _ in scores], places, tokens)
     if not with_entropy:
         return log_prob, None
@@ -114,6 +125,7 @@ def _score(
     with_entropy: bool,
     passes: Passes,
     full_logits: bool,
+    barred: Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
     find = whole_logits if full_logits else output_states
     states = find(model, step.inputs, passes.dtype)
@@ -129,6 +141,7 @@ def _score(
             temperature=temperature,
             with_entropy=with_entropy,
             dtype=passes.dtype,
+            barred=[token for token in barred if token < len(states.weight)],
         )
     return log_probs_at(
         states.flatten(0, 1),
@@ -136,4 +149,5 @@ def _score(
         step.target.to(states.device),
         temperature=temperature,
         with_entropy=with_entropy,
+        barred=[token for token in barred if token < states.shape[-1]],
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_mask
 from torchrl_mt.scoring.passes import Passes
+from torchrl_mt.scoring.row_vision import RowVision
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def forward_passes(
     passes: Passes,
     *,
     with_lengths: bool = False,
+    vision: RowVision | None = None,
 ) -> Iterator[ForwardPass]:
     """Cut rows into forward passes.
 
@@ -126,6 +128,9 @@ def forward_passes(
         passes: How to cut. With ``with_lengths``, ``micro_batch_size`` counts rows, not sequences.
         with_lengths: Pack for attention over variable lengths, with transformers' arguments for it;
             ignored unless ``passes.packed``.
+        vision: What a vision-language model takes beside tokens: each pass gets its rows' images, and
+            positions ``[3, B, L]``, or ``[4, B, L]`` with the text's in front when packed. Such models
+            find the rows' lengths in these, and lengths would reach the vision tower.
 
     Yields:
         The passes, on the device of ``tokens``. At least one, even without tokens: a worker without
@@ -146,6 +151,7 @@ def forward_passes(
         # One unattended token: the model runs, and every parameter gets a gradient.
         tokens = tokens.new_zeros(1, 1)
         attention_mask = mask = torch.zeros_like(tokens, dtype=torch.bool)
+        vision = None if vision is None else vision.of_no_rows()
     lengths = attention_mask.sum(-1).cpu()
     lines, fill = [[row] for row in range(len(lengths))], lengths
     if packed:
@@ -157,8 +163,8 @@ def forward_passes(
         fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
     for part in micro_batches(fill, 1 if with_lengths else most_rows, most_tokens):
         group = [lines[i] for i in part.tolist()]
-        step = _forward_pass(tokens, attention_mask, mask, lengths, group, packed)
-        if with_lengths:
+        step = _forward_pass(tokens, attention_mask, mask, lengths, group, packed, vision)
+        if with_lengths and vision is None:
             step.inputs.update(_lengths(lengths[group[0]], tokens.device))
         yield step
 
@@ -182,6 +188,7 @@ def _forward_pass(
     lengths: Tensor,
     lines: list[list[int]],
     packed: bool,
+    vision: RowVision | None,
 ) -> ForwardPass:
     """Make one pass over lines of rows; each line becomes a sequence of the batch."""
     device, count = tokens.device, len(lines)
@@ -193,6 +200,8 @@ def _forward_pass(
     width = max(1, int(fill.max()))
     start = size.cumsum(0) - size
     offset = line * width + start - (fill.cumsum(0) - fill)[line]
+    # In the order in which their placeholders stand in the pass.
+    pixels = {} if vision is None else vision.pixels(rows)
     rows, offset, fill = rows.to(device), offset.to(device), fill.to(device)
 
     attended = attention_mask[rows]
@@ -210,6 +219,13 @@ def _forward_pass(
         inputs["position_ids"] = position.view(count, width)
     else:
         inputs["attention_mask"] = (along < fill[:, None].clamp(min=1)).long()
+    if vision is not None and vision.positions is not None:
+        axes = tokens.new_zeros(3, count * width)
+        axes = axes.index_copy(1, slot, vision.positions[:, rows[row], rank]).view(3, count, width)
+        # With the text's positions in front, or packed rows would see each other.
+        text = [inputs["position_ids"][None]] if packed else []
+        inputs["position_ids"] = torch.cat([*text, axes])
+    inputs |= pixels
     place = rows[row] * tokens.shape[1] + column
     return ForwardPass(inputs, slot[scored] - 1, ids[scored], place[scored])
 

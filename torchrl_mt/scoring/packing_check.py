@@ -26,6 +26,8 @@ from torchrl_mt.scoring.forward import (
 )
 from torchrl_mt.scoring.packing import ForwardPass, check_rows, forward_passes
 from torchrl_mt.scoring.passes import Passes
+from torchrl_mt.scoring.row_vision import RowVision, check_sampled, vision_model
+from torchrl_mt.vision import RowImages
 
 LENGTHS = (12, 4, 4, 4)
 """Lengths of the tested rows: the first is a sequence of its own, the others share one."""
@@ -40,19 +42,30 @@ _FAULTS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakK
 
 
 def passes_over(
-    model: nn.Module, tokens: Tensor, attention_mask: Tensor, mask: Tensor, passes: Passes
+    model: nn.Module,
+    tokens: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    passes: Passes,
+    images: RowImages | None = None,
 ) -> Iterator[ForwardPass]:
     """Check rows, and cut them into forward passes of a model.
 
     Raises:
-        ValueError: If shapes differ, a sampled token is padding, or the model does not support packing.
-        TypeError: If a mask is not boolean.
+        ValueError: If shapes differ, a sampled token is padding, a row's placeholders do not fit its
+            images, or the model does not support packing.
+        TypeError: If a mask is not boolean, or the model cannot take the rows' images.
     """
     check_rows(tokens, attention_mask, mask)
+    kind = vision_model(model)
+    if kind is not None:
+        check_sampled(kind, tokens, mask)
+    vision = RowVision.of(model, tokens, attention_mask, images)
     if passes.packed:
         check_packing(model, tokens[attention_mask], passes.dtype)
+    with_lengths = passes.packed and takes_lengths(model)
     yield from forward_passes(
-        tokens, attention_mask, mask, passes, with_lengths=passes.packed and takes_lengths(model)
+        tokens, attention_mask, mask, passes, with_lengths=with_lengths, vision=vision
     )
 
 
@@ -69,7 +82,8 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> str | None:
     """Find out why a model does not support packed rows.
 
-    The test runs once per model, attention implementation, computation type and kind of device. It finds
+    The test runs once per model, attention implementation, computation type and kind of device, with an
+    image in each row if images change the positions of tokens. It finds
     any influence of other rows of the sequence or batch that has a gradient or exceeds rounding, and
     states that differ from the row's alone by more than rounding. It misses effects of longer or more
     rows than it tries, of weights that are exactly zero now, and those below rounding that have no
@@ -128,16 +142,26 @@ def _signature_fault(model: nn.Module) -> str | None:
 def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | None:
     """Find out how packed rows differ from the rows alone."""
     name = type(model).__name__
+    vision = vision_model(model)
     some = torch.cat([tokens.new_tensor([0, 1]), tokens.reshape(-1)]).unique().cpu()
+    images = None
+    if vision is not None:
+        some = some[~torch.isin(some, torch.tensor(vision.barred))]
+        images = _trial_images(model)
     attended = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     looked_at = attended & (torch.arange(len(LENGTHS)) == LOOKED_AT)[:, None]
     choice = torch.randint(0, len(some), attended.shape, generator=torch.Generator().manual_seed(0))
 
     def trial(index: Tensor, packed: bool) -> ForwardPass:
         with_lengths = packed and takes_lengths(model)
+        ids = some[index]
+        if images is not None and vision is not None:
+            # Behind the first token; its positions do not count on.
+            ids[:, 1:3] = vision.image_token_id
         (step,) = forward_passes(
-            some[index], attended, looked_at, Passes(packed=packed), with_lengths=with_lengths
-        )
+            ids, attended, looked_at, Passes(packed=packed), with_lengths=with_lengths,
+            vision=RowVision.of(model, ids, attended, images),
+        )  # fmt: skip
         return step
 
     # In this order: leaving inference mode enables gradients.
@@ -172,6 +196,25 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
     if not float((alone.double() - together.double()).norm()) <= tolerance:
         return "computes a packed row otherwise than the row alone"
     return None
+
+
+def _trial_images(model: nn.Module) -> RowImages | None:
+    """Make an image of two tokens for each tested row, for models with M-RoPE.
+
+    A mask made of its positions would end the row there. Other models' positions are those of text.
+    """
+    vision = vision_model(model)
+    if vision is None or vision.merge_size is None:
+        return None
+    config = unwrapped(model).config.vision_config  # type: ignore[union-attr]
+    grids = torch.tensor([[1, vision.merge_size, 2 * vision.merge_size]] * len(LENGTHS))
+    patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.rand(
+        int(grids.prod(-1).sum()), patch, generator=torch.Generator().manual_seed(2)
+    )
+    return RowImages(
+        pixels, grids, torch.arange(len(grids)), torch.ones(len(grids), dtype=torch.long)
+    )
 
 
 def _has_gradient_of_others(

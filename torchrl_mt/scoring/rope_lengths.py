@@ -34,7 +34,9 @@ def lengths_apart(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
 
 def _row_lengths(inputs: dict[str, Any]) -> Tensor:
     position, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    if position is not None:
+    if position is not None and mask is None:
+        # Of several rows of positions the first is the text's.
+        position = position[0] if position.ndim == 3 else position
         ends = torch.nn.functional.pad(position[:, 1:] == 0, (0, 1), value=True)
         return position[ends] + 1
     if mask is not None and mask.ndim == 2:

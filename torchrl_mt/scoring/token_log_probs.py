@@ -6,6 +6,7 @@ their gradient, no more than one chunk is ever in memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,10 +91,12 @@ def log_probs_at(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    barred: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities and entropies (or ``None``) of tokens at chosen positions.
 
     ``tokens`` and ``position`` are ``[K]``, without duplicate positions; ``logits`` are ``[T, V]``.
+    ``barred`` tokens of the vocabulary have probability 0.
 
     Examples:
         >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()
@@ -101,7 +104,7 @@ def log_probs_at(
     """
     check_shape("tokens", tokens, position.shape)
     check_positive("temperature", temperature)
-    log_prob, entropy = _LogProbs.apply(logits, tokens, position, temperature, with_entropy)
+    log_prob, entropy = _LogProbs.apply(logits, tokens, position, temperature, with_entropy, barred)
     return log_prob, entropy if with_entropy else None
 
 
@@ -114,11 +117,13 @@ def _apply(
     check_positive("temperature", temperature)
     flat, target = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
     if mask is None:
-        log_prob, entropy = _LogProbs.apply(flat, target, None, temperature, with_entropy)
+        log_prob, entropy = _LogProbs.apply(flat, target, None, temperature, with_entropy, ())
         return log_prob.view(shape), entropy.view(shape if with_entropy else -1)
     check_mask("mask", mask, shape)
     position = mask.reshape(-1).nonzero().squeeze(-1)
-    log_prob, entropy = _LogProbs.apply(flat, target[position], position, temperature, with_entropy)
+    log_prob, entropy = _LogProbs.apply(
+        flat, target[position], position, temperature, with_entropy, ()
+    )
     zeros = log_prob.new_zeros(flat.shape[0])
     log_prob = zeros.index_copy(0, position, log_prob).view(shape)
     if with_entropy:
@@ -137,15 +142,16 @@ class _LogProbs(torch.autograd.Function):
         position: Tensor | None,
         temperature: float,
         with_entropy: bool,
+        barred: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         log_prob, log_sum, entropy = empty_scores(logits, len(target), with_entropy)
         for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
-            x = _select(logits, position, part, temperature)
+            x = bar(_select(logits, position, part, temperature), barred)
             score_chunk(x, target, part, log_prob, log_sum, entropy)
         ctx.save_for_backward(logits, target, position, log_sum, entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.barred = temperature, barred
         ctx.set_materialize_grads(False)
         return log_prob, entropy
 
@@ -153,18 +159,19 @@ class _LogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         logits, target, position, log_sum, entropy = ctx.saved_tensors
         if not ctx.needs_input_grad[0] or (grad_log_prob is None and grad_entropy is None):
-            return None, None, None, None, None
+            return (None,) * 6
         grad = torch.empty_like(logits) if position is None else torch.zeros_like(logits)
         for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
-            x = _select(logits, position, part, ctx.temperature)
+            x = bar(_select(logits, position, part, ctx.temperature), ctx.barred)
             out = chunk_gradient(x, target, part, log_sum, entropy, grad_log_prob, grad_entropy)
+            out = bar(out, ctx.barred, 0.0)
             if ctx.temperature != 1.0:
                 out /= ctx.temperature
             grad[part if position is None else position[part]] = out.to(grad.dtype)
-        return grad, None, None, None, None
+        return grad, *(None,) * 5
 
 
 def chunks(size: int, vocabulary: int, elements: int) -> list[slice]:
@@ -176,6 +183,13 @@ def chunks(size: int, vocabulary: int, elements: int) -> list[slice]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the type to compute in: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def bar(x: Tensor, tokens: Sequence[int], value: float = -torch.inf) -> Tensor:
+    """Write a value for barred tokens into ``x`` ``[K, V]``, and return it."""
+    for token in tokens:
+        x[:, token] = value
+    return x
 
 
 def empty_scores(like: Tensor, size: int, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

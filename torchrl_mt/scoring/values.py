@@ -15,6 +15,7 @@ from torchrl_mt.scoring.forward import run_model
 from torchrl_mt.scoring.packing import put_back
 from torchrl_mt.scoring.packing_check import passes_over
 from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.vision import RowImages
 
 
 class ValueModel(nn.Module):
@@ -98,8 +99,8 @@ class ValueModel(nn.Module):
         Args:
             input_ids: ``[N, L]`` int64.
             attention_mask: ``[N, L]``, 0 on padding.
-            position_ids: ``[N, L]`` int64.
-            **kwargs: What else the backbone takes.
+            position_ids: ``[N, L]`` int64, or what else the backbone takes.
+            **kwargs: What else the backbone takes, images among it.
 
         Returns:
             ``[N, L]`` float32.
@@ -120,6 +121,7 @@ def row_values(
     attention_mask: Tensor,
     mask: Tensor,
     *,
+    images: RowImages | None = None,
     passes: Passes | None = None,
     **keywords: Any,
 ) -> Tensor:
@@ -136,6 +138,8 @@ def row_values(
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens.
+        images: The rows' images, ``RowImages.of(rows)``; none by default. The critic's ``config`` must
+            be that of a supported vision-language model.
         passes: How rows are cut into forward passes.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
@@ -144,9 +148,10 @@ def row_values(
 
     Raises:
         ValueError: If shapes differ, a sampled token is padding, a number is out of range, the critic's
-            output has another shape, or the critic does not support packing.
-        TypeError: If a mask is not boolean, ``critic`` is no module, or both ``passes`` and keywords
-            are given.
+            output has another shape, the critic does not support packing, or a row's image tokens do
+            not fit its images.
+        TypeError: If a mask is not boolean, ``critic`` is no module or takes no ``images``, or both
+            ``passes`` and keywords are given.
 
     Examples:
         >>> class Count(nn.Module):
@@ -159,7 +164,7 @@ def row_values(
     check_critic(critic)
     passes = find_passes(passes, keywords)
     places, values = [], []
-    for step in passes_over(critic, tokens, attention_mask, mask, passes):
+    for step in passes_over(critic, tokens, attention_mask, mask, passes, images):
         shape = step.inputs["input_ids"].shape
         value = _values(run_model(critic, step.inputs, passes.dtype), shape)
         places.append(step.place)

@@ -211,9 +211,13 @@ def _without_videos(kind: Any, tokenizer: PreTrainedTokenizerFast, images: Any) 
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO])
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
+    def reduce(self: Any) -> Any:  # The class itself cannot be pickled.
+        return _without_videos, (kind, self.tokenizer, self.image_processor)
+
     attributes = {
         "__init__": initialize,
         "__module__": kind.__module__,
+        "__reduce__": reduce,
         # What transformers 4 reads.
         "attributes": ["image_processor", "tokenizer"],
         "tokenizer_class": "AutoTokenizer",

@@ -1,6 +1,7 @@
-"""Entries of an episode (its label, a reference answer), copied to each of its rows.
+"""Entries of an episode (its label, a reference answer, its images), copied to each of its rows.
 
-Every row has the value of its episode's last turn, which knows the episode's outcome.
+Every row has the value of its episode's last turn, which knows the episode's outcome. Images are those
+of the row itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
+
+from torchrl_mt.vision.images import StoredImage
+from torchrl_mt.vision.rows import NEW
 
 DATA = "data"
 """Key of the data item that each episode was reset with, as collectors write it."""
@@ -81,6 +85,39 @@ def dialogue_of_rows(
     for episode, messages in zip(of_turn, _objects(value, len(tensordict)), strict=True):
         dialogues.setdefault(episode, []).extend(messages or ())
     return _stack([dialogues[of_turn[turn]] for turn in row_last])
+
+
+def images_of_prompts(
+    tensordict: TensorDictBase, parents: Sequence[int], claimed: Sequence[int] | None
+) -> list[tuple[StoredImage, ...]] | None:
+    """List all images of each turn's prompt, from those that prompts add to their parents'.
+
+    Args:
+        tensordict: ``[ΣT]`` turns.
+        parents: index of each turn's parent, -1 for none.
+        claimed: what the turns themselves name as their parents; ``None`` if they name none.
+
+    Returns:
+        A tuple of images per turn; ``None`` if the turns have no ``("images", "new")``.
+
+    Raises:
+        ValueError: if a turn with images has another parent than it claims.
+    """
+    value = tensordict.get(NEW, None)
+    if value is None:
+        return None
+    images: list[tuple[StoredImage, ...]] = []
+    for turn, (new, parent) in enumerate(
+        zip(_objects(value, len(tensordict)), parents, strict=True)
+    ):
+        images.append((images[parent] if parent >= 0 else ()) + tuple(new or ()))
+        if claimed is not None and claimed[turn] != parent and images[turn]:
+            raise ValueError(
+                f"MergeTurns: the prompt of turn {turn} of the batch, which has images, does not begin "
+                "with the tokens of the turn that ('turn', 'parent') names: its images cannot be told. "
+                "Keep the tokens as the collector wrote them."
+            )
+    return images
 
 
 def item_keys(tensordict: TensorDictBase) -> list[Any] | None:

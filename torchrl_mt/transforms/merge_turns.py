@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, NonTensorStack, TensorDict, TensorDictBase, is_leaf_nontensor
@@ -20,9 +21,11 @@ from torchrl_mt.transforms.episode_entries import (
     column_of_none,
     dialogue_of_rows,
     entry_of_rows,
+    images_of_prompts,
     item_keys,
 )
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
+from torchrl_mt.vision.rows import set_row_images
 
 __all__ = ["MergeTurns"]
 
@@ -68,6 +71,10 @@ class MergeTurns(Transform):
     - ``("sampling", "temperature")`` is NaN if a row's turns differ. Turns that sampled nothing count
       only in rows without a sampled token.
     - ``"valid"`` is that of the episode's last turn.
+    - ``("images", "raw")`` has, of turns with ``("images", "new")``, the images of each row in the order
+      of its image tokens, a tuple of :class:`~torchrl_mt.vision.StoredImage`. ``("images", "hash")``
+      is an integer that tells rows with other images apart. For the inputs of models, see
+      :class:`~torchrl_mt.transforms.VisionInputs`.
 
     Args:
         pad_token_id: token id of the padding. It may be an ordinary token, since the masks mark padding.
@@ -138,7 +145,8 @@ class MergeTurns(Transform):
             KeyError: if tokens are missing; if both trajectory ids and end flags are; or if an entry of
                 ``carry`` is, and there are no mappings under ``"data"``.
             ValueError: if the batch is not flat or is empty, an episode does not end, a leaf does not
-                match its turn, a prompt is empty, or a row is longer than ``max_length``.
+                match its turn, a prompt is empty, a row is longer than ``max_length``, or turns have
+                images and the parents that these were added to are not known.
         """
         if tensordict.batch_dims != 1 or not len(tensordict):
             raise ValueError(
@@ -241,6 +249,12 @@ class MergeTurns(Transform):
         if valid is not None:
             rows["valid"] = valid.bool()[row_last]
         out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
+        images = images_of_prompts(tensordict, parents, claims)
+        if images is not None:
+            if claims is None:
+                _check_unlike(of_turn, prompts, responses, images)
+            # A row is the prompt and response of its last turn.
+            set_row_images(out, [images[k] for k in rows_of.last])
         for key in self.carry:
             if key == TEXT:
                 value = dialogue_of_rows(tensordict, of_turn, row_last)
@@ -358,6 +372,23 @@ def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, expected: list[int
             f"turn {k}, got {sizes[k]}."
         )
     return torch.cat(list(leaves))
+
+
+def _check_unlike(
+    episode: Sequence[int],
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    images: Sequence[tuple[Any, ...]],
+) -> None:
+    """Refuse turns that only their images tell apart, because a later turn may go on from either."""
+    seen: dict[Any, tuple[Any, ...]] = {}
+    for k, tokens in enumerate(zip(prompts, responses, strict=True)):
+        key = (episode[k], *(tuple(part.tolist()) for part in tokens))
+        if seen.setdefault(key, images[k]) != images[k]:
+            raise ValueError(
+                f"MergeTurns: turn {k} of the batch has the tokens of an earlier turn and other images: "
+                f"{_PARENT} must tell which of them later turns went on from. Collectors write it."
+            )
 
 
 def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:

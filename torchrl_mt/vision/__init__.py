@@ -1,7 +1,12 @@
 """Images: kept once, written into messages, prepared for models."""
 
 from torchrl_mt.vision.images import StoredImage
-from torchrl_mt.vision.messages import for_template, images_of, with_stored_images
+from torchrl_mt.vision.messages import (
+    for_template,
+    images_of,
+    is_image_part,
+    with_stored_images,
+)
 from torchrl_mt.vision.model import VisionModel
 from torchrl_mt.vision.positions import rope_positions
 from torchrl_mt.vision.processor import ImageInputs, VisionProcessor
@@ -15,6 +20,7 @@ __all__ = [
     "VisionProcessor",
     "for_template",
     "images_of",
+    "is_image_part",
     "rope_positions",
     "with_stored_images",
 ]

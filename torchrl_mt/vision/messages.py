@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrl_mt.vision.images import StoredImage
 
-__all__ = ["for_template", "images_of", "with_stored_images"]
+__all__ = ["for_template", "images_of", "is_image_part", "with_stored_images"]
 
 _SOURCES = ("image", "image_url", "url", "path", "base64")
 """Where a part of type ``image`` has its image."""
@@ -39,7 +39,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return [
         {
             **message,
-            "content": [{"type": "image"} if _is_image(p) else p for p in message["content"]],
+            "content": [{"type": "image"} if is_image_part(p) else p for p in message["content"]],
         }
         if any(_image_parts(message))
         else message
@@ -47,14 +47,15 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     ]
 
 
-def _is_image(part: Any) -> bool:
+def is_image_part(part: Any) -> bool:
+    """Whether a part of a message's content is an image, in any form."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
 
 
 def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        yield from filter(_is_image, content)
+        yield from filter(is_image_part, content)
 
 
 def _stored(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
@@ -62,7 +63,7 @@ def _stored(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
         return message
     parts = []
     for k, part in enumerate(message["content"]):
-        if _is_image(part):
+        if is_image_part(part):
             try:
                 part = {"type": "image", "image": StoredImage.of(_source(part))}
             except (TypeError, ValueError) as error:

@@ -69,6 +69,20 @@ class VisionProcessor:
         self.tokenizer = processor.tokenizer
         self.image_token_id = int(processor.image_token_id)
         """The placeholder: once per image in a rendered text, several times in a prompt."""
+        found = (getattr(processor, name, None) for name in ("image_token", "video_token"))
+        self.placeholders = {token for token in found if isinstance(token, str)}
+        """Names of the tokens that stand for images and videos."""
+        template = getattr(processor, "chat_template", None)
+        self.chat_template: str | None = (
+            template.get("default") if isinstance(template, dict) else template
+        )
+        """The processor's own; None if it uses the tokenizer's."""
+        self.merge_size: int | None = getattr(processor.image_processor, "merge_size", None)
+        """Patches per token along a side; None for models without grids."""
+        self._tokens: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Placeholder tokens of an image, by its height and width, on which alone they depend."""
+        self.has_grids = self.family != "LlavaProcessor"
+        """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -76,6 +90,39 @@ class VisionProcessor:
     def of(processor: Any) -> VisionProcessor:
         """Return the one for a processor; those who share a processor share the inputs kept."""
         return processor if isinstance(processor, VisionProcessor) else _of(processor)
+
+    @property
+    def beginning(self) -> list[int]:
+        """Tokens that the processor writes before every text, such as that of its beginning."""
+        # The placeholder is a word that every tokenizer of a processor has.
+        word = self._processor.image_token
+        whole = list(self.tokenizer(word)["input_ids"])
+        alone = list(self.tokenizer(word, add_special_tokens=False)["input_ids"])
+        return whole[: -len(alone)] if whole[-len(alone) :] == alone else []
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Check that a tokenizer is the processor's.
+
+        Raises:
+            ValueError: if its vocabulary is another one.
+        """
+        ours = self.tokenizer
+        if tokenizer is not ours and tokenizer.get_vocab() != ours.get_vocab():
+            raise ValueError(
+                f"tokenizer and processor must belong together, got a {type(tokenizer).__name__} of "
+                f"{len(tokenizer)} tokens and a processor whose tokenizer has {len(ours)}, or others: "
+                "give the model's own processor, and processor.tokenizer as the tokenizer."
+            )
+
+    def token_ids(self, image: StoredImage) -> tuple[int, ...]:
+        """Return the placeholder tokens of an image."""
+        size = image.height, image.width
+        if size not in self._tokens:
+            self._tokens[size] = self.inputs(image).token_ids
+        return self._tokens[size]
+
+    def __reduce__(self) -> Any:
+        return VisionProcessor.of, (self._processor,)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
         """Replace each placeholder by the tokens of its image.
@@ -97,7 +144,7 @@ class VisionProcessor:
         out: list[int] = []
         for token in token_ids:
             if token == self.image_token_id:
-                out += self.inputs(next(left)).token_ids
+                out += self.token_ids(next(left))
             else:
                 out.append(token)
         return out

@@ -1,35 +1,62 @@
-"""The images of training rows: all in one table, and for each row which of them it shows.
+"""The images of training rows.
 
-Rows may be indexed, shuffled and repeated like any batch: their images follow, because each row names
-its own.
+The inputs of all images of a batch are one table, and each row names its place there. So rows may be
+indexed, shuffled, split, stacked, concatenated and copied: a row gets its own images, or an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-__all__ = ["COUNT", "FIRST", "GRIDS", "PIXELS", "RAW", "RowImages"]
+from torchrl_mt.vision.images import StoredImage
+from torchrl_mt.vision.processor import VisionProcessor
 
+__all__ = [
+    "COUNT",
+    "FIRST",
+    "GRIDS",
+    "HASH",
+    "KEYS",
+    "NEW",
+    "PIXELS",
+    "RAW",
+    "RowImages",
+    "set_row_images",
+    "write_inputs",
+]
+
+NEW = ("images", "new")
+"""Per turn, a tuple of the :class:`StoredImage` that its prompt adds to that of its parent."""
 RAW = ("images", "raw")
 """Per row, a tuple of its :class:`StoredImage`, in the order of its placeholders."""
+HASH = ("images", "hash")
+"""int64 ``[N]``: hash of each row's images: not every storage keeps the Python objects of rows apart."""
 PIXELS = ("images", "pixel_values")
-"""The table: inputs of all images, one after the other; no batch dimension."""
+"""The table: inputs of all rows' images, one after the other; no batch dimension."""
 GRIDS = ("images", "grid_thw")
 """int64 ``[M, 3]``, patches of each image of the table; absent for models without."""
+KEYS = ("images", "keys")
+"""``StoredImage.key`` of each image of the table, a tuple."""
 FIRST = ("images", "first")
 """int64 ``[N]``: where each row's first image is in the table."""
 COUNT = ("images", "count")
 """int64 ``[N]``: number of each row's images."""
 
+_TOKENS = ("tokens", "full")
+_MASK = ("masks", "all_attention_mask")
+
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of ``N`` rows."""
+    """The images of ``N`` rows, as models take them."""
 
     pixel_values: Tensor
     """float, the entry :data:`PIXELS`: ``[ΣP, D]`` patches or ``[M, C, H, W]``."""
@@ -42,10 +69,48 @@ class RowImages:
 
     @staticmethod
     def of(rows: TensorDictBase) -> RowImages | None:
-        """Read the entries that ``VisionInputs`` wrote; None if there are none."""
-        if PIXELS not in rows.keys(include_nested=True, leaves_only=True):
+        """Read the entries that :class:`~torchrl_mt.transforms.VisionInputs` wrote.
+
+        Without :data:`FIRST`, the table must have the images of exactly these rows, in order.
+
+        Returns:
+            The images; ``None`` if there are no rows, or no such entries and no images.
+
+        Raises:
+            KeyError: if rows have images, and nothing was made of them.
+            ValueError: if the entries belong to other rows.
+        """
+        tables = _of_rows(rows, PIXELS)
+        if not tables:
+            if any(raw for raw in _of_rows(rows, RAW) or ()):
+                raise KeyError(
+                    f"rows have images under {RAW}, but not the inputs of models, {PIXELS}: append "
+                    "VisionInputs(processor) to the transforms, after MergeTurns."
+                )
             return None
-        return RowImages(rows[PIXELS], rows.get(GRIDS, None), rows[FIRST], rows[COUNT])
+        grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
+        # Rows of one call share a table; rows that were stacked or concatenated have several.
+        own = {id(table): row for row, table in enumerate(tables)}
+        filled = [tables[row] for row in own.values() if len(tables[row])]
+        pixels = torch.cat(filled or tables[:1])
+        grid = None if grids is None else torch.cat([grids[row] for row in own.values()])
+        count = rows[COUNT]
+        first = rows.get(FIRST, None)
+        if first is None:
+            first = count.cumsum(0) - count
+            if len(own) > 1 or int(count.sum()) != len(pixels if grid is None else grid):
+                raise ValueError(
+                    f"{PIXELS} must have the images of exactly these rows where {FIRST} is missing, got "
+                    f"{len(pixels if grid is None else grid)} for {int(count.sum())}: {_AGAIN}"
+                )
+        else:
+            sizes = [len((tables if grids is None else grids)[row]) for row in own.values()]
+            begins = dict(zip(own, accumulate(sizes, initial=0), strict=False))
+            shift = [begins[id(table)] for table in tables]
+            if keys is not None:
+                _check_keys(rows, keys, first)
+            first = first + torch.tensor(shift, device=first.device)
+        return RowImages(pixels, grid, first, count)
 
     def grids_of(self, row: int) -> list[tuple[int, int, int]]:
         """Return the patches of a row's images in time, height and width; empty without grids."""
@@ -59,6 +124,9 @@ class RowImages:
 
         Args:
             rows: int64 ``[n]``, indices of rows.
+
+        Returns:
+            ``pixel_values``, and ``image_grid_thw`` for models with grids.
         """
         first, count = self.first[rows].tolist(), self.count[rows].tolist()
         spans = [range(begin, begin + size) for begin, size in zip(first, count, strict=True)]
@@ -67,9 +135,120 @@ class RowImages:
             return {}
         if self.grids is None:
             return {"pixel_values": self.pixel_values[chosen]}
-        sizes = self.grids.prod(-1).tolist()
-        patches = self.pixel_values.split(sizes)
+        ends = [0, *self.grids.prod(-1).cumsum(0).tolist()]
         return {
-            "pixel_values": torch.cat([patches[i] for i in chosen]),
+            "pixel_values": torch.cat([self.pixel_values[ends[i] : ends[i + 1]] for i in chosen]),
             "image_grid_thw": self.grids[chosen],
         }
+
+
+_AGAIN = "make the inputs again from the stored images, by VisionInputs(processor)(rows)."
+
+
+def set_row_images(rows: TensorDictBase, images: Sequence[tuple[StoredImage, ...]]) -> None:
+    """Write each row's images, without inputs."""
+    rows.set(RAW, NonTensorStack(*(NonTensorData(each) for each in images)))
+    rows.set(
+        HASH,
+        torch.tensor([_hash(image.key for image in each) for each in images], device=rows.device),
+    )
+
+
+def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
+    """Make a model's inputs of the rows' images, and write them into the rows.
+
+    Args:
+        rows: ``[N]`` rows with ``("tokens", "full")`` and :data:`RAW`.
+        vision: prepares the images.
+
+    Raises:
+        KeyError: if an entry is missing.
+        ValueError: if a row's images and placeholders disagree.
+    """
+    raw = _of_rows(rows, RAW)
+    if raw is None:
+        raise KeyError(
+            f"VisionInputs needs {RAW}, which MergeTurns writes where the collector has a processor: "
+            "MultiTurnCollector(..., processor=processor)."
+        )
+    tokens = rows.get(_TOKENS, None)
+    if tokens is None:
+        raise KeyError(f"VisionInputs needs {_TOKENS} in the rows: append it after MergeTurns.")
+    _check_hashes(rows, raw)
+    made = [[vision.inputs(image) for image in images] for images in raw]
+    is_image = tokens == vision.image_token_id
+    mask = rows.get(_MASK, None)
+    if mask is not None:
+        is_image = is_image & mask
+    for row, (inputs, marks) in enumerate(zip(made, is_image.cpu(), strict=True)):
+        _check_placeholders(row, marks, [len(each.token_ids) for each in inputs])
+    device = tokens.device
+    count = torch.tensor([len(images) for images in raw], device=device)
+    table = [each for inputs in made for each in inputs]
+    pixels = torch.cat([each.pixel_values for each in table] or [torch.empty(0, 0)])
+    keys = tuple(image.key for images in raw for image in images)
+    shared: dict[tuple[str, str], Any] = {PIXELS: pixels.to(device), KEYS: keys}
+    if vision.has_grids:
+        grids = [each.grid for each in table]
+        shared[GRIDS] = torch.tensor(grids, dtype=torch.int64, device=device).view(-1, 3)
+    set_row_images(rows, raw)
+    rows.set(COUNT, count)
+    rows.set(FIRST, count.cumsum(0) - count)
+    for key, value in shared.items():
+        rows.set(key, NonTensorData(value, batch_size=rows.batch_size))
+
+
+def _check_placeholders(row: int, is_image: Tensor, sizes: Sequence[int]) -> None:
+    """Refuse a row whose placeholders are not those of its images, in order."""
+    places = is_image.nonzero().squeeze(-1)
+    if len(places) != sum(sizes):
+        raise ValueError(
+            f"row {row} has {len(places)} image tokens, and its {len(sizes)} images have {sum(sizes)}: "
+            "was it cut, or was another processor used where it was sampled?"
+        )
+    for number, part in enumerate(places.split(list(sizes))):
+        if int(part[-1] - part[0]) != len(part) - 1:
+            raise ValueError(
+                f"row {row} must have the {len(part)} image tokens of its image {number} side by side: "
+                f"its {len(places)} image tokens are as many as its images need, but its images are in "
+                "another order."
+            )
+
+
+def _check_hashes(rows: TensorDictBase, raw: Iterable[Sequence[StoredImage]]) -> None:
+    """Refuse images that are not those of the row beside which they lie."""
+    hashes = rows.get(HASH, None)
+    for row, (images, known) in enumerate(
+        zip(raw, () if hashes is None else hashes.tolist(), strict=hashes is not None)
+    ):
+        if _hash(image.key for image in images) != known:
+            raise ValueError(
+                f"{RAW} of row {row} has images of another row: the rows were in a storage that keeps "
+                "one Python object for all (LazyMemmapStorage does). Use ListStorage or "
+                "LazyStackStorage."
+            )
+
+
+def _check_keys(rows: TensorDictBase, keys: Sequence[Sequence[str]], first: Tensor) -> None:
+    """Refuse a table that lacks a row's images where the row looks for them."""
+    hashes = rows.get(HASH, None)
+    if hashes is None:
+        return
+    for row, (begin, size, known) in enumerate(
+        zip(first.tolist(), rows[COUNT].tolist(), hashes.tolist(), strict=True)
+    ):
+        if _hash(keys[row][begin : begin + size]) != known:
+            raise ValueError(f"{PIXELS} has no inputs of the images of row {row}: {_AGAIN}")
+
+
+def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
+    """Read a non-tensor entry: one object for each row; ``None`` without the entry."""
+    value = rows.get(key, None)
+    if isinstance(value, NonTensorData):
+        return [value.data] * len(rows)
+    return value.tolist() if isinstance(value, NonTensorStack) else None
+
+
+def _hash(keys: Iterable[str]) -> int:
+    """Hash of images in order, by their keys; 63 bits."""
+    return int.from_bytes(sha256("".join(keys).encode()).digest()[:8], "big") >> 1

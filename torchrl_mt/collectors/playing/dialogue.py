@@ -13,6 +13,7 @@ from typing import Any
 from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.engines import Completion
+from torchrl_mt.vision import StoredImage, images_of
 
 __all__ = ["Dialogue"]
 
@@ -47,6 +48,11 @@ class Dialogue:
         self._last: Completion | None = None
         self.opening = self._rendered()
         """Tokens of the first prompt."""
+
+    @property
+    def images(self) -> list[StoredImage]:
+        """Images of the next prompt, in order."""
+        return images_of(self._messages) if self._chat.takes_images else []
 
     def read(self, completion: Completion, prompt: Sequence[int]) -> Answer:
         """Append a response to ``prompt``, and return it as text and as messages."""

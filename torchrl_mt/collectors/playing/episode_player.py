@@ -29,6 +29,7 @@ from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.threads import call_user
+from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["EpisodePlayer"]
 
@@ -57,12 +58,19 @@ class EpisodePlayer:
         workflow_kwargs: Mapping[str, Any] | None = None,
         env_workers: int | None = None,
         agents: AgentOptions | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
         self.engine = engine
         self.limits = limits
         self.accept = accept
         self.accept_group = accept_group
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
+        self.vision = vision
+        if vision is not None:
+            for each in (tokenizer, getattr(engine, "tokenizer", None)):
+                if each is not None:
+                    vision.check_tokenizer(each)
+            self.tokenizer = vision.tokenizer
         self._workers: EnvWorkers | None = None
         self._make_player: MakePlayer
         if env_workers is None:
@@ -96,6 +104,7 @@ class EpisodePlayer:
             expected: the entries that every episode's workflow must return.
             engine: the engine of this episode, if it has one of its own.
         """
+        episode.shows_images = self.vision is not None
         try:
             await play_episode(
                 self._make_player,
@@ -177,7 +186,7 @@ class EpisodePlayer:
                     "its own, whose schemas are given to the chat template: leave it out."
                 )
             options = replace(options, template_kwargs={**kwargs, "tools": list(tools)})
-        chat = options.tokens(self.tokenizer)
+        chat = options.tokens(self.tokenizer, processor=self.vision)
         chat.announce()
         if tools and "tools" not in chat.source:
             _logger.warning(

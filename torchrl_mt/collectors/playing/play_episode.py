@@ -26,6 +26,7 @@ from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import call_env, close_env, takes_message
 from torchrl_mt.threads import call_in_thread
+from torchrl_mt.vision import is_image_part, with_stored_images
 
 __all__ = ["PlayAgent", "play_chat", "play_episode"]
 
@@ -156,7 +157,8 @@ async def play_chat(
             opening = await within(
                 call_env(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
             )
-        new = _messages(opening, "TextEnv.reset must return", env, "reset")
+        has_processor = episode.shows_images is not False
+        new = await _messages(opening, "TextEnv.reset must return", env, "reset", has_processor)
         dialogue = begin_dialogue(new, env.tool_schemas)
         prompt: Sequence[int] = dialogue.opening
         if limits.response_budget(len(prompt))[0] == 0:
@@ -169,7 +171,7 @@ async def play_chat(
             begin = time.perf_counter()
             _, reached = limits.response_budget(len(prompt))
             try:
-                answer = await recorder.generate(prompt)
+                answer = await recorder.generate(prompt, images=dialogue.images)
             except LimitReached:
                 if episode.turns:  # Keep the messages that the model did not get to see.
                     episode.turns[-1].messages.extend(new)
@@ -185,7 +187,9 @@ async def play_chat(
                 step = await _answer(env, said, limits, time.perf_counter() - begin)
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
-            new = _messages(step.messages, "TextStep.messages must be", env, "step")
+            new = await _messages(
+                step.messages, "TextStep.messages must be", env, "step", has_processor
+            )
             new = name_tool_results(said.message, new)
             episode.judged = True
             if recorder.closed:  # The environment ignored the cancellation of the episode.
@@ -200,7 +204,9 @@ async def play_chat(
                 return
             history = step.history
             if history is not None:
-                history = _messages(history, "TextStep.history must be", env, "step")
+                history = await _messages(
+                    history, "TextStep.history must be", env, "step", has_processor
+                )
             goes_on, ids = dialogue.follow(new, len(prompt), history)
             prompt = recorder.continued(ids) if goes_on else ids
     finally:
@@ -246,13 +252,19 @@ async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> Te
     return step
 
 
-def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]:
-    """Check and list the messages that an environment's method returned; ``what`` begins the error."""
+async def _messages(
+    value: Any, what: str, env: TextEnv, method: str, has_processor: bool
+) -> list[Message]:
+    """Check and list the messages that an environment's method returned; ``what`` begins the error.
+
+    Images are kept as :class:`~torchrl_mt.vision.StoredImage`.
+    """
     expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
     source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         raise TypeError(f"{expected} {_shown(value)} {source}.")
     messages = list(value)
+    has_images = False
     for message in messages:
         if not isinstance(message, Mapping):
             raise TypeError(f"{expected} {_shown(message)} among them, {source}.")
@@ -260,12 +272,25 @@ def _messages(value: Any, what: str, env: TextEnv, method: str) -> list[Message]
         parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
         for part in parts:
             # A template would write a placeholder for it, or nothing.
-            if isinstance(part, Mapping) and "text" not in part:
+            if is_image_part(part):
+                has_images = True
+                if not has_processor:
+                    raise ValueError(
+                        f"messages must be text where the collector has no processor, got a part of "
+                        f"type {part['type']!r} {source}: give MultiTurnCollector(..., processor=...), "
+                        "the processor of a model that takes images, or describe it in text."
+                    )
+            elif isinstance(part, Mapping) and "text" not in part:
                 raise ValueError(
-                    f"messages must be text, since the model gets tokens alone, got a part of type "
-                    f"{part.get('type')!r} {source}: describe it in text."
+                    f"messages must be text and images, got a part of type {part.get('type')!r} "
+                    f"{source}: describe it in text."
                 )
-    return messages
+    if not has_images:
+        return messages
+    try:  # In a thread, since images may be large.
+        return await call_in_thread(with_stored_images, messages)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} (It came {source}.)") from error
 
 
 def _reward(step: TextStep, env: TextEnv) -> float:

@@ -16,6 +16,8 @@ from torchrl_mt.objectives.rows.reading import read_entry
 from torchrl_mt.scoring.forward import run_model, scoring_mode
 from torchrl_mt.scoring.packing import micro_batches
 from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.row_vision import RowVision
+from torchrl_mt.vision import RowImages
 
 
 class ModelReward(nn.Module):
@@ -71,33 +73,41 @@ class ModelReward(nn.Module):
         """Score rows.
 
         Args:
-            rows: Rows ``[n]`` with ``("tokens", "full")`` and ``("masks", "all_attention_mask")``.
+            rows: Rows ``[n]`` with ``("tokens", "full")`` and ``("masks", "all_attention_mask")``, and
+                the entries of ``VisionInputs`` if they show images.
 
         Returns:
             ``[n]`` float32.
 
         Raises:
-            ValueError: If the model returns scores of another shape.
+            ValueError: If the model returns scores of another shape, or a row's image tokens do not fit
+                its images.
+            TypeError: If rows show images and the model takes none.
         """
         tokens = read_entry(rows, ExperienceKeys.action)
         attention_mask = read_entry(rows, ExperienceKeys.attention_mask)
 
         scores = torch.zeros(len(tokens), device=tokens.device)
         lengths = attention_mask.sum(-1)
+        vision = RowVision.of(self.model, tokens, attention_mask, RowImages.of(rows))
         with scoring_mode(self.model):
             most = self.passes.micro_batch_size, self.passes.micro_batch_tokens
             for part in micro_batches(lengths, *most):
                 part = part.to(tokens.device)
-                scores[part] = self._score(tokens[part], attention_mask[part]).to(scores)
+                given = {} if vision is None else vision.padded(part)
+                score = self._score(tokens[part], attention_mask[part], given)
+                scores[part] = score.to(scores)
         return scores
 
-    def _score(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+    def _score(self, tokens: Tensor, attention_mask: Tensor, images: dict[str, Any]) -> Tensor:
         length, dtype = attention_mask.sum(-1).clamp(min=1), self.passes.dtype
         # A stable sort moves the attended tokens to the left, in order.
         order = (~attention_mask).int().argsort(dim=-1, stable=True)[:, : int(length.max())]
         attended = torch.arange(order.shape[1], device=tokens.device) < length.unsqueeze(-1)
         given = torch.where(attended, tokens.gather(-1, order), 0)
-        inputs = {"input_ids": given, "attention_mask": attended.long()}
+        inputs = {"input_ids": given, "attention_mask": attended.long(), **images}
+        if "position_ids" in images:
+            inputs["position_ids"] = images["position_ids"][..., : order.shape[1]]
         head = getattr(self.model, "score", None)
         body = getattr(self.model, "base_model", None)
         if isinstance(head, nn.Module) and isinstance(body, nn.Module) and body is not self.model:

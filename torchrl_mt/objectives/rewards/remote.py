@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchrl_mt.objectives.rewards.sources import wait_all
 from torchrl_mt.objectives.rewards.text import Decoder, prompt_mask, texts_of
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_objects
+from torchrl_mt.vision.rows import RAW
 
 REFERENCE = "reference"
 _QUOTED = 200
@@ -51,9 +53,10 @@ class RewardError(HttpError):
 class RemoteReward:
     """Reward source that asks an HTTP server for the scores of rows.
 
-    It posts ``{"queries": [...], "prompts": [...]}``, with ``"references"`` where the rows have them,
-    and expects ``{"rewards": [...]}``, one finite number per query. A query is the text of a whole
-    row; its prompt is the part before the row's first sampled token. Pass it as ``reward`` to
+    It posts ``{"queries": [...], "prompts": [...]}``, with ``"references"`` and ``"images"`` where the
+    rows have them, and expects ``{"rewards": [...]}``, one finite number per query. A query is the text
+    of a whole row; its prompt is the part before the row's first sampled token; its images are a list of
+    ``data:`` URIs in the order of the text. Pass it as ``reward`` to
     :class:`~torchrl_mt.objectives.ExperienceMaker`.
 
     Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are retried after a wait that
@@ -72,6 +75,7 @@ class RemoteReward:
         headers: Headers of every request.
         reference_key: Key of the rows' entry to send as references, which the rows must have. By
             default ``"reference"`` is sent if the rows have it.
+        images: Whether to send images, which a server of texts does not need.
         skip_special_tokens: Whether to leave special tokens out of the texts.
 
     Raises:
@@ -95,6 +99,7 @@ class RemoteReward:
         backoff: float = 1.0,
         headers: Mapping[str, str] | None = None,
         reference_key: NestedKey | None = None,
+        images: bool = True,
         skip_special_tokens: bool = False,
     ) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
@@ -116,6 +121,7 @@ class RemoteReward:
         self.name = url if name is None else name
         self.batch_size = batch_size
         self.reference_key = reference_key
+        self.images = images
         self.skip_special_tokens = skip_special_tokens
 
     def _connect(self, url: str) -> HttpClient:
@@ -169,6 +175,11 @@ class RemoteReward:
             columns["references"] = references
         elif self.reference_key is not None:
             read_entry(rows, key, hint=f", which {self.name!r} sends as references")
+        shown = read_objects(rows, RAW) if self.images else None
+        if shown is not None:
+            # Rows of a group show the same images.
+            uris = {image: image.data_uri() for image in set(chain(*shown))}
+            columns["images"] = [[uris[image] for image in images] for images in shown]
         starts = range(0, len(rows), self.batch_size)
         bodies = [{k: v[i : i + self.batch_size] for k, v in columns.items()} for i in starts]
         try:

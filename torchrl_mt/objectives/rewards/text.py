@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_episode, read_objects
+from torchrl_mt.vision.rows import RAW
 
 __all__ = ["Decoder", "TextReward", "prompt_mask", "texts_of"]
 
@@ -52,6 +53,8 @@ class TextReward:
       rows if its history was cut; the last row has what the model saw at the end.
     - ``messages``: the messages of the whole episode, if the rows have ``"text"``, as
       ``MergeTurns(carry=("text", ...))`` writes it; else ``None``.
+    - ``images``: the images of each episode's last row, a tuple of
+      :class:`~torchrl_mt.vision.StoredImage` in the order of its text, if the rows have them.
     - ``columns``: entries of the items that ``MergeTurns(carry=...)`` brought to the rows, such as
       ``reference``.
 
@@ -154,6 +157,9 @@ class TextReward:
                 f"reward source {self.name!r}: {sorted(clash)} are its texts, but the rows carry "
                 "columns of these names: rename them."
             )
+        images = read_objects(rows, RAW)
+        if images is not None:
+            columns["images"] = images
         dialogue = columns.pop(DIALOGUE, None)
         if dialogue is not None or "messages" not in columns:
             columns["messages"] = dialogue

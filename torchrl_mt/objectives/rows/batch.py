@@ -22,6 +22,7 @@ from torchrl_mt.objectives.rows.reading import (
     read_valid,
 )
 from torchrl_mt.scoring.log_probs import scored_tokens
+from torchrl_mt.vision import RowImages
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class RowBatch:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, attention mask and mask: the arguments for scoring rows."""
         return self.tokens, self.attention_mask, self.mask
+
+    @property
+    def images(self) -> RowImages | None:
+        """The rows' images, for scoring rows; ``None`` without the entries of ``VisionInputs``."""
+        return RowImages.of(self.rows)
 
     @property
     def episode_id(self) -> Tensor:

@@ -1,0 +1,295 @@
+"""Train a vision-language model to play a game that it sees only as pixels.
+
+The picture shows a blue cell, the agent, and a green one, its goal, on a grid. Each answer is a move;
+each reply is the next picture. Reaching the goal at turn k returns 0.9 ** (k - 1), so the best expected
+return is known, and the run ends with the share of it that the model reached.
+
+Without ``--model``, the program builds a small Qwen3-VL with random weights and its processor: it learns
+to see and to play from the game's rewards alone.
+
+    python examples/pixel_agent.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+from torchrl.envs.transforms import Compose
+from tqdm import tqdm
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.testing import tiny_vl_model
+from torchrl_mt.transforms import DiscountedReturn, MergeTurns, VisionInputs
+
+try:
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("Agg")
+except ImportError:
+    plt = None
+
+GAMMA = 0.9
+EPISODES_PER_UPDATE = 128
+MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+BLUE, GREEN = (0, 0, 255), (0, 255, 0)
+
+
+class Grid(TextEnv):
+    """A walk from a start to a goal; data is ``{"agent": (row, column), "goal": (row, column)}``."""
+
+    inline = True
+
+    def __init__(self, side: int, cell: int, rules: str = "") -> None:
+        self.side, self.cell, self.rules = side, cell, rules
+
+    def reset(self, data: Any = None) -> list[dict[str, Any]]:
+        self.agent, self.goal = data["agent"], data["goal"]
+        rules = [{"type": "text", "text": self.rules}] if self.rules else []
+        return [{"role": "user", "content": [*rules, self.seen()]}]
+
+    def step(self, response: str) -> TextStep:
+        move = MOVES.get(response.strip().lower(), (0, 0))
+        self.agent = tuple(
+            min(max(a + b, 0), self.side - 1) for a, b in zip(self.agent, move, strict=True)
+        )
+        if self.agent == self.goal:
+            return TextStep(reward=1.0, done=True)
+        return TextStep([{"role": "user", "content": [self.seen()]}])
+
+    def seen(self) -> dict[str, Any]:
+        """The picture that the model sees, as a part of a message."""
+        pixels = np.zeros((self.side, self.side, 3), np.uint8)
+        pixels[self.goal], pixels[self.agent] = GREEN, BLUE
+        return {"type": "image", "image": pixels.repeat(self.cell, 0).repeat(self.cell, 1)}
+
+
+def starts(side: int) -> list[dict[str, Any]]:
+    """All places of the agent and another of the goal."""
+    cells = list(product(range(side), repeat=2))
+    return [{"agent": agent, "goal": goal} for agent in cells for goal in cells if agent != goal]
+
+
+def optimal_return(side: int) -> float:
+    """Mean return of the shortest walks, over all starts."""
+    steps = [np.abs(np.subtract(item["agent"], item["goal"])).sum() for item in starts(side)]
+    return float(np.mean(GAMMA ** (np.array(steps) - 1)))
+
+
+def train(args: argparse.Namespace) -> dict[str, float]:
+    """Alternate between collecting episodes and training on them; return the scores."""
+    torch.manual_seed(args.seed)
+    if args.model:
+        processor = AutoProcessor.from_pretrained(args.model)
+        model = AutoModelForImageTextToText.from_pretrained(args.model).to(args.device)
+        rules = (
+            "Walk from the blue to the green cell. Answer up, down, left or right, nothing else."
+        )
+        env = Grid(args.side, 56, rules)
+    else:
+        torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
+        model, processor = tiny_vl_model("qwen3_vl", MOVES)
+        model.to(args.device)
+        env = Grid(args.side, 4)
+
+    engine = TransformersEngine(model, processor)
+    buffer = ReplayBuffer(
+        storage=EpisodeStorage(EPISODES_PER_UPDATE * args.turns),
+        writer=EpisodeWriter(transform=DiscountedReturn(GAMMA)),
+        sampler=EpisodeSampler(replacement=False),
+        transform=Compose(
+            MergeTurns(pad_token_id=processor.tokenizer.pad_token_id), VisionInputs(processor)
+        ),
+        batch_size=EPISODES_PER_UPDATE,
+    )
+    collector = MultiTurnCollector(
+        env,
+        engine,
+        endless(starts(args.side), args.seed),
+        processor=processor,
+        episodes_per_batch=EPISODES_PER_UPDATE,
+        total_episodes=args.updates * EPISODES_PER_UPDATE,
+        max_concurrency=EPISODES_PER_UPDATE,
+        limits=Limits(max_turns=args.turns, max_response_tokens=2),
+        sampling={"seed": args.seed},
+        replay_buffer=buffer,
+    )
+    maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min(1.0, 10 * (k + 1) / args.updates) * (1 - k / args.updates)
+    )
+    optimum, returns = optimal_return(args.side), list[float]()
+    before = evaluate(collector, args.side)
+    print(f"start: return {mean_return(before):.3f} (optimum {optimum:.3f})")
+
+    with contextlib.suppress(KeyboardInterrupt), tqdm(collector, unit="update") as progress:
+        for _ in progress:
+            returns.append(mean_return(buffer.storage[:]))
+            rows = maker(buffer.sample().to(args.device))
+            for _ in range(2):
+                for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
+                    losses = loss_module(batch)
+                    (losses["loss_objective"] + losses["loss_entropy"]).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            schedule.step()
+            collector.update_policy_weights_(model)
+            progress.set_postfix(
+                {"return": f"{np.mean(returns[-5:]):.3f}", "optimum": f"{optimum:.3f}"}
+            )
+            buffer.empty()
+
+    after = evaluate(collector, args.side)
+    collector.shutdown()
+    engine.close()
+    film(after, args.out / "episodes.png")
+    draw(returns, optimum, args.out / "curve.png")
+    reached = {"before": mean_return(before), "after": mean_return(after), "optimum": optimum}
+    print(f"return      {reached['after']:.3f}  (before: {reached['before']:.3f})")
+    print(f"optimum     {optimum:.3f}")
+    print(f"of optimum  {reached['after'] / optimum:.1%}")
+    print(f"written to  {args.out}")
+    return reached
+
+
+def endless(items: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Random items, without end."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.choice(items)
+
+
+def evaluate(collector: MultiTurnCollector, side: int) -> TensorDictBase:
+    """Play from every start once."""
+    return DiscountedReturn(GAMMA)(collector.evaluate(starts(side)))
+
+
+def mean_return(steps: TensorDictBase) -> float:
+    """Mean discounted return of whole episodes with returns."""
+    done = steps["next", "done"][:, 0]
+    first = torch.cat([done.new_ones(1), done[:-1]])
+    return float(steps["next", "return"][first].mean())
+
+
+# Pictures
+
+
+def film(steps: TensorDictBase, path: Path, episodes: int = 6) -> None:
+    """Draw what the model saw in some episodes, one below the other, with its answers in the title."""
+    done = steps["next", "done"][:, 0].nonzero()[:, 0] + 1
+    ends = done[:: max(len(done) // episodes, 1)][:episodes].tolist()
+    lines = []
+    for end in ends:
+        earlier = done[done < end]
+        begin = int(earlier[-1]) if len(earlier) else 0
+        lines.append([images[0].array() for images in steps["images", "new"][begin:end]])
+    height, width, _ = lines[0][0].shape
+    sheet = np.full(
+        (len(lines) * (height + 2), max(map(len, lines)) * (width + 2), 3), 255, np.uint8
+    )
+    for i, line in enumerate(lines):
+        for j, picture in enumerate(line):
+            top, left = i * (height + 2), j * (width + 2)
+            sheet[top : top + height, left : left + width] = picture
+    scale = max(1, 64 // height)
+    Image.fromarray(sheet.repeat(scale, 0).repeat(scale, 1)).save(path)
+
+
+def draw(returns: list[float], optimum: float, path: Path) -> None:
+    """Draw the curve of returns."""
+    if plt is None:
+        print("no figure   it needs matplotlib: pip install 'torchrl-mt[examples]'")
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(np.arange(1, len(returns) + 1) * EPISODES_PER_UPDATE, returns, label="return")
+    axes.axhline(optimum, color="black", linestyle="--", label="best possible return")
+    axes.set(
+        title="Walk to the green cell, seen as pixels", xlabel="episodes played", ylim=(0, 1.02)
+    )
+    axes.set_ylabel("discounted return, mean of an update's episodes")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# The command line
+
+
+def positive(text: str) -> int:
+    """An argument that must be a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--side", type=positive, default=4, help="cells along a side")
+    parser.add_argument("--turns", type=positive, default=8, help="moves a game allows")
+    parser.add_argument("--updates", type=positive, default=150, help="rounds of play and training")
+    parser.add_argument(
+        "--model",
+        metavar="NAME_OR_PATH",
+        help="a Hugging Face vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL or LLaVA); without "
+        "it, a small one is built",
+    )
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--device", default="cpu", help="where the model lives")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/pixel_agent"), help="folder for the results"
+    )
+    args = parser.parse_args(argv)
+    if args.side < 2:
+        parser.error(f"--side: must be at least 2, got {args.side}")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        parser.error(f"--device: cannot use {args.device}: {str(error).splitlines()[0]}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

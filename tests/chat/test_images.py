@@ -1,0 +1,239 @@
+"""Prompts with images have exactly the tokens that the processor itself writes for the dialogue."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiers import examples
+from torchrl_mt.chat.tokens import ChatTokens
+from torchrl_mt.testing import tiny_vl_model
+from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
+WORDS = "a b c go stop Picture 1 2 3 4 5 6 7 8 9 : < end> |image_pad|> |video_pad|> |vision_start|>"
+
+NUMBERED = (
+    "{% set seen = namespace(n=0) %}{% for m in messages %}<{{ m['role'] }}> "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{% set seen.n = seen.n + 1 %} Picture {{ seen.n }} : "
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %} {{ part['text'] }} {% endif %}{% endfor %}"
+    "{% endif %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Numbers the images, as Qwen's does with ``add_vision_id``."""
+PARTS_ONLY = (
+    "{% for m in messages %}<{{ m['role'] }}> "
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}<|image_pad|>{% endfor %}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    " {{ part['text'] }} {% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Reads lists of parts alone, images first, as LLaVA's does."""
+LAST_ONLY = (
+    "{% for m in messages %}{% set last = loop.last %}<{{ m['role'] }}> "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{% if last %}<|image_pad|>{% endif %}{% else %}"
+    " {{ part['text'] }} {% endif %}{% endfor %}{% endif %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Leaves out the images of earlier messages."""
+TEMPLATES = {"own": None, "numbered": NUMBERED, "parts only": PARTS_ONLY}
+
+
+@pytest.fixture(scope="module")
+def processors():
+    made = {}
+
+    def get(family, template=None):
+        if (family, template) not in made:
+            _, processor = tiny_vl_model(family, WORDS)
+            if template is not None:
+                processor.chat_template = template
+            made[family, template] = processor
+        return made[family, template]
+
+    return get
+
+
+def picture(seed, height=16, width=16):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+pictures = st.builds(
+    picture, st.integers(0, 3), st.sampled_from([8, 16, 24]), st.sampled_from([8, 16, 32])
+)
+texts = st.lists(st.sampled_from(["a", "b", "c", "go", "stop"]), min_size=1, max_size=3).map(
+    " ".join
+)
+parts = st.one_of(
+    texts.map(lambda text: {"type": "text", "text": text}),
+    pictures.map(lambda image: {"type": "image", "image": image}),
+)
+contents = st.one_of(texts, st.lists(parts, min_size=1, max_size=4))
+dialogues = st.lists(st.tuples(contents, texts), min_size=1, max_size=4)
+
+
+def reference(processor, messages, template):
+    """The processor's own tokens of a dialogue."""
+
+    def plain(message):
+        if template == PARTS_ONLY and isinstance(message["content"], str):
+            return {**message, "content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+    shown = [plain(message) for message in messages]
+    text = processor.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
+    images = [
+        part["image"]
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+    inputs = processor(text=[text], images=images or None, return_tensors="pt")
+    return inputs["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_are_those_of_the_processor(family, template, processors):
+    source = TEMPLATES[template]
+    if family == "llava" and source == NUMBERED:
+        pytest.skip("LLaVA's processor has no marks around images")
+    processor = processors(family, source)
+    chat = ChatTokens(None, processor=processor)
+    assert chat.stable and chat.takes_images
+    end = processor.tokenizer.eos_token_id
+
+    @examples(25)
+    @given(dialogues)
+    def check(turns):
+        messages = []
+        for k, (asked, said) in enumerate(turns):
+            new = [{"role": "user", "content": asked}]
+            if k == 0:
+                prompt = chat.open(new)
+            else:
+                goes_on, ids = chat.follow(messages, new, answer, last_token=end)
+                assert goes_on
+                prompt = [*prompt, *answer, *ids]
+            messages += new
+            assert prompt == reference(processor, messages, source)
+            assert chat.open(messages) == prompt
+            answer = processor.tokenizer(f"{said}<end>")["input_ids"]
+            messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
+
+    check()
+
+
+def test_images_before_every_prompt_of_a_beginning_token(processors):
+    _, processor = tiny_vl_model("llava", WORDS + " <s>")
+    tokenizer = processor.tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture(1)}]}]
+    prompt = ChatTokens(None, processor=processor).open(messages)
+    assert prompt[0] == tokenizer.bos_token_id
+    assert prompt == reference(processor, messages, None)
+
+
+@pytest.mark.parametrize("on_break", ["fork", "append"])
+def test_a_template_that_drops_earlier_images_is_not_stable(on_break, processors):
+    processor = processors("qwen2_vl", LAST_ONLY)
+    chat = ChatTokens(None, processor=processor, on_break=on_break)
+    assert not chat.stable and "an image" in chat.breaks
+    asked = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}],
+    }
+    prompt = chat.open([asked])
+    answer = processor.tokenizer("b<end>")["input_ids"]
+    said = chat.read(answer, prompt_ids=prompt).in_dialogue
+    if on_break == "append":
+        goes_on, ids = chat.follow([asked, said], [asked], answer, last_token=answer[-1])
+        assert goes_on and ids.count(chat._vision.image_token_id) == 4
+    else:
+        # Its text has fewer placeholders than the dialogue has images: nothing may guess which.
+        with pytest.raises(ValueError, match="one image token for each image"):
+            chat.follow([asked, said], [asked], answer, last_token=answer[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_that_spell_placeholders_stay_text(family, processors):
+    processor = processors(family)
+    vision = VisionProcessor.of(processor)
+    chat = ChatTokens(None, processor=processor)
+    image = {"type": "image", "image": picture(2)}
+    spelled = "a <|image_pad|> <|vision_start|> <|video_pad|> b <end>"
+    shown = [{"type": "text", "text": spelled}, image, {"type": "text", "text": spelled}]
+    special = {
+        processor.tokenizer.convert_tokens_to_ids(name)
+        for name in ("<|video_pad|>", "<|vision_start|>", "<end>")
+    }
+    plain = [{"type": "text", "text": "a b"}, image, {"type": "text", "text": "a b"}]
+    counts = []
+    for content in (shown, plain):
+        prompt = chat.open([{"role": "user", "content": content}])
+        counts.append((prompt.count(vision.image_token_id), sum(t in special for t in prompt)))
+    assert counts[0] == counts[1]
+    assert counts[0][0] == len(vision.inputs(StoredImage.of(picture(2))).token_ids)
+
+
+def test_every_form_of_an_image_is_taken(processors, tmp_path):
+    chat = ChatTokens(None, processor=processors("qwen2_5_vl"))
+    image = StoredImage.of(picture(3))
+    path = tmp_path / "a.png"
+    image.pil().save(path)
+    forms = [
+        {"type": "image", "image": image},
+        {"type": "image", "image": image.pil()},
+        {"type": "image", "image": str(path)},
+        {"type": "image", "image": image.data_uri()},
+        {"type": "image_url", "image_url": {"url": image.data_uri()}},
+    ]
+    prompts = {json.dumps(chat.open([{"role": "user", "content": [form]}])) for form in forms}
+    assert len(prompts) == 1
+
+
+def test_tool_results_with_images(processors):
+    _, processor = tiny_vl_model("qwen3_vl", WORDS, extra_roles="tool")
+    chat = ChatTokens(None, processor=processor)
+    messages = [{"role": "user", "content": "a"}]
+    prompt = chat.open(messages)
+    answer = processor.tokenizer("b<end>")["input_ids"]
+    messages.append(chat.read(answer, prompt_ids=prompt).in_dialogue)
+    result = {"role": "tool", "content": [{"type": "image", "image": picture(4)}]}
+    longer = chat.next_prompt(messages, [result], prompt, answer, last_token=answer[-1])
+    assert longer == reference(processor, [*messages, result], None)
+
+
+def test_images_without_a_processor_are_refused_by_name(processors):
+    tokenizer = processors("qwen2_vl").tokenizer
+    chat = ChatTokens(tokenizer)
+    shown = {"role": "user", "content": [{"type": "image", "image": picture(1)}]}
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for refused in (
+        lambda: chat.open([asked, shown]),
+        lambda: chat.extend([shown], last_token=None),
+        lambda: chat.follow([asked, said], [shown], [3], last_token=None),
+    ):
+        with pytest.raises(ValueError, match="processor="):
+            refused()
+
+
+def test_tokenizers_of_others_and_other_processors_are_refused(processors):
+    _, other = tiny_vl_model("qwen2_vl", "quite other words")
+    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
+        ChatTokens(other.tokenizer, processor=processors("qwen2_vl"))
+    with pytest.raises(TypeError, match="processor must be one of Qwen2VLProcessor"):
+        ChatTokens(other.tokenizer, processor=other.tokenizer)
+    same = ChatTokens(processors("llava").tokenizer, processor=processors("llava"))
+    assert images_of([]) == [] and same.takes_images

@@ -1,0 +1,297 @@
+"""Learning from rows with images: losses, experience, rewards and the record of completed rows."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faulty_server import running
+from tests.objectives.conftest import make_model
+from tests.objectives.rewards.reward_server import RewardServer
+from tests.scoring.vision_rows import (
+    FAMILIES,
+    by_transformers,
+    entries,
+    rows_with_images,
+    vl_model,
+)
+from tests.tiers import first_fast
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, TextReward, ValueModel
+from torchrl_mt.objectives.experience_data import Experience
+from torchrl_mt.objectives.rewards.model import ModelReward
+from torchrl_mt.scoring import row_values
+from torchrl_mt.vision import RowImages, StoredImage
+from torchrl_mt.vision.rows import COUNT, PIXELS
+
+close = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def value_model(model):
+    critic = ValueModel.from_model(copy.deepcopy(model))
+    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    return critic
+
+
+def completed(family, counts=(1, 0, 3, 2), seed=0):
+    """Rows with random advantages and returns, as a maker writes them."""
+    rows, alone = rows_with_images(family, counts, seed)
+    g = torch.Generator().manual_seed(seed)
+    sampled = rows["masks", "all_assistant_mask"]
+    rows["log_probs", "old"] = torch.where(
+        sampled, -3 * torch.rand(sampled.shape, generator=g), 0.0
+    )
+    rows["advantage"] = torch.randn(*sampled.shape, 1, generator=g)
+    rows["returns"] = torch.randn(sampled.shape, generator=g)
+    return rows, alone
+
+
+def gradients(module):
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def minimise(loss, parts, total):
+    loss.zero_grad(set_to_none=True)
+    for part in parts:
+        out = loss(part, total=total)
+        sum(v for k, v in out.items() if k.startswith("loss_")).backward()
+    return gradients(loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cut_into_micro_batches_changes_no_gradient(family):
+    model, _ = vl_model(family)
+    rows, _ = completed(family)
+    loss = MultiTurnLoss(model, critic=value_model(model), entropy_coef=0.1)
+    expected = minimise(loss, [rows], loss.total(rows))
+    assert any(".visual." in name or ".vision_tower." in name for name in expected)
+    order = torch.tensor([3, 0, 2, 1])
+    packed = MultiTurnLoss(model, critic=loss.critic_network, entropy_coef=0.1, packed=True)
+    for way, size in ((loss, 1), (packed, 2)):
+        got = minimise(way, rows[order].split(size), loss.total(rows))
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            scale = expected[name].abs().max().clamp(min=0.01)
+            assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_has_the_gradient_of_plain_forwards(family):
+    model, _ = vl_model(family)
+    rows, alone = completed(family, (1, 2))
+    got = minimise(MultiTurnLoss(model, objective="reinforce"), [rows], None)
+    model.zero_grad(set_to_none=True)
+    _, attended, sampled = entries(rows)
+    counted = sampled & (attended.cumsum(-1) > 1)
+    log_prob = by_transformers(model, rows, alone)[0]
+    advantage = rows["advantage"].squeeze(-1)
+    (-(log_prob * advantage)[counted].sum() / counted.sum()).backward()
+    expected = {f"actor_network.{n}": g for n, g in gradients(model).items()}
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        scale = expected[name].abs().max().clamp(min=0.01)
+        assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_vision_tower_gets_no_gradient_and_the_rest_gets_its_own(family):
+    model, _ = vl_model(family)
+    rows, _ = completed(family, (1, 2))
+    critic = value_model(model)
+    expected = minimise(MultiTurnLoss(model, critic=critic), [rows], None)
+    loss = MultiTurnLoss(model, critic=critic, freeze_vision=True)
+    before = {n: p.detach().clone() for n, p in loss.named_parameters()}
+    got = minimise(loss, [rows], None)
+    tower = ("visual.", "vision_tower.")
+    assert got.keys() == {n for n in expected if not any(part in n for part in tower)}
+    if family == "llava":
+        assert "actor_network.model.multi_modal_projector.linear_1.weight" in got
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], **close)
+    torch.optim.AdamW(loss.parameters(), lr=0.1, weight_decay=0.1).step()
+    moved = {n for n, p in loss.named_parameters() if not torch.equal(p, before[n])}
+    assert moved
+    assert not any(part in n for n in moved for part in tower)
+    with torch.no_grad():
+        for name, p in loss.named_parameters():
+            p.copy_(before[name])
+
+
+def test_models_without_a_vision_tower_cannot_freeze_it():
+    with pytest.raises(ValueError, match="freeze_vision=True needs an actor with a vision tower"):
+        MultiTurnLoss(make_model(), freeze_vision=True)
+
+
+@pytest.mark.parametrize("family", first_fast(FAMILIES, 4))
+def test_makers_score_images_with_all_models(family):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, (1, 0, 3, 2))
+    ref, critic = copy.deepcopy(model), value_model(model)
+    with torch.no_grad():
+        for p in ref.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    maker = ExperienceMaker(
+        model, ref=ref, critic=critic, old_log_probs="actor", with_entropy=True, advantage="gae",
+        packed=True, kl_coef=0.1,
+    )  # fmt: skip
+    # What the maker reads is enough.
+    out = maker(rows.select(*maker.in_keys, *maker.optional_in_keys, strict=False))
+    with torch.no_grad():
+        for key, policy in ((("log_probs", "old"), model), (("log_probs", "ref"), ref)):
+            expected = by_transformers(policy, rows, alone)[0]
+            torch.testing.assert_close(out[key].double(), expected, **close)
+        images = RowImages.of(rows)
+        expected = row_values(critic, *entries(rows), images=images)
+        torch.testing.assert_close(out["values"], expected, **close)
+        assert out["values"].any()
+    text = rows.select("tokens", "masks", "turns", "log_probs", "rewards", "episode", "group")
+    with pytest.raises(ValueError, match="images do not fit tokens in row 0"):
+        maker(text)
+    with pytest.raises(TypeError, match="images: Qwen2ForCausalLM takes none"):
+        ExperienceMaker(make_model(vocab_size=30), old_log_probs="actor")(rows)
+    with pytest.raises(TypeError, match="images: Qwen2ForCausalLM takes none"):
+        ExperienceMaker(model, ref=make_model(vocab_size=30))(rows)
+
+
+def test_a_loss_reads_the_images_by_its_own_keys():
+    model, _ = vl_model("qwen3_vl")
+    rows, _ = completed("qwen3_vl", (1, 2))
+    loss = MultiTurnLoss(model)
+    read = rows.select(*loss.in_keys, *loss.optional_in_keys, strict=False)
+    assert torch.equal(loss(read)["loss_objective"], loss(rows)["loss_objective"])
+    assert PIXELS not in MultiTurnLoss(make_model()).optional_in_keys
+
+
+class Judge(nn.Module):
+    """A reward model: the last state's mean."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model.base_model
+        self.score = nn.Linear(32, 1, bias=False)
+        self.config = model.config
+        self.config.num_labels = 1
+        nn.init.ones_(self.score.weight)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reward_models_see_the_images(family):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, (1, 0, 3, 2))
+    judge = Judge(copy.deepcopy(model))
+    with torch.no_grad():
+        expected = torch.stack(
+            [
+                model(**row.inputs, output_hidden_states=True).hidden_states[-1][0, -1].sum()
+                for row in alone
+            ]
+        )
+    for size in (None, 1, 3):
+        got = ModelReward(judge, micro_batch_size=size)(rows)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    with pytest.raises(TypeError, match="images: Qwen2ForCausalLM takes none"):
+        ModelReward(make_model(vocab_size=30))(rows)
+
+
+def test_functions_of_text_may_ask_for_the_images():
+    _, processor = vl_model("llava")
+    rows, alone = rows_with_images("llava", (1, 0, 3))
+    seen = []
+
+    def brightness(prompts, completions, images):
+        seen.extend(images)
+        return [sum(float(image.array().mean()) for image in shown) for shown in images]
+
+    reward = TextReward(brightness, processor.tokenizer)(rows).sum(-1)
+    assert seen == [row.images for row in alone]
+    expected = [sum(float(i.array().mean()) for i in row.images) for row in alone]
+    assert reward.tolist() == pytest.approx(expected)
+    with pytest.raises(KeyError, match="images"):
+        TextReward(brightness, processor.tokenizer)(rows.exclude("images"))
+    got = []
+    TextReward(lambda **given: got.append("images" in given) or [0.0] * 3, processor.tokenizer)(
+        rows.exclude("images")
+    )
+    assert got == [False]
+
+
+def test_callables_get_the_images_of_their_rows():
+    model, _ = vl_model("llava")
+    rows, alone = rows_with_images("llava", (1, 0, 3))
+    seen = []
+
+    def count(asked):
+        seen.append(asked["images", "raw"])
+        return asked[COUNT].float()
+
+    out = ExperienceMaker(model, reward=count, advantage="dr_grpo")(rows)
+    assert [tuple(shown) for shown in seen[0]] == [row.images for row in alone]
+    assert out["rewards", "shaped"].sum(-1).tolist() == [1.0, 0.0, 3.0]
+
+
+def test_servers_are_sent_the_images_as_data_uris():
+    pytest.importorskip("httpx")
+    from torchrl_mt.objectives import RemoteReward
+
+    _, processor = vl_model("llava")
+    rows, alone = rows_with_images("llava", (1, 0, 3))
+    bodies = []
+
+    class Server(RewardServer):
+        def answer(self, path, body):
+            bodies.append(body)
+            return super().answer(path, body)
+
+    with running(Server()) as server:
+        for options in ({"batch_size": 2, "max_concurrency": 1}, {"images": False}):
+            asyncio.run(RemoteReward(server.url, processor.tokenizer, **options)(rows))
+        asyncio.run(RemoteReward(server.url, processor.tokenizer)(rows.exclude("images")))
+    bodies.sort(key=lambda body: (len(body["queries"]), "images" not in body))
+    sent = [image for body in (bodies[1], bodies[0]) for image in body["images"]]
+    for uris, row in zip(sent, alone, strict=True):
+        shown = [StoredImage.of(uri).array() for uri in uris]
+        assert all((a == i.array()).all() for a, i in zip(shown, row.images, strict=True))
+    assert not any("images" in body for body in bodies[2:])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_an_experience_has_the_images_of_its_rows(family):
+    rows, alone = completed(family, (1, 0, 3, 2))
+    rows["group"] = torch.arange(4)
+    experience = Experience.from_rows(rows)
+    # The same images in a table of their own.
+    other = Experience.from_rows(rows.clone())
+    joined = torch.cat([experience, other[1:]])
+    parts = [experience, experience[2:], experience[torch.tensor([3, 0])], joined]
+    parts += [*joined.split(3), torch.stack(list(experience.unbind(0)))]
+    parts += [part.to("cpu").double() for part in parts]
+    for part in parts:
+        shown = [alone[i] for i in part.info["group"].tolist()]
+        assert part.raw_images == [row.images for row in shown]
+        for field in ("pixel_values", "image_grid_thw"):
+            expected = [r.inputs[field] for r in shown if field in r.inputs]
+            got = getattr(part, field)
+            if expected:
+                torch.testing.assert_close(got.to(expected[0]), torch.cat(expected))
+            else:
+                assert got is None
+    assert experience[1:2].pixel_values is None
+    half = experience.half()
+    assert half.pixel_values.dtype is torch.float16
+    assert experience.pixel_values.dtype is torch.float32
+    moved = experience.to("meta")
+    assert moved.info[PIXELS].device.type == "meta"
+    assert experience.info[PIXELS] is rows[PIXELS]
+    back = experience.to_rows()
+    assert back[PIXELS] is rows[PIXELS]
+    model, _ = vl_model(family)
+    assert torch.equal(
+        MultiTurnLoss(model)(back)["loss_objective"], MultiTurnLoss(model)(rows)["loss_objective"]
+    )
+
+
+def test_an_experience_of_text_has_no_images():
+    rows, _ = completed("llava", (0, 0))
+    experience = Experience.from_rows(rows.exclude("images"))
+    assert experience.pixel_values is experience.image_grid_thw is experience.raw_images is None

@@ -1,0 +1,280 @@
+"""Rows with images are scored as transformers scores each of them alone, padded or packed."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import NonTensorData
+from torch import nn
+
+from tests.objectives.conftest import make_model
+from tests.scoring.vision_rows import (
+    FAMILIES,
+    by_transformers,
+    entries,
+    rows_with_images,
+    vl_model,
+)
+from tests.tiers import first_fast, pairs
+from torchrl_mt.scoring import ValueModel, row_log_probs, row_values
+from torchrl_mt.scoring.linear_log_probs import linear_log_probs
+from torchrl_mt.scoring.packing_check import packing_fault
+from torchrl_mt.scoring.row_vision import vision_towers
+from torchrl_mt.scoring.token_log_probs import log_probs_at
+from torchrl_mt.vision import RowImages, VisionModel
+from torchrl_mt.vision.rows import COUNT, FIRST, PIXELS
+
+FORMS = [
+    {},
+    {"packed": True},
+    {"micro_batch_size": 1},
+    {"micro_batch_tokens": 40},
+    {"packed": True, "micro_batch_tokens": 40},
+    {"packed": True, "full_logits": True},
+]
+close = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def scores(model, rows, **options):
+    return row_log_probs(
+        model, *entries(rows), images=RowImages.of(rows), with_entropy=True, **options
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", first_fast(range(4)))
+def test_rows_are_scored_as_transformers_scores_them_alone(family, seed):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, [1, 0, 3, 2, 0], seed)
+    with torch.no_grad():
+        expected = by_transformers(model, rows, alone, temperature=0.7)
+        for form in FORMS:
+            got = scores(model, rows, temperature=0.7, **form)
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a.double(), b, **close)
+
+
+@pytest.mark.parametrize(("family", "packed"), pairs(FAMILIES, [True, False]))
+def test_an_image_changes_the_scores_of_its_row_alone(family, packed):
+    model, _ = vl_model(family)
+    rows, _ = rows_with_images(family, [1, 3, 0, 1], 3)
+    images = RowImages.of(rows)
+    pixels = images.pixel_values.clone()
+    sizes = [1] * len(pixels) if images.grids is None else images.grids.prod(-1).tolist()
+    pixels.split(sizes)[int(images.first[1]) + 1].add_(1.0)
+    other = rows.copy()
+    other[PIXELS] = NonTensorData(pixels, batch_size=rows.batch_size)
+    with torch.no_grad():
+        before, after = (scores(model, x, packed=packed)[0] for x in (rows, other))
+    changed = (before != after).any(-1)
+    assert changed.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_follow_rows_that_are_shuffled_and_repeated(family):
+    model, _ = vl_model(family)
+    rows, _ = rows_with_images(family, [2, 0, 1], 4)
+    order = torch.tensor([2, 0, 1, 0])
+    with torch.no_grad():
+        expected = scores(model, rows)[0][order]
+        for packed in (False, True):
+            torch.testing.assert_close(
+                scores(model, rows[order], packed=packed)[0], expected, **close
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_without_images_are_scored_without_pixels(family):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, [0, 0, 0], 5)
+    called = []
+    (tower,) = vision_towers(model)
+    handle = tower.register_forward_hook(lambda *_: called.append(1))
+    with torch.no_grad():
+        expected = by_transformers(model, rows, alone)
+        for packed in (False, True):
+            packing_fault(model, rows["tokens", "full"])
+            called.clear()
+            for a, b in zip(scores(model, rows, packed=packed), expected, strict=True):
+                torch.testing.assert_close(a.double(), b, **close)
+            assert not called
+    handle.remove()
+
+
+@pytest.mark.parametrize(("family", "packed"), pairs(FAMILIES, [True, False]))
+def test_gradients_are_those_of_plain_forwards_in_the_vision_tower_too(family, packed):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, [1, 0, 2], 6)
+    gradients = []
+    for way, given in ((scores, {"packed": packed}), (by_transformers, {"alone": alone})):
+        model.zero_grad(set_to_none=True)
+        log_prob, entropy = way(model, rows, **given)
+        (log_prob.double().square().sum() + entropy.double().sum()).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    got, expected = gradients
+    assert got.keys() == expected.keys()
+    assert any(".visual." in name or ".vision_tower." in name for name in got)
+    for name, gradient in got.items():
+        scale = expected[name].abs().max().clamp(min=0.01)
+        assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_see_the_images(family):
+    model, _ = vl_model(family)
+    rows, alone = rows_with_images(family, [1, 0, 3], 7)
+    critic = ValueModel.from_model(model)
+    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    tokens, attended, sampled = entries(rows)
+    expected = torch.zeros(tokens.shape)
+    with torch.no_grad():
+        for k, row in enumerate(alone):
+            states = model(**row.inputs, output_hidden_states=True).hidden_states[-1][0]
+            value = critic.head(states).squeeze(-1)
+            for i, t in enumerate(attended[k].nonzero().squeeze(-1).tolist()):
+                if i and sampled[k, t]:
+                    expected[k, t] = value[i - 1]
+        for form in ({}, {"packed": True}, {"micro_batch_size": 2}):
+            got = row_values(critic, tokens, attended, sampled, images=RowImages.of(rows), **form)
+            torch.testing.assert_close(got, expected, **close)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_worker_without_rows_runs_the_model(packed):
+    model, _ = vl_model("qwen2_5_vl")
+    none = torch.zeros(0, 5, dtype=torch.long)
+    log_prob, _ = row_log_probs(model, none, none.bool(), none.bool(), packed=packed)
+    assert log_prob.shape == (0, 5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_barred_tokens_have_no_probability_and_no_gradient(softcap):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 3, generator=g, dtype=torch.float64)
+    weight = torch.randn(7, 3, generator=g, dtype=torch.float64)
+    target, barred = torch.tensor([0, 1, 3, 6, 1]), [2, 5]
+    kept = torch.tensor([0, 1, 3, 4, 6])
+
+    def logits(h, w):
+        x = 0.5 * h @ w.T
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    out = []
+    for way in range(3):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if way == 0:
+            log_p = (logits(h, w[kept]) / 0.7).log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            log_prob = log_p.gather(-1, torch.searchsorted(kept, target)[:, None]).squeeze(-1)
+        elif way == 1:
+            log_prob, entropy = linear_log_probs(
+                h, w, target, scale=0.5, softcap=softcap, temperature=0.7, with_entropy=True,
+                barred=barred,
+            )  # fmt: skip
+        else:
+            log_prob, entropy = log_probs_at(
+                logits(h, w),
+                torch.arange(5),
+                target,
+                temperature=0.7,
+                with_entropy=True,
+                barred=barred,
+            )
+        (log_prob.square().sum() + entropy.square().sum()).backward()
+        assert not w.grad[barred].any()
+        out.append((log_prob, entropy, h.grad, w.grad))
+    for found in out[1:]:
+        for a, b in zip(found, out[0], strict=True):
+            torch.testing.assert_close(a, b)
+    log_prob, _ = linear_log_probs(hidden, weight.requires_grad_(), target * 0 + 2, barred=barred)
+    assert log_prob.tolist() == [-torch.inf] * 5
+    log_prob.sum().backward()
+    assert not weight.grad[barred].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_probabilities_add_up_without_the_image_tokens(family):
+    model, processor = vl_model(family)
+    (_, row), size = rows_with_images(family, [0, 1], 8)[1], len(processor.tokenizer)
+    ids = row.inputs["input_ids"]
+    barred = VisionModel.of(model.config).barred
+    kept = [token for token in range(size) if token not in barred]
+    tokens = torch.cat([ids.expand(len(kept), -1), torch.tensor(kept)[:, None]], -1)
+    attended = torch.ones_like(tokens).bool()
+    sampled = torch.arange(tokens.shape[1]).expand_as(tokens) == tokens.shape[1] - 1
+    grids = row.inputs.get("image_grid_thw")
+    first = torch.zeros(len(kept), dtype=torch.long)
+    images = RowImages(row.inputs["pixel_values"], grids, first, first + 1)
+    with torch.no_grad():
+        got, _ = row_log_probs(model, tokens, attended, sampled, images=images)
+    assert abs(float(got.sum(-1).exp().sum()) - 1) < 1e-5
+    tokens[3, -1] = barred[0]
+    with pytest.raises(ValueError, match=r"mask .* images and videos.*row 3 has"):
+        row_log_probs(model, tokens, attended, sampled, images=images)
+
+
+def test_rows_whose_images_do_not_fit_are_refused_by_name():
+    model, _ = vl_model("qwen2_5_vl")
+    rows, _ = rows_with_images("qwen2_5_vl", [1, 0, 2], 9)
+    images = RowImages.of(rows)
+    with pytest.raises(ValueError, match=r"images do not fit tokens in row 0: .*VisionInputs"):
+        row_log_probs(model, *entries(rows))
+    with pytest.raises(TypeError, match=r"images: Qwen2ForCausalLM takes none.*2 of 3 rows"):
+        row_log_probs(make_model(vocab_size=30), *entries(rows), images=images)
+    critic = ValueModel.from_model(make_model(vocab_size=30))
+    with pytest.raises(TypeError, match="images: ValueModel takes none"):
+        row_values(critic, *entries(rows), images=images)
+    with pytest.raises(ValueError, match="images must be those of the 3 rows"):
+        row_log_probs(model, *entries(rows), images=RowImages.of(rows[:2]))
+    swapped = rows.copy()
+    swapped[COUNT], swapped[FIRST] = rows[COUNT].flip(0), rows[FIRST].flip(0)
+    with pytest.raises(ValueError, match="images do not fit tokens in row 0: the images have"):
+        row_log_probs(model, *entries(rows), images=RowImages.of(swapped))
+    llava, _ = vl_model("llava")
+    rows, _ = rows_with_images("llava", [1, 0, 2], 9)
+    swapped = rows.copy()
+    swapped[COUNT], swapped[FIRST] = rows[COUNT].flip(0), rows[FIRST].flip(0)
+    with pytest.raises(ValueError, match=r"in row 2: it has 32 image tokens \(23\) and 1 images"):
+        row_log_probs(llava, *entries(rows), images=RowImages.of(swapped))
+
+
+def test_a_text_model_scores_rows_that_show_no_images():
+    model = make_model(vocab_size=30)
+    rows, _ = rows_with_images("llava", [0, 0], 10)
+    none = torch.zeros(2, dtype=torch.long)
+    images = RowImages(torch.zeros(0, 4), None, none, none)
+    got = row_log_probs(model, *entries(rows), images=images)[0]
+    assert torch.equal(got, row_log_probs(model, *entries(rows))[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_keep_packed_images_apart(family):
+    model, _ = vl_model(family)
+    tokens = torch.arange(27)
+    assert packing_fault(copy.deepcopy(model), tokens) is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("fault", ["no text positions", "mask of the time axis", "leak"])
+def test_models_that_do_not_keep_packed_images_apart_are_refused(family, fault):
+    model = copy.deepcopy(vl_model(family)[0])
+    inner = model.model.language_model
+
+    def spoil(module, args, kwargs):
+        position = kwargs["position_ids"]
+        if position is not None and len(position) == 4:
+            if fault == "no text positions":
+                position = position[1:]
+            elif fault == "mask of the time axis":
+                position = torch.cat([position[1:2], position[1:]])
+            else:
+                text = torch.arange(position.shape[-1]).expand_as(position[:1])
+                position = torch.cat([text, position[1:]])
+            kwargs["position_ids"] = position
+        return args, kwargs
+
+    inner.register_forward_pre_hook(spoil, with_kwargs=True)
+    assert packing_fault(model, torch.arange(20)) is not None
+    rows, _ = rows_with_images(family, [1, 1], 11)
+    with pytest.raises(ValueError, match="packed=True needs a model that keeps packed rows apart"):
+        scores(model, rows, packed=True)
