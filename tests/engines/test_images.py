@@ -459,6 +459,8 @@ def test_processors_of_others_are_refused(qwen, model, tokenizer):
     _, larger = tiny_vl_model("qwen2_5_vl", "more words than the other one has a b c d e f g h i")
     with pytest.raises(ValueError, match="processor must have the model's image token"):
         TransformersEngine(qwen.model, larger)
+    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
+        TransformersEngine(qwen.model, tokenizer, processor=qwen.processor)
 
 
 def test_models_and_policies_for_text_refuse_images_by_name(qwen, model, tokenizer):

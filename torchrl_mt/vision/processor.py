@@ -79,8 +79,8 @@ class VisionProcessor:
         """The processor's own; None if it uses the tokenizer's."""
         self.merge_size: int | None = getattr(processor.image_processor, "merge_size", None)
         """Patches per token along a side; None for models without grids."""
-        self._tokens: dict[tuple[int, int], tuple[int, ...]] = {}
-        """Placeholder tokens of an image, by its height and width, on which alone they depend."""
+        self._sizes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, int, int] | None]] = {}
+        """Placeholder tokens and grid of an image: they depend on its height and width alone."""
         self.has_grids = self.family != "LlavaProcessor"
         """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
@@ -116,10 +116,11 @@ class VisionProcessor:
 
     def token_ids(self, image: StoredImage) -> tuple[int, ...]:
         """Return the placeholder tokens of an image."""
-        size = image.height, image.width
-        if size not in self._tokens:
-            self._tokens[size] = self.inputs(image).token_ids
-        return self._tokens[size]
+        return self._size_of(image)[0]
+
+    def grid(self, image: StoredImage) -> tuple[int, int, int] | None:
+        """Return the patches of an image in time, height and width; None for models without."""
+        return self._size_of(image)[1]
 
     def __reduce__(self) -> Any:
         return VisionProcessor.of, (self._processor,)
@@ -159,6 +160,14 @@ class VisionProcessor:
         if grids:
             out["image_grid_thw"] = torch.tensor(grids)
         return out
+
+    def _size_of(self, image: StoredImage) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+        """Placeholder tokens and grid of an image; prepares the first of each size."""
+        size = image.height, image.width
+        if size not in self._sizes:
+            inputs = self.inputs(image)
+            self._sizes[size] = inputs.token_ids, inputs.grid
+        return self._sizes[size]
 
     def _inputs(self, image: StoredImage) -> ImageInputs:
         made = self._processor(
