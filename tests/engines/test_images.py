@@ -69,15 +69,17 @@ class Family:
         given = self.vision.batch([self.pictures[i] for i in shown])
         if "image_grid_thw" in given and takes_token_types(model):
             given["mm_token_type_ids"] = (ids == self.facts.image_token_id).int()
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
         with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
+            inputs = {key: value.to(model.device) for key, value in inputs.items()}
+            logits = model(**inputs).logits[0].cpu()
         logits[:, list(self.facts.barred)] = -torch.inf
         found = logits[len(prompt) - 1 : -2].log_softmax(-1)
         return found.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
-    def assert_sampled(self, prompt, shown, answer, model=None) -> None:
+    def assert_sampled(self, prompt, shown, answer, model=None, atol=1e-4) -> None:
         expected = self.log_probs(model or self.model, prompt, shown, answer)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=atol, rtol=0)
 
 
 def takes_token_types(model) -> bool:
