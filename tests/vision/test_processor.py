@@ -37,7 +37,7 @@ def test_inputs_are_the_processors(name, seed):
     spans = vision.spans(vision.expanded(ids, images), sizes)
     assert [size for _, size in spans] == sizes
     for image, size in zip(images, sizes, strict=True):
-        assert vision.token_ids(image) == (vision.image_token_id,) * size
+        assert vision.size(image).token_ids == (vision.image_token_id,) * size
         grid = vision.inputs(image).grid
         if name in QWEN:
             assert grid is not None

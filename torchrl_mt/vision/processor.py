@@ -96,8 +96,6 @@ class VisionProcessor:
         """Patches per token along a side; None for models without grids."""
         self._sizes: dict[tuple[int, int], ImageSize] = {}
         """By height and width, on which alone they depend."""
-        self.has_grids = self.family != "LlavaProcessor"
-        """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -235,6 +233,14 @@ class VisionProcessor:
         if grids:
             out["image_grid_thw"] = torch.tensor(grids)
         return out
+
+    def _size_of(self, image: StoredImage) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+        """Placeholder tokens and grid of an image; prepares the first of each size."""
+        size = image.height, image.width
+        if size not in self._sizes:
+            inputs = self.inputs(image)
+            self._sizes[size] = inputs.token_ids, inputs.grid
+        return self._sizes[size]
 
     def _inputs(self, image: StoredImage) -> ImageInputs:
         made = self._processor(

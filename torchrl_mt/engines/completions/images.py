@@ -105,7 +105,7 @@ class ImageRequests:
         """
         # In a thread, since the first look at an image takes milliseconds.
         sizes = await asyncio.to_thread(
-            lambda: [len(self._vision.token_ids(image)) for image in images]
+            lambda: [len(self._vision.size(image).token_ids) for image in images]
         )
         try:
             spans = self._vision.spans(prompt, sizes)
