@@ -10,10 +10,17 @@ import asyncio
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from torchrl_mt.agents.messages import canonical, for_template, identities
+from torchrl_mt.agents.messages import (
+    canonical,
+    for_template,
+    has_images,
+    identities,
+    stored_images,
+)
 from torchrl_mt.agents.requests import ChatRequest, RequestError
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.replies import ParseReply
@@ -23,6 +30,7 @@ from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.stop_strings import find_stop
 from torchrl_mt.threads import call_in_thread
+from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
 
 __all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply", "before_stop"]
 
@@ -37,6 +45,8 @@ class Prompt:
     """The messages in the chat template's form."""
     new: list[dict[str, Any]]
     """The messages that no earlier prompt or reply of the branch has."""
+    images: list[StoredImage]
+    """All images of the prompt, in order."""
     path: list[Hashable]
     """Identities of the messages, after the template's variables."""
     may_call: bool
@@ -83,6 +93,7 @@ class ChatTokensCache:
             ``"append"`` if they leave it open.
         parse: parses replies; see :class:`~torchrl_mt.collectors.ChatTokens`.
         size: number of sets that are kept.
+        processor: the processor of a model that takes images.
     """
 
     def __init__(
@@ -91,7 +102,9 @@ class ChatTokensCache:
         options: ChatOptions,
         parse: ParseReply | None = None,
         size: int = 64,
+        processor: Any = None,
     ) -> None:
+        self._processor = None if processor is None else VisionProcessor.of(processor)
         self._tokenizer = tokenizer
         self._options = replace(options, on_break=options.on_break or "append")
         self._parse = parse
@@ -107,9 +120,12 @@ class ChatTokensCache:
                 del self._chats[next(iter(self._chats))]
             self._chats[key] = asyncio.ensure_future(
                 call_in_thread(
-                    replace(self._options, template_kwargs=kwargs).tokens,
-                    self._tokenizer,
-                    self._parse,
+                    partial(
+                        replace(self._options, template_kwargs=kwargs).tokens,
+                        self._tokenizer,
+                        self._parse,
+                        processor=self._processor,
+                    )
                 )
             )
             # Those who asked may be gone when it fails.
@@ -119,6 +135,11 @@ class ChatTokensCache:
         except Exception:
             self._chats.pop(key, None)
             raise
+
+    @property
+    def take_images(self) -> bool:
+        """Whether messages may have images."""
+        return self._processor is not None
 
     async def close(self) -> None:
         """Cancel what is being made."""
@@ -143,8 +164,10 @@ class Conversation:
         """Render a request: from the longest dialogue that it goes on from, else from its beginning.
 
         Raises:
-            RequestError: if the chat template refuses the messages or the variables.
+            RequestError: if the chat template refuses the messages or the variables, or an image
+                cannot be read.
         """
+        asked = await self._with_images(request.messages)
         try:
             key, chat = await self._chats.get(request.template_kwargs)
         except (TypeError, ValueError) as error:
@@ -154,15 +177,15 @@ class Conversation:
             name = "tools" if has_tools else "chat_template_kwargs"
             raise RequestError(str(error), name) from error
         try:
-            path = [key, *identities(request.messages)]
+            path = [key, *identities(asked)]
             known, length = self._find(path)
             before: list[Mapping[str, Any]] = []
             theirs: Mapping[str, Any] = {}
             ours: Mapping[str, Any] = {}
             if known is not None:
                 before = [*known.prompt.dialogue, known.in_dialogue]
-                theirs, ours = request.messages[length - 1], known.said
-            plain = [for_template(message) for message in request.messages[length:]]
+                theirs, ours = asked[length - 1], known.said
+            plain = [for_template(message) for message in asked[length:]]
             new = _in_template_form(chat, plain, before, theirs, ours)
             if known is None:
                 token_ids = chat.open(new)
@@ -176,7 +199,26 @@ class Conversation:
                 )
         except (TypeError, ValueError) as error:
             raise RequestError(str(error), "messages") from error
-        return Prompt(chat, token_ids, [*before, *new], new, path, request.may_call)
+        dialogue = [*before, *new]
+        images = images_of(dialogue) if self._chats.take_images else []
+        return Prompt(chat, token_ids, dialogue, new, images, path, request.may_call)
+
+    async def _with_images(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Read the images of messages."""
+        if not any(map(has_images, messages)):
+            return messages
+        if not self._chats.take_images:
+            raise RequestError(
+                "messages have images, and this model takes text alone: the collector or the server "
+                "needs its processor, processor=AutoProcessor.from_pretrained(...).",
+                "messages",
+            )
+        try:
+            return await call_in_thread(stored_images, messages)
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error), "messages") from error
 
     def read(self, prompt: Prompt, completion: Completion, stops: Sequence[str] = ()) -> Reply:
         """Parse a reply, and remember it for the requests that go on from it.

@@ -19,7 +19,9 @@ from torch import Tensor
 from torchrl_mt.checks import check_choice, check_unit_interval
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.engines import Completion
+from torchrl_mt.transforms.episode_entries import images_of_prompts
 from torchrl_mt.transforms.turn_tree import find_parents
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["Interaction", "export_interactions"]
 
@@ -52,6 +54,8 @@ class Interaction:
     """The weight version of each sampled token."""
     reward: float
     """See :func:`export_interactions`."""
+    images: tuple[StoredImage, ...] = ()
+    """All images of the prompt, in order."""
     branch: tuple[Interaction, ...] = ()
     """Earlier calls of the branch, whose sampled tokens count as sampled, too; none in the style
     ``"individual"``."""
@@ -159,6 +163,7 @@ def export_interactions(
                 log_probs=turn.completion.log_probs,
                 versions=turn.completion.versions,
                 reward=returns[k],
+                images=turn.images,
             )
         )
     if style == "individual":
@@ -249,16 +254,20 @@ def _turns_of(ted: TensorDictBase) -> list[Turn]:
     steps = ted.unbind(0)
     prompts = [step["tokens", "prompt"] for step in steps]
     sampled = [[step[name, "response"] for name in _SAMPLED] for step in steps]
-    claims = ted.get(("turn", "parent"), None)
+    claimed = ted.get(("turn", "parent"), None)
+    claims = None if claimed is None else claimed.flatten().tolist()
     parents = find_parents(
         prompts,
         torch.cat([response for response, *_ in sampled]),
         [len(response) for response, *_ in sampled],
         [0] * len(steps),
-        None if claims is None else claims.flatten().tolist(),
+        claims,
     )
+    images = images_of_prompts(ted, parents, claims) or [()] * len(steps)
     turns = []
-    for step, prompt, columns, parent in zip(steps, prompts, sampled, parents, strict=True):
+    for step, prompt, columns, parent, shown in zip(
+        steps, prompts, sampled, parents, images, strict=True
+    ):
         tokens, log_probs, versions = (column.tolist() for column in columns)
         turn = Turn(
             prompt.tolist(),
@@ -266,6 +275,7 @@ def _turns_of(ted: TensorDictBase) -> list[Turn]:
             messages=list(_object(step, "text") or []),
             reward=float(step["next", "reward"].sum()),
             info=_object(step, "info"),
+            images=shown,
         )
         turn.parent = parent
         turns.append(turn)

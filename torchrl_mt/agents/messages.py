@@ -1,4 +1,7 @@
-"""Messages of OpenAI clients: what makes two the same, and their form for chat templates."""
+"""Messages of OpenAI clients: what makes two the same, and their form for chat templates.
+
+Images are read from the request itself, and from nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,61 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["for_template", "identities", "text_of"]
+from torchrl_mt.vision import StoredImage, image_source, is_image_part, with_stored_images
+
+__all__ = ["check_content", "for_template", "has_images", "identities", "stored_images"]
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message's content: a string, ``None``, or a list of text parts.
+def has_images(message: Mapping[str, Any]) -> bool:
+    """Whether a message's content has parts that are images."""
+    content = message.get("content")
+    return isinstance(content, (list, tuple)) and any(map(is_image_part, content))
+
+
+def check_content(message: Mapping[str, Any]) -> None:
+    """Check a message's content: a string, ``None``, or a list of parts that are texts or images.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    _content(message)
+
+
+def stored_images(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Replace images by :class:`~torchrl_mt.vision.StoredImage`.
+
+    Only ``data:`` URIs are read: a client must not have the server open files or addresses.
+
+    Raises:
+        ValueError: if an image is given in another way, cannot be read, or is in an assistant's message.
+    """
+    for k, message in enumerate(messages):
+        if not has_images(message):
+            continue
+        if message["role"] == "assistant":
+            raise ValueError(f"messages[{k}].content must be text, since the assistant said it.")
+        for p, part in enumerate(message["content"]):
+            if is_image_part(part):
+                _check_uri(part, f"messages[{k}].content[{p}]")
+    return with_stored_images(messages)
+
+
+def _check_uri(part: Mapping[str, Any], where: str) -> None:
+    """Refuse an image that is not in the request itself."""
+    try:
+        source = image_source(part)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not isinstance(source, str) or not source.startswith("data:"):
+        shown = source[:80] if isinstance(source, str) else type(source).__name__
+        raise ValueError(
+            f"{where}: {part['type']} must be a base64 data: URI (data:image/png;base64,...), got "
+            f"{shown!r}: this server downloads nothing and opens no files."
+        )
+
+
+def _content(message: Mapping[str, Any]) -> str | tuple[str | StoredImage, ...]:
+    """A message's text; if it has images, its texts and images in order.
 
     Raises:
         ValueError: if the content is anything else.
@@ -22,19 +75,27 @@ def text_of(message: Mapping[str, Any]) -> str:
         return content
     parts = list(content) if isinstance(content, Sequence) else None
     if parts is None:
-        raise ValueError(f"content must be text or a list of text parts, got {content!r}.")
+        raise ValueError(f"content must be text or a list of parts, got {content!r}.")
+    found: list[Any] = []
     for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            raise ValueError(f"content must be text, got the part {part!r}.")
-    return "".join(part["text"] for part in parts)
+        if is_image_part(part):
+            found.append(part.get("image"))
+        elif not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise ValueError(f"content must be text and images, got the part {part!r}.")
+        elif found and isinstance(found[-1], str):
+            found[-1] += part["text"]
+        else:
+            found.append(part["text"])
+    has_text_alone = all(isinstance(each, str) for each in found)
+    return "".join(found) if has_text_alone else tuple(found)
 
 
 def identities(messages: Sequence[Mapping[str, Any]]) -> list[Hashable]:
     """One hashable value per message; equal ones are the same message.
 
-    Role, text, and the names and arguments of tool calls count; arguments are compared as JSON values.
-    Reasoning does not count, since most clients leave it out, nor do the ids of calls: a tool's result
-    refers to its call by the call's place in the dialogue.
+    Role, text, images (by content), and the names and arguments of tool calls count; arguments are
+    compared as JSON values. Reasoning does not count, since most clients leave it out, nor do the ids of
+    calls: a tool's result refers to its call by the call's place in the dialogue.
 
     Examples:
         >>> call = {"id": "a", "function": {"name": "f", "arguments": '{"x": 1, "y": [2]}'}}
@@ -53,16 +114,28 @@ def identities(messages: Sequence[Mapping[str, Any]]) -> list[Hashable]:
         )
         id = message.get("tool_call_id")
         result_of = None if id is None else places.get(str(id), str(id))
-        found.append((_role(message), text_of(message), called, result_of))
+        found.append((_role(message), _content(message), called, result_of))
         for c, call in enumerate(calls):
             places[str(call.get("id"))] = (k, c)
     return found
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form that chat templates take: text as content, arguments as mappings."""
+    """A message in the form that chat templates take: text as content, arguments as mappings.
+
+    Content with images is a list of parts, with images as :func:`stored_images` left them.
+    """
     plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = text_of(message)
+    content = _content(message)
+    if not isinstance(content, str):
+        plain["content"] = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": part}
+            for part in content
+        ]
+    else:
+        plain["content"] = content
     plain["role"] = _role(message)
     if message.get("tool_calls"):
         plain["tool_calls"] = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from torchrl_mt.agents.conversation import ChatTokensCache, Conversation
+from torchrl_mt.agents.conversation import ChatTokensCache, Conversation, Prompt
 from torchrl_mt.agents.requests import ChatRequest, RequestError, read_chat
 from torchrl_mt.agents.responses import chat_completion, event_stream, model_list
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
@@ -23,7 +23,9 @@ from torchrl_mt.engines import Completion, Engine
 __all__ = ["openai_client"]
 
 
-def openai_client(engine: Engine, tokenizer: Any = None, **chat_options: Any) -> Any:
+def openai_client(
+    engine: Engine, tokenizer: Any = None, *, processor: Any = None, **chat_options: Any
+) -> Any:
     """Make an ``openai.AsyncOpenAI`` client whose chat completions an engine samples.
 
     Make one per episode, with the engine that the workflow is given. A request that continues an
@@ -38,6 +40,8 @@ def openai_client(engine: Engine, tokenizer: Any = None, **chat_options: Any) ->
     Args:
         engine: samples the answers.
         tokenizer: renders messages; the engine's own if ``None``.
+        processor: the processor of a model that takes images. Messages may then have ``image_url`` parts
+            with ``data:`` URIs.
         **chat_options: the fields of :class:`~torchrl_mt.collectors.ChatOptions`; a request's ``tools``
             and ``chat_template_kwargs`` are added. ``on_break`` is ``"append"`` by default.
 
@@ -61,7 +65,7 @@ def openai_client(engine: Engine, tokenizer: Any = None, **chat_options: Any) ->
         ) from error
     if tokenizer is None:
         tokenizer = getattr(engine, "tokenizer", None)
-    chats = ChatTokensCache(tokenizer, ChatOptions(**chat_options))
+    chats = ChatTokensCache(tokenizer, ChatOptions(**chat_options), processor=processor)
     client: Any = httpx.AsyncClient(transport=_InProcess(engine, tokenizer, chats))
     return openai.AsyncOpenAI(
         api_key="none",
@@ -103,7 +107,7 @@ class _InProcess(httpx.AsyncBaseTransport):
     async def _complete(self, request: ChatRequest) -> Mapping[str, Any]:
         prompt = await self._conversation.prompt(request)
         found = await asyncio.gather(
-            *(self._sample(prompt.token_ids, request, k) for k in range(request.n)),
+            *(self._sample(prompt, request, k) for k in range(request.n)),
             return_exceptions=True,
         )
         for answer in found:
@@ -119,13 +123,15 @@ class _InProcess(httpx.AsyncBaseTransport):
             logprobs=request.logprobs,
         )
 
-    async def _sample(self, prompt_ids: Any, request: ChatRequest, k: int) -> Completion:
+    async def _sample(self, prompt: Prompt, request: ChatRequest, k: int) -> Completion:
         sampling = dict(request.sampling)
+        if prompt.images:
+            sampling["images"] = prompt.images
         if "seed" in sampling:
             sampling["seed"] += k
         try:
             return await self._engine.generate(
-                prompt_ids, max_new_tokens=request.max_new_tokens, **sampling
+                prompt.token_ids, max_new_tokens=request.max_new_tokens, **sampling
             )
         except LimitReached as limit:
             raise RequestError(str(limit), kind="limit_error", code=LIMIT_CODE) from limit

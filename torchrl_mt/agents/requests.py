@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_mt.agents.messages import text_of
+from torchrl_mt.agents.messages import check_content
 
 __all__ = ["ChatRequest", "RequestError", "TokensRequest", "read_chat", "read_tokens"]
 
@@ -135,7 +135,7 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
                 f"messages[{k}] must be a mapping with a role, got {_shown(message)}.", "messages"
             )
         try:
-            text_of(message)
+            check_content(message)
         except ValueError as error:
             raise RequestError(f"messages[{k}]: {error}", "messages") from None
         _check_calls(message.get("tool_calls"), k)

@@ -35,6 +35,7 @@ from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Engine, as_engine
+from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["AgentServer"]
 
@@ -55,7 +56,7 @@ class AgentServer:
 
     Args:
         engine: samples the replies; a TorchRL LLM wrapper is converted.
-        tokenizer: renders messages; the engine's own if ``None``.
+        tokenizer: renders messages; the engine's own if ``None``. A processor may be given in its place.
         host: address to listen on. Programs on other machines need the machine's address.
         port: port to listen on; 0 takes a free one.
         models: further engines by model name, such as ``{"judge": engine}``; their calls are answered,
@@ -70,6 +71,8 @@ class AgentServer:
         max_requests: maximum number of requests in progress; further ones get status 503.
         idle_timeout: seconds after which a connection without a request is closed, a request whose body
             has not come is refused, and a session of :meth:`open` without a request is ended.
+        processor: the processor of a model that takes images. Messages to the policy may then have
+            ``image_url`` parts with ``data:`` URIs. Without it, images get status 400.
 
     Raises:
         ImportError: if the extra ``agents`` is not installed.
@@ -105,10 +108,16 @@ class AgentServer:
         max_body_bytes: int = 32 * 2**20,
         max_requests: int = 4096,
         idle_timeout: float = 3600.0,
+        processor: Any = None,
     ) -> None:
         check_positive_integer("max_body_bytes", max_body_bytes)
         check_positive_integer("max_requests", max_requests)
         check_positive("idle_timeout", idle_timeout)
+        # Tokenizers have no tokenizer.
+        if processor is None and hasattr(tokenizer, "tokenizer"):
+            tokenizer, processor = None, tokenizer
+        if processor is not None and tokenizer is None:
+            tokenizer = VisionProcessor.of(processor).tokenizer
         self.engine = as_engine(engine, tokenizer)
         self.host = host
         self.port = port
@@ -120,7 +129,7 @@ class AgentServer:
         self._tool_parser = tool_parser
         if tokenizer is None:
             tokenizer = getattr(self.engine, "tokenizer", None)
-        self._chats = self._chats_of(tokenizer)
+        self._chats = self._chats_of(tokenizer, processor)
         self._models = {
             name: self._model_of(given)
             for name, given in (models or {}).items()
@@ -202,7 +211,8 @@ class AgentServer:
         Returns:
             Its session. Close it when the episode is over.
         """
-        session = self.open_recorded(Recorder(self.engine, Episode(data), self.limits))
+        episode = Episode(data, shows_images=self._chats.take_images)
+        session = self.open_recorded(Recorder(self.engine, episode, self.limits))
         self._end_when_idle(session)
         return session
 
@@ -284,8 +294,8 @@ class AgentServer:
         engine = as_engine(engine, None)
         return Model(engine, self._chats_of(getattr(engine, "tokenizer", None)))
 
-    def _chats_of(self, tokenizer: Any) -> ChatTokensCache:
-        return ChatTokensCache(tokenizer, self._options, self._tool_parser)
+    def _chats_of(self, tokenizer: Any, processor: Any = None) -> ChatTokensCache:
+        return ChatTokensCache(tokenizer, self._options, self._tool_parser, processor=processor)
 
     # Requests
 

@@ -30,6 +30,7 @@ from torchrl_mt.chat.encoding import decode
 from torchrl_mt.collectors.episode import Turn
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder
 from torchrl_mt.engines import Completion, Engine
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["Call", "Model", "Session"]
 
@@ -239,7 +240,7 @@ class Session:
         other = self._models.get(request.model)
         conversation = self._conversation if other is None else self._others[request.model]
         prompt = await conversation.prompt(request)
-        completion = await self._generate(request, prompt.token_ids, other, call)
+        completion = await self._generate(request, prompt.token_ids, other, call, prompt.images)
         id = f"chatcmpl-{uuid.uuid4().hex}"
         if call.turn is not None:
             # The turn's prompt shares memory with those of other turns.
@@ -267,9 +268,12 @@ class Session:
         prompt_ids: Sequence[int],
         other: Model | None,
         call: Call,
+        images: Sequence[StoredImage] = (),
     ) -> Completion:
         """Sample a reply; the policy's is a turn from here on."""
         sampling = {"max_new_tokens": request.max_new_tokens, **request.sampling}
+        if images:
+            sampling["images"] = images
         try:
             if other is None:
                 call.turn = await self._recorder.take_turn(prompt_ids, **sampling)

@@ -3,6 +3,7 @@
 from torchrl_mt.vision.images import StoredImage, is_image
 from torchrl_mt.vision.messages import (
     for_template,
+    image_source,
     images_of,
     is_image_part,
     with_data_uris,
@@ -20,6 +21,7 @@ __all__ = [
     "VisionModel",
     "VisionProcessor",
     "for_template",
+    "image_source",
     "images_of",
     "is_image",
     "is_image_part",

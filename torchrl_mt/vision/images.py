@@ -136,8 +136,11 @@ class StoredImage:
         pil = import_extra("PIL.Image", "images")
         try:
             with pil.open(BytesIO(data)) as opened:
-                opened.load()  # A file that is cut off fails here, not while training.
                 form, (width, height) = opened.format.lower(), opened.size
+                known = cls._known.get(_key(data, form, height, width))
+                if known is not None:
+                    return known
+                opened.load()  # A file that is cut off fails here, not while training.
         except Exception as error:
             raise ValueError(
                 f"image must be a file that Pillow can read, got {len(data)} bytes: {error}"
@@ -173,7 +176,7 @@ def is_image(value: Any) -> bool:
 
 def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:
     """Return the image of these bytes: the one that is in memory, or a new one."""
-    key = sha256(f"{form} {height} {width} ".encode() + data).hexdigest()
+    key = _key(data, form, height, width)
     with StoredImage._lock:
         image = StoredImage._known.get(key)
         if image is None:
@@ -182,6 +185,13 @@ def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:
             image.height, image.width = height, width
             StoredImage._known[key] = image
     return image
+
+
+def _key(data: bytes, form: str, height: int, width: int) -> str:
+    """Hash of an image's content."""
+    content = sha256(f"{form} {height} {width} ".encode())
+    content.update(data)
+    return content.hexdigest()
 
 
 def _pixels(image: np.ndarray | torch.Tensor) -> np.ndarray:

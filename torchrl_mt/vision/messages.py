@@ -9,6 +9,7 @@ from torchrl_mt.vision.images import StoredImage
 
 __all__ = [
     "for_template",
+    "image_source",
     "images_of",
     "is_image_part",
     "with_data_uris",
@@ -89,15 +90,23 @@ def _stored(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     for k, part in enumerate(message["content"]):
         if is_image_part(part):
             try:
-                part = {"type": "image", "image": StoredImage.of(_source(part))}
+                part = {"type": "image", "image": StoredImage.of(image_source(part))}
             except (TypeError, ValueError) as error:
                 raise type(error)(f"messages[{number}]['content'][{k}]: {error}") from error
         parts.append(part)
     return {**message, "content": parts}
 
 
-def _source(part: Mapping[str, Any]) -> Any:
-    """What a part gives as its image."""
+def image_source(part: Mapping[str, Any]) -> Any:
+    """Return what a part gives as its image.
+
+    Raises:
+        ValueError: if it gives none.
+
+    Examples:
+        >>> image_source({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}})
+        'data:image/png;base64,AA=='
+    """
     for name in _SOURCES:
         if part.get(name) is not None:
             found = part[name]

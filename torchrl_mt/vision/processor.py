@@ -20,8 +20,6 @@ FAMILIES = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", "Llav
 
 _KEPT = 16
 """Images whose inputs are kept, because the next turn shows them again."""
-
-
 _PROCESSORS = 4
 """Processors whose images are kept."""
 
@@ -79,6 +77,9 @@ class VisionProcessor:
         self.tokenizer = processor.tokenizer
         self.image_token_id = int(processor.image_token_id)
         """The placeholder: once per image in a rendered text, several times in a prompt."""
+        video = getattr(processor, "video_token_id", None)
+        self.barred = tuple(int(t) for t in (self.image_token_id, video) if t is not None)
+        """Tokens that stand for images and videos: nobody may sample them."""
         found = (getattr(processor, name, None) for name in ("image_token", "video_token"))
         self.placeholders = {token for token in found if isinstance(token, str)}
         """Names of the tokens that stand for images and videos."""
@@ -95,8 +96,6 @@ class VisionProcessor:
         """Patches per token along a side; None for models without grids."""
         self._sizes: dict[tuple[int, int], ImageSize] = {}
         """By height and width, on which alone they depend."""
-        self.has_grids = self.family != "LlavaProcessor"
-        """Whether the model takes the number of each image's patches."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -104,11 +103,6 @@ class VisionProcessor:
     def of(processor: Any) -> VisionProcessor:
         """Return the one for a processor; those who share a processor share the inputs kept."""
         return processor if isinstance(processor, VisionProcessor) else _of(processor)
-
-    @property
-    def barred(self) -> list[int]:
-        """Tokens that stand for images and videos: nobody may sample them."""
-        return sorted(map(self.tokenizer.convert_tokens_to_ids, self.placeholders))
 
     @property
     def beginning(self) -> list[int]:
@@ -197,6 +191,38 @@ class VisionProcessor:
             out.append(token)
         return out
 
+    def spans(self, token_ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Find the tokens of each image in a prompt.
+
+        Args:
+            token_ids: a prompt, with one placeholder for each token of an image.
+            sizes: number of tokens of each of its images, in order.
+
+        Returns:
+            The place of each image's first token, and how many tokens it has.
+
+        Raises:
+            ValueError: if the prompt has more or fewer placeholders than the images have tokens, or
+                those of an image are not side by side.
+        """
+        places = [k for k, token in enumerate(token_ids) if token == self.image_token_id]
+        if len(places) != sum(sizes):
+            raise ValueError(
+                f"there must be one image token (id {self.image_token_id}) for each token of the "
+                f"images, got {len(places)} for {len(sizes)} images with {sum(sizes)} tokens."
+            )
+        spans, done = [], 0
+        for number, size in enumerate(sizes):
+            first = places[done]
+            done += size
+            if places[done - 1] != first + size - 1:
+                raise ValueError(
+                    f"the {size} tokens of image {number} must be side by side, got fewer at {first}: "
+                    "the images are in another order, or of other sizes."
+                )
+            spans.append((first, size))
+        return spans
+
     def batch(self, images: Sequence[StoredImage]) -> dict[str, Tensor]:
         """Return the model's arguments for images: ``pixel_values``, and ``image_grid_thw`` of Qwen."""
         found = [self.inputs(image) for image in images]
@@ -207,6 +233,14 @@ class VisionProcessor:
         if grids:
             out["image_grid_thw"] = torch.tensor(grids)
         return out
+
+    def _size_of(self, image: StoredImage) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+        """Placeholder tokens and grid of an image; prepares the first of each size."""
+        size = image.height, image.width
+        if size not in self._sizes:
+            inputs = self.inputs(image)
+            self._sizes[size] = inputs.token_ids, inputs.grid
+        return self._sizes[size]
 
     def _inputs(self, image: StoredImage) -> ImageInputs:
         made = self._processor(

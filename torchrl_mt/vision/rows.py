@@ -148,10 +148,8 @@ _AGAIN = "make the inputs again from the stored images, by VisionInputs(processo
 def set_row_images(rows: TensorDictBase, images: Sequence[tuple[StoredImage, ...]]) -> None:
     """Write each row's images, without inputs."""
     rows.set(RAW, NonTensorStack(*(NonTensorData(each) for each in images)))
-    rows.set(
-        HASH,
-        torch.tensor([_hash(image.key for image in each) for each in images], device=rows.device),
-    )
+    hashes = [_hash(image.key for image in each) for each in images]
+    rows.set(HASH, torch.tensor(hashes, device=rows.device))
 
 
 def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
@@ -175,20 +173,26 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     if tokens is None:
         raise KeyError(f"VisionInputs needs {_TOKENS} in the rows: append it after MergeTurns.")
     _check_hashes(rows, raw)
-    made = [[vision.inputs(image) for image in images] for images in raw]
-    is_image = tokens == vision.image_token_id
+    # Not every image is kept by the processor, and members of a group show the same.
+    prepared = {image: vision.inputs(image) for image in {i for images in raw for i in images}}
     mask = rows.get(_MASK, None)
-    if mask is not None:
-        is_image = is_image & mask
-    for row, (inputs, marks) in enumerate(zip(made, is_image.cpu(), strict=True)):
-        _check_placeholders(row, marks, [len(each.token_ids) for each in inputs])
+    kept = (torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask).cpu()
+    for row, (images, ids) in enumerate(zip(raw, tokens.cpu(), strict=True)):
+        try:
+            # Padding may lie anywhere, also between the tokens of an image.
+            own = ids[kept[row]].tolist()
+            vision.spans(own, [len(prepared[image].token_ids) for image in images])
+        except ValueError as error:
+            raise ValueError(
+                f"row {row}: {error} Was the row cut, or another processor used where it was sampled?"
+            ) from None
     device = tokens.device
     count = torch.tensor([len(images) for images in raw], device=device)
-    table = [each for inputs in made for each in inputs]
+    table = [prepared[image] for images in raw for image in images]
     pixels = torch.cat([each.pixel_values for each in table] or [torch.empty(0, 0)])
     keys = tuple(image.key for images in raw for image in images)
     shared: dict[tuple[str, str], Any] = {PIXELS: pixels.to(device), KEYS: keys}
-    if vision.has_grids:
+    if vision.merge_size is not None:
         grids = [each.grid for each in table]
         shared[GRIDS] = torch.tensor(grids, dtype=torch.int64, device=device).view(-1, 3)
     set_row_images(rows, raw)
@@ -196,23 +200,6 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     rows.set(FIRST, count.cumsum(0) - count)
     for key, value in shared.items():
         rows.set(key, NonTensorData(value, batch_size=rows.batch_size))
-
-
-def _check_placeholders(row: int, is_image: Tensor, sizes: Sequence[int]) -> None:
-    """Refuse a row whose placeholders are not those of its images, in order."""
-    places = is_image.nonzero().squeeze(-1)
-    if len(places) != sum(sizes):
-        raise ValueError(
-            f"row {row} has {len(places)} image tokens, and its {len(sizes)} images have {sum(sizes)}: "
-            "was it cut, or was another processor used where it was sampled?"
-        )
-    for number, part in enumerate(places.split(list(sizes))):
-        if int(part[-1] - part[0]) != len(part) - 1:
-            raise ValueError(
-                f"row {row} must have the {len(part)} image tokens of its image {number} side by side: "
-                f"its {len(places)} image tokens are as many as its images need, but its images are in "
-                "another order."
-            )
 
 
 def _check_hashes(rows: TensorDictBase, raw: Iterable[Sequence[StoredImage]]) -> None:

@@ -153,6 +153,7 @@ class EpisodePlayer:
             server = AgentServer(
                 self.engine,
                 self.tokenizer,
+                processor=self.vision,
                 chat=self._chat_options,
                 **vars(self._agent_options),
             )

@@ -13,9 +13,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchrl_mt.chat.encoding import decode
+from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.completions.api import (
     OWN_FIELDS,
     Answer,
@@ -23,6 +24,7 @@ from torchrl_mt.engines.completions.api import (
     max_model_len,
     parse_answer,
 )
+from torchrl_mt.engines.completions.images import ImageApi, ImageRequests, barring
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
@@ -30,6 +32,7 @@ from torchrl_mt.engines.sampling_params import TruncationWarning, sampling_recor
 from torchrl_mt.engines.stop_strings import checked_stop, find_stop
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
+from torchrl_mt.vision import StoredImage, VisionProcessor
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
 
@@ -95,12 +98,23 @@ class CompletionsEngine:
     early, but none is trained on as newer than it is. With ``version_key``, the server's own version
     counts instead.
 
+    **Images.** With a processor, prompts may have images. ``/v1/completions`` takes none with token ids,
+    so these go to other endpoints, as ``image_api`` says:
+
+    - ``"vllm"``: ``/inference/v1/generate``, with the prompt as it is. vLLM's own
+      ``/v1/chat/completions/render`` prepares each image once.
+    - ``"sglang"``: ``/generate``, with one placeholder for each image. SGLang must answer with the
+      tokens that it saw (``prompt_token_ids``); they are compared with the prompt.
+
+    Image and video tokens are barred by ``logit_bias``, in text-only prompts, too. Raw log-probabilities
+    are not those after barring: start vLLM with ``--logprobs-mode processed_logprobs``.
+
     Requires httpx and tenacity: ``pip install 'torchrl-mt[server]'``.
 
     Args:
         base_url: the server's address, with or without ``/v1``.
         model: the name under which the server serves the model.
-        tokenizer: the model's tokenizer; it renders the messages.
+        tokenizer: the model's tokenizer, or its processor; it renders the messages.
         api_key: sent as a bearer token.
         max_new_tokens: maximum length of an answer, unless a request sets another.
         max_total_tokens: maximum length of prompt and answer together. If ``None``, the
@@ -127,11 +141,15 @@ class CompletionsEngine:
             as ``"metadata.weight_version"``.
         on_update: called with the source of an update, to load it into the server: it may save a
             checkpoint and have the server load that, say. May be a coroutine function.
+        processor: the model's processor, for prompts with images; not needed if it is given in place of
+            the tokenizer.
+        image_api: the form in which the server takes prompts with images; ``None`` refuses images.
 
     Raises:
         ImportError: if httpx or tenacity is not installed.
-        ValueError: if a number is out of range, ``base_url`` is no HTTP address, or ``extra_body`` has a
-            field that the engine sets.
+        TypeError: if the processor is of no supported family, or ``image_api`` is given without one.
+        ValueError: if a number is out of range, ``base_url`` is no HTTP address, ``image_api`` is
+            unknown, or ``extra_body`` has a field that the engine sets.
 
     Examples:
         >>> engine = CompletionsEngine(  # doctest: +SKIP
@@ -160,6 +178,8 @@ class CompletionsEngine:
         extra_body: Mapping[str, Any] | None = None,
         version_key: str | None = None,
         on_update: Callable[[Any], Any] | None = None,
+        processor: Any = None,
+        image_api: ImageApi | None = None,
     ) -> None:
         require_positive(
             max_new_tokens=max_new_tokens, max_total_tokens=max_total_tokens, vocab_size=vocab_size
@@ -172,6 +192,16 @@ class CompletionsEngine:
         _require_free("extra_body", extra_body or {})
         sampling_record({"temperature": temperature, **(extra_body or {})})
         checked_stop((extra_body or {}).get("stop"))
+        if image_api is not None:
+            check_choice("image_api", image_api, get_args(ImageApi))
+        # Tokenizers have no tokenizer.
+        if processor is None and hasattr(tokenizer, "tokenizer"):
+            tokenizer, processor = None, tokenizer
+        self._vision = None if processor is None else VisionProcessor.of(processor)
+        if self._vision is not None and tokenizer is None:
+            tokenizer = self._vision.tokenizer
+        if image_api is not None and self._vision is None:
+            raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self._max_total_tokens = max_total_tokens
@@ -202,8 +232,9 @@ class CompletionsEngine:
         self._version = 0
         self._updating = threading.Lock()
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = HttpClient(
-            completions_url(base_url),
+        url = completions_url(base_url)
+        make_client = partial(
+            HttpClient,
             headers=self._headers,
             timeout=timeout,
             max_retries=max_retries,
@@ -213,6 +244,13 @@ class CompletionsEngine:
             name="engine",
             error=CompletionsError,
         )
+        self._client = make_client(url)
+        origin = url.removesuffix("/v1/completions")
+        self._images: ImageRequests | None = None
+        if image_api is not None and self._vision is not None:
+            self._images = ImageRequests(
+                image_api, self._vision, lambda path: make_client(origin + path)
+            )
 
     @property
     def version(self) -> int:
@@ -226,12 +264,19 @@ class CompletionsEngine:
         return self._max_total_tokens
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Sequence[Any] = (),
+        max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Sample an answer to a prompt.
 
         Args:
-            prompt_ids: at least one token.
+            prompt_ids: at least one token; one image token for each token of the images.
+            images: all images of the prompt, in order, in any form that
+                :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: further fields of this request, such as ``temperature``, ``seed`` or ``stop``.
@@ -240,10 +285,11 @@ class CompletionsEngine:
             The sampled tokens with their log-probabilities and weight versions.
 
         Raises:
-            ValueError: if an argument is out of range (see :meth:`Engine.generate`), or ``sampling`` has
-                a field that the engine sets.
-            TypeError: if ``prompt_ids`` are no integers, ``sampling`` has a value that JSON lacks, or
-                ``stop`` is neither a string nor a list of strings.
+            ValueError: if an argument is out of range (see :meth:`Engine.generate`), ``sampling`` has a
+                field that the engine sets, or the image tokens are not those of the images.
+            TypeError: if ``prompt_ids`` are no integers, ``sampling`` has a value that JSON lacks,
+                ``stop`` is neither a string nor a list of strings, or ``images`` are given to an engine
+                without ``image_api``.
             CompletionsError: if the server refuses, keeps failing, or sends a malformed answer.
             RuntimeError: if the engine is closed.
         """
@@ -258,6 +304,7 @@ class CompletionsEngine:
             vocab_size=self._vocab_size,
         )
         _require_free("sampling arguments", sampling)
+        shown = self._stored(prompt, images)
         asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
         asked["stop"] = strings = list(checked_stop(asked.get("stop")))
         body = {name: value for name, value in asked.items() if value is not None}
@@ -266,10 +313,16 @@ class CompletionsEngine:
         if body.get("top_k") == 0:
             body["top_k"] = _PLAIN["top_k"]  # some servers refuse 0
         record = sampling_record(body, self._vocab_size)
+        if self._vision is not None:
+            body["logit_bias"] = barring(self._vision, body.get("logit_bias"))
         begun: list[int] = []
-        answer = await self._client.post(
-            body,
-            partial(self._parse, max_new_tokens=limit, prompt=prompt),
+        client, sent = self._client, body
+        parse: Callable[[Any], Answer] = partial(self._parse, max_new_tokens=limit, prompt=prompt)
+        if self._images is not None and shown:
+            client, sent, parse = await self._images.make(body, prompt, shown, parse)
+        answer = await client.post(
+            sent,
+            parse,
             on_attempt=lambda: begun.append(self._version),
         )
         if record:
@@ -318,6 +371,35 @@ class CompletionsEngine:
     def close(self) -> None:
         """Fail all open requests and close every connection."""
         self._client.close()
+        if self._images is not None:
+            self._images.close()
+
+    def _stored(self, prompt: Sequence[int], images: Sequence[Any]) -> list[StoredImage]:
+        """Read the images of a prompt; refuse them if the engine cannot take any."""
+        if not isinstance(images, (list, tuple)):
+            raise TypeError(
+                f"images must be a list of a prompt's images, got {type(images).__name__}."
+            )
+        if not images:
+            token = None if self._vision is None else self._vision.image_token_id
+            if token is not None and token in prompt:
+                raise ValueError(
+                    f"images must hold the images that prompt_ids show, got none for "
+                    f"{prompt.count(token)} image tokens (id {token})."
+                )
+            return []
+        if self._images is None:
+            raise TypeError(
+                "images cannot be sent to /v1/completions with token ids: make the engine with "
+                "processor= and image_api='vllm' or 'sglang', for a server that takes them."
+            )
+        stored = []
+        for k, image in enumerate(images):
+            try:
+                stored.append(StoredImage.of(image))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"images[{k}]: {error}") from error
+        return stored
 
     async def _wait_for_limit(self) -> None:
         """Request the model's limit until the server is up, for at most ``wait_ready`` seconds."""

@@ -1,0 +1,386 @@
+"""Prompts with images, sent to servers that behave as vLLM and SGLang do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engines.completions_server import CompletionsServer, sampled
+from tests.faulty_server import running, status
+from tests.tiers import first_fast
+from tests.vision.episodes import QWEN, family, random_dialogue, random_image
+from tests.waiting import PATIENCE
+from torchrl_mt.engines import CompletionsEngine, CompletionsError
+from torchrl_mt.engines.completions.images import collapsed
+from torchrl_mt.testing import tiny_vl_model
+from torchrl_mt.vision import StoredImage, VisionProcessor
+
+pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
+
+APIS = ("vllm", "sglang")
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+RENDER = "/v1/chat/completions/render"
+
+
+class ImageServer(CompletionsServer):
+    """Takes images in both forms; ``seen_prompts`` are the prompts and images of its model."""
+
+    processor: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+        self.seen_prompts: list[tuple[list[int], list[StoredImage]]] = []
+        self.items: dict[str, StoredImage] = {}
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.paths.append(path)
+        if path == RENDER:
+            return 200, self.change(self.render(body))
+        if path == GENERATE["vllm"]:
+            return 200, self.change(self.vllm(body))
+        if path == GENERATE["sglang"]:
+            return 200, self.change(self.sglang(body))
+        return super().answer(path, body)
+
+    def render(self, body: dict[str, Any]) -> dict[str, Any]:
+        ((part,),) = (message["content"] for message in body["messages"])
+        image = StoredImage.of(part["image_url"]["url"])
+        ids = VisionProcessor.of(self.processor).inputs(image).token_ids
+        self.items[f"data of {image.key}"] = image
+        return {
+            "model": body["model"],
+            "token_ids": [4, *ids, 5],
+            "features": {
+                "mm_hashes": {"image": [f"hash of {image.key}"]},
+                "mm_placeholders": {"image": [{"offset": 1, "length": len(ids)}]},
+                "kwargs_data": {"image": [f"data of {image.key}"]},
+            },
+            "sampling_params": {},
+        }
+
+    def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
+        features, tokens, params = body["features"], body["token_ids"], body["sampling_params"]
+        images = [self.items[data] for data in features["kwargs_data"]["image"]]
+        assert features["mm_hashes"]["image"] == [f"hash of {image.key}" for image in images]
+        spans = [(p["offset"], p["length"]) for p in features["mm_placeholders"]["image"]]
+        assert spans == self.spans(tokens, images)
+        self.seen_prompts.append((tokens, images))
+        answer, log_probs, reason = sampled(tokens, params["max_tokens"])
+        content = [
+            {"token": f"token_id:{token}", "logprob": log_prob}
+            for token, log_prob in zip(answer, log_probs, strict=True)
+        ]
+        choice = {"finish_reason": reason, "token_ids": answer, "logprobs": {"content": content}}
+        return {"request_id": "1", "choices": [{"index": 0, **choice}]}
+
+    def sglang(self, body: dict[str, Any]) -> dict[str, Any]:
+        images = [StoredImage.of(uri) for uri in body["image_data"]]
+        tokens = VisionProcessor.of(self.processor).expanded(body["input_ids"], images)
+        self.seen_prompts.append((tokens, images))
+        answer, log_probs, reason = sampled(tokens, body["sampling_params"]["max_new_tokens"])
+        return {
+            "text": "not to be used",
+            "prompt_token_ids": tokens,
+            "meta_info": {
+                "finish_reason": {"type": reason, "matched": answer[-1]},
+                "output_token_logprobs": [
+                    [log_prob, token, None]
+                    for token, log_prob in zip(answer, log_probs, strict=True)
+                ],
+                "weight_version": "7",
+            },
+        }
+
+    def spans(self, tokens: list[int], images: list[StoredImage]) -> list[tuple[int, int]]:
+        vision = VisionProcessor.of(self.processor)
+        left, out, at = list(images), [], 0
+        while at < len(tokens):
+            if tokens[at] == vision.image_token_id:
+                out.append((at, len(vision.inputs(left.pop(0)).token_ids)))
+                at += out[-1][1]
+            else:
+                at += 1
+        assert not left
+        return out
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def server():
+    with running(ImageServer()) as server:
+        server.processor = family("qwen2_5_vl")[1]
+        yield server
+
+
+@pytest.fixture
+def make(server):
+    engines = []
+
+    def make(api="vllm", name="qwen2_5_vl", **kwargs):
+        _, server.processor = family(name)
+        settings = {
+            "backoff": 0.01, "timeout": PATIENCE, "image_api": api, "max_total_tokens": 10_000,
+            "max_new_tokens": 6,
+        }  # fmt: skip
+        engine = CompletionsEngine(server.url, "tiny", server.processor, **{**settings, **kwargs})
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def ask(engine, turns, **kwargs):
+    async def run():
+        return [
+            await asyncio.wait_for(
+                engine.generate(turn.prompt, **images_of(turn), **kwargs), PATIENCE
+            )
+            for turn in turns
+        ]
+
+    return asyncio.run(run())
+
+
+def images_of(turn):
+    return {"images": turn.images} if turn.images else {}
+
+
+def dialogue(name="qwen2_5_vl", seed=0, turns=4):
+    rng = random.Random(seed)
+    pool = [random_image(rng) for _ in range(3)]
+    return random_dialogue(family(name)[1], rng, pool, turns)
+
+
+def with_image(seed=0):
+    """One turn that shows images."""
+    turns = (turn for k in range(99) for turn in dialogue(seed=seed + k))
+    return next(turn for turn in turns if turn.images)
+
+
+# What is sent and what comes back
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("name", first_fast(["llava", *QWEN], 2))
+def test_the_server_sees_the_prompt_and_its_images(make, server, api, name):
+    turns = dialogue(name, seed=3)
+    shown = [turn for turn in turns if turn.images]
+    assert shown
+    answers = ask(make(api, name), turns)
+    for turn, answer in zip(turns, answers, strict=True):
+        tokens, log_probs, reason = sampled(turn.prompt, 6)
+        assert list(answer.token_ids) == tokens
+        assert list(answer.log_probs) == log_probs
+        assert (answer.finish_reason, answer.sampling) == (reason, {})
+    assert len(server.seen_prompts) == len(shown)
+    for turn, (tokens, images) in zip(shown, server.seen_prompts, strict=True):
+        assert tokens == turn.prompt
+        pixels = [[image.array().tolist() for image in each] for each in (images, turn.images)]
+        assert pixels[0] == pixels[1]
+    # Text goes where it always did.
+    assert server.paths.count("/v1/completions") == len(turns) - len(shown)
+
+
+def test_each_image_is_prepared_once(make, server):
+    turns = dialogue(seed=3) * 3
+    ask(make("vllm"), turns)
+    assert server.paths.count(RENDER) == len({i for turn in turns for i in turn.images})
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_sampling_parameters_have_the_servers_names(make, server, api):
+    asked = {"top_p": 0.9, "priority": 3, "logit_bias": {"5": 2.0}}
+    engine = make(api, extra_body=asked, logprobs_mode="processed_logprobs")
+    (answer,) = ask(engine, [with_image()], seed=4, temperature=0.5, max_new_tokens=3, stop="x")
+    body = server.seen[-1]
+    params = body["sampling_params"]
+    vision = VisionProcessor.of(server.processor)
+    assert body["priority"] == 3
+    assert params.pop("logit_bias") == {"5": 2.0, **{str(t): -100.0 for t in vision.barred}}
+    own = {"vllm": ("max_tokens", "seed"), "sglang": ("max_new_tokens", "sampling_seed")}[api]
+    assert [params.pop(name) for name in own] == [3, 4]
+    if api == "vllm":
+        assert params.pop("logprobs") == 1
+    assert params == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "stop": ["x"],
+    }  # fmt: skip
+    assert answer.sampling == {"temperature": 0.5, "top_p": 0.9, "logit_bias": {"5": 2.0}}
+
+
+@pytest.mark.parametrize("api", [*APIS, None])
+def test_image_tokens_are_barred_in_text_too(make, server, api):
+    engine = make(api)
+    asyncio.run(engine.generate([5, 6]))
+    vision = VisionProcessor.of(server.processor)
+    assert len(vision.barred) == 2
+    assert server.seen[-1]["logit_bias"] == {str(token): -100.0 for token in vision.barred}
+
+
+def test_engines_without_a_processor_bar_nothing(server):
+    engine = CompletionsEngine(
+        server.url, "tiny", family("llava")[1].tokenizer, max_total_tokens=99
+    )
+    asyncio.run(engine.generate([5, 6]))
+    assert "logit_bias" not in server.seen[-1]
+    engine.close()
+
+
+def test_sglang_reports_weight_versions(make):
+    engine = make("sglang", version_key="metadata.weight_version")
+    (answer,) = ask(engine, [with_image()])
+    assert set(answer.versions) == {7}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_failed_requests_are_retried(make, server, api):
+    server.faults += [status(503), status(500)]
+    turn = with_image()
+    (answer,) = ask(make(api), [turn])
+    assert list(answer.token_ids) == sampled(turn.prompt, 6)[0]
+
+
+def test_an_answer_that_sglang_gave_up_is_asked_for_again(make, server):
+    def once(answer):
+        server.change = lambda answer: answer
+        answer["meta_info"]["finish_reason"] = {"type": "abort"}
+        return answer
+
+    server.change = once
+    ask(make("sglang"), [with_image()])
+    assert len(server.seen_prompts) == 2
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=5), st.integers(0, 2))
+def test_collapsed_prompts_expand_to_themselves(runs, begin):
+    prompt, spans, short = [1] * begin, [], [1] * begin
+    for size, text in runs:
+        spans.append((len(prompt), size))
+        prompt += [9] * size + [1] * text
+        short += [9] + [1] * text
+    assert collapsed(prompt, spans) == short
+
+
+# Refusals
+
+
+def test_engines_that_cannot_send_images_refuse_them(make):
+    turn = with_image()
+    with pytest.raises(TypeError, match=r"images cannot be sent to /v1/completions.*image_api="):
+        ask(make(None), [turn])
+    with pytest.raises(TypeError, match="images must be a list"):
+        asyncio.run(make("vllm").generate(turn.prompt, images=turn.images[0]))
+    with pytest.raises(ValueError, match=r"images\[0\]: image must be in memory.*https://a.b/c"):
+        asyncio.run(make("vllm").generate(turn.prompt, images=["https://a.b/c.png"]))
+    with pytest.raises(ValueError, match=r"images must hold.*got none for \d+ image tokens"):
+        asyncio.run(make("vllm").generate(turn.prompt))
+
+
+def test_arguments_are_checked(server):
+    _, processor = family("qwen3_vl")
+    with pytest.raises(ValueError, match=r"image_api must be.*vllm.*got 'openai'"):
+        CompletionsEngine(server.url, "tiny", processor, image_api="openai")
+    with pytest.raises(TypeError, match="image_api needs the model's processor"):
+        CompletionsEngine(server.url, "tiny", processor.tokenizer, image_api="vllm")
+    with pytest.raises(TypeError, match="processor must be one of"):
+        CompletionsEngine(server.url, "tiny", processor.tokenizer, processor=object())
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_prompts_must_have_the_tokens_of_their_images(make, server, api):
+    turn = with_image()
+    wrong = [token for token in turn.prompt if token != server.processor.image_token_id]
+    with pytest.raises(ValueError, match=r"prompt_ids do not fit images: .*got 0 for"):
+        asyncio.run(make(api).generate(wrong, images=turn.images))
+    assert not server.seen
+
+
+def test_a_server_with_another_processor_is_refused(make, server):
+    big = StoredImage.of(random_image(random.Random(0)).pil().resize((32, 32)))
+    for api, error in [
+        ("vllm", r"the server makes 4 tokens of an image that has 16 here.*pixels"),
+        ("sglang", r"prompt_token_ids must be the 18 tokens that were sent, got 6.*differ at 5"),
+    ]:
+        engine = make(api)
+        ids = VisionProcessor.of(server.processor).inputs(big).token_ids
+        _, server.processor = tiny_vl_model("qwen2_5_vl", max_pixels=256)
+        with pytest.raises(CompletionsError, match=error):
+            asyncio.run(engine.generate([5, *ids, 6], images=[big]))
+
+
+def test_sglang_must_tell_which_prompt_it_saw(make, server):
+    turn = with_image()
+
+    def changed(edit):
+        def change(answer):
+            edit(answer)
+            return answer
+
+        server.change = change
+        return ask(make("sglang"), [turn])
+
+    with pytest.raises(CompletionsError, match=r"prompt_token_ids must have.*SGLang"):
+        changed(lambda answer: answer.pop("prompt_token_ids"))
+    with pytest.raises(CompletionsError, match=r"first differ at 0.*SGLANG_MM_AVOID_RETOKENIZE"):
+        changed(lambda answer: answer["prompt_token_ids"].__setitem__(0, 3))
+
+    def hashed(answer):
+        image = server.processor.image_token_id
+        seen = answer["prompt_token_ids"]
+        answer["prompt_token_ids"] = [10**9 if token == image else token for token in seen]
+
+    (answer,) = changed(hashed)
+    assert list(answer.token_ids) == sampled(turn.prompt, 6)[0]
+
+
+@pytest.mark.parametrize(
+    ("api", "edit", "error"),
+    [
+        ("vllm", lambda a: a.update(features=None), "features must describe"),
+        ("vllm", lambda a: a["features"].update(mm_hashes={}), r"features.mm_hashes.image must"),
+        (
+            "vllm",
+            lambda a: a["features"].update(kwargs_data={"image": [None]}),
+            "must have the image",
+        ),
+        ("sglang", lambda a: a.pop("meta_info"), "the answer lacks"),
+        ("sglang", lambda a: a["meta_info"].pop("output_token_logprobs"), r"logprobs must be"),
+    ],
+)
+def test_malformed_answers_are_named(make, server, api, edit, error):
+    def change(answer):
+        if api == "sglang" or "features" in answer:
+            edit(answer)
+        return answer
+
+    server.change = change
+    engine = make(api, max_retries=0)
+    with pytest.raises(CompletionsError, match=error):
+        ask(engine, [with_image()])
+
+
+def test_an_answer_of_vllm_without_choices_is_named(make, server):
+    server.change = lambda answer: answer if "features" in answer else {"choices": 3}
+    with pytest.raises(CompletionsError, match="the answer lacks"):
+        ask(make("vllm"), [with_image()])
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_closing_refuses_further_requests(make, api):
+    engine = make(api)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(engine, [with_image()])

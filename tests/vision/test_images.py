@@ -1,0 +1,182 @@
+"""An image is its content, however it was given, and is in memory once."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from torchrl_mt.vision import StoredImage, images
+
+SIDE = st.integers(5, 12)
+
+
+def noise(height, width, channels=3, seed=0):
+    shape = (height, width, channels)
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def file_of(pixels, form="PNG", **options):
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, form, **options)
+    return out.getvalue()
+
+
+@given(SIDE, SIDE, st.sampled_from([1, 3, 4]), st.integers(0, 99))
+def test_pixels_are_kept_as_rgb(height, width, channels, seed):
+    pixels = noise(height, width, channels, seed)
+    rgb = np.repeat(pixels, 3, -1) if channels == 1 else pixels[..., :3]
+    forms = [pixels, pixels.transpose(2, 0, 1), torch.tensor(pixels), np.asfortranarray(pixels)]
+    forms += [pixels[::-1][::-1], torch.tensor(pixels).permute(2, 0, 1)]
+    if channels == 1:
+        forms.append(pixels[..., 0])
+        forms.append(Image.fromarray(pixels[..., 0]))
+    else:
+        forms.append(Image.fromarray(pixels))
+    images = [StoredImage.of(form) for form in forms]
+    assert all(image is images[0] for image in images)
+    image = images[0]
+    assert (image.height, image.width, image.format) == (height, width, "raw")
+    assert image.nbytes == height * width * 3
+    assert np.array_equal(image.array(), rgb)
+    assert np.array_equal(np.asarray(image.pil()), rgb)
+    image.array()[:] = 0  # A copy.
+    assert np.array_equal(image.array(), rgb)
+    again = StoredImage.of(image.data_uri())
+    assert again.format == "png"
+    assert np.array_equal(again.array(), rgb)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP", "WEBP"])
+def test_files_are_kept_as_they_are(form, tmp_path):
+    data = file_of(noise(9, 7), form)
+    path = tmp_path / "a picture"
+    path.write_bytes(data)
+    uri = f"data:image/{form.lower()};base64,{base64.b64encode(data).decode()}"
+    given = [data, bytearray(data), memoryview(data), path, str(path), uri]
+    images = [StoredImage.of(each) for each in given]
+    assert all(image is images[0] for image in images)
+    image = images[0]
+    assert (image.data, image.format) == (data, form.lower())
+    assert (image.height, image.width) == (9, 7)
+    with Image.open(io.BytesIO(data)) as opened:
+        assert np.array_equal(image.array(), np.asarray(opened.convert("RGB")))
+    assert StoredImage.of(image.data_uri()) is image
+    assert StoredImage.of(image) is image
+
+
+def test_homes_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.png").write_bytes(file_of(noise(8, 8)))
+    assert StoredImage.of("~/a.png").height == 8
+
+
+def test_transparency_is_dropped():
+    pixels = noise(8, 8, 4)
+    image = StoredImage.of(file_of(pixels))
+    assert np.array_equal(image.array(), pixels[..., :3])
+    assert image.pil().mode == "RGB"
+
+
+def test_images_that_differ_are_others():
+    pixels = noise(6, 8)
+    image = StoredImage.of(pixels)
+    other = pixels.copy()
+    other[0, 0, 0] += 1
+    for each in (other, pixels.reshape(8, 6, 3), file_of(pixels)):
+        assert StoredImage.of(each) is not image
+        assert StoredImage.of(each).key != image.key
+
+
+def test_an_image_is_in_memory_once():
+    image = StoredImage.of(noise(8, 8))
+    assert copy.copy(image) is image
+    assert copy.deepcopy([image, {"a": image}])[1]["a"] is image
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(image, protocol)) is image
+    assert repr(image) == "StoredImage(height=8, width=8, format='raw', nbytes=192)"
+    data, gone = pickle.dumps(image), weakref.ref(image)
+    del image
+    gc.collect()
+    assert gone() is None
+    assert np.array_equal(pickle.loads(data).array(), noise(8, 8))
+
+
+def test_threads_share_an_image():
+    data = [file_of(noise(8, 8, seed=k)) for k in range(4)]
+    barrier, found = threading.Barrier(8), [[] for _ in range(8)]
+
+    def read(out):
+        barrier.wait()
+        out += [StoredImage.of(each) for each in data * 3]
+
+    threads = [threading.Thread(target=read, args=(out,)) for out in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(image) for out in found for image in out}) == 4
+
+
+def test_a_known_file_is_not_decoded_again(monkeypatch):
+    data = file_of(noise(8, 8))
+    image = StoredImage.of(data)
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
+    assert StoredImage.of(data) is image
+
+
+PNG = file_of(noise(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "error"),
+    [
+        (3, TypeError, "a PIL image, uint8 pixels, a path, a data: URI or the bytes.*got int"),
+        (None, TypeError, "got NoneType"),
+        (noise(8, 8) / 255, TypeError, "uint8 pixels from 0 to 255, got float64: scale"),
+        (torch.zeros(3, 8, 8), TypeError, "got float32"),
+        (noise(8, 8, 2), ValueError, r"1, 3 or 4 channels, got \[8, 8, 2\]"),
+        (noise(0, 8), ValueError, r"got \[0, 8, 3\]"),
+        (noise(8, 8)[None], ValueError, r"got \[1, 8, 8, 3\]"),
+        (np.zeros(3, np.uint8), ValueError, r"got \[3\]"),
+        ("no such file.png", ValueError, "a file that can be read, got 'no such file.png'"),
+        ("/", ValueError, "a file that can be read, got '/'"),
+        ("https://a.b/c.png", ValueError, "the address 'https://a.b/c.png': download it first"),
+        ("data:image/png,xyz", ValueError, "a base64 data: URI .*got 'data:image/png'"),
+        ("data:image/png;base64", ValueError, "a base64 data: URI"),
+        ("data:image/png;base64,?", ValueError, "a valid base64 data: URI, but"),
+        ("data:image/png;base64,AAAA", ValueError, "Pillow can read, got 3 bytes"),
+        (b"", ValueError, "Pillow can read, got 0 bytes"),
+        (PNG[: len(PNG) // 2], ValueError, "Pillow can read"),
+    ],
+)
+def test_what_is_no_image_is_refused(given, kind, error):
+    with pytest.raises(kind, match=f"image must .*{error}"):
+        StoredImage.of(given)
+
+
+def test_images_are_made_by_of():
+    with pytest.raises(TypeError, match=r"StoredImage.of\(image\)"):
+        StoredImage()
+
+
+def test_pillow_is_an_extra(monkeypatch):
+    def missing(module, extra):
+        raise ImportError(f"pip install torchrl-mt[{extra}]")
+
+    monkeypatch.setattr(images, "import_extra", missing)
+    image = StoredImage.of(noise(8, 8))  # Pixels need none.
+    assert image.array().shape == (8, 8, 3)
+    with pytest.raises(ImportError, match="images"):
+        StoredImage.of(PNG + b" ")
