@@ -234,14 +234,6 @@ class VisionProcessor:
             out["image_grid_thw"] = torch.tensor(grids)
         return out
 
-    def _size_of(self, image: StoredImage) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
-        """Placeholder tokens and grid of an image; prepares the first of each size."""
-        size = image.height, image.width
-        if size not in self._sizes:
-            inputs = self.inputs(image)
-            self._sizes[size] = inputs.token_ids, inputs.grid
-        return self._sizes[size]
-
     def _inputs(self, image: StoredImage) -> ImageInputs:
         made = self._processor(
             images=[image.pil()],
