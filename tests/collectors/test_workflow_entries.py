@@ -94,8 +94,9 @@ def test_what_the_collector_writes_is_refused_by_name(key):
 
 def test_the_list_of_what_the_collector_writes_is_whole():
     played = episode()
-    played.valid = True
+    played.valid = played.shows_images = True
     batch = episodes_to_tensordict([played])
-    written = {(key,) for key in batch.keys() if key != "next"}  # noqa: SIM118
-    written |= {("next", key) for key in batch["next"].keys()}  # noqa: SIM118
+    parts = ("next", "images")
+    written = {(key,) for key in batch.keys() if key not in parts}  # noqa: SIM118
+    written |= {(part, key) for part in parts for key in batch[part].keys()}  # noqa: SIM118
     assert written == set(COLLECTOR_KEYS)

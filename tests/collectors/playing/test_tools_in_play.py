@@ -290,9 +290,9 @@ def test_the_last_tokens_of_many_tools_are_kept(monkeypatch):
     made = []
 
     class Counted(ChatOptions):
-        def tokens(self, tokenizer):
+        def tokens(self, tokenizer, **options):
             made.append(self.template_kwargs["tools"][0]["function"]["name"])
-            return super().tokens(tokenizer)
+            return super().tokens(tokenizer, **options)
 
     player = episode_player.EpisodePlayer(
         lambda: None, ScriptedEngine(tokenizer_of(f.QWEN25), list), limits=Limits(), chat=Counted()
