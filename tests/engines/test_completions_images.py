@@ -295,6 +295,9 @@ def test_arguments_are_checked(server):
         CompletionsEngine(server.url, "tiny", processor, image_api="openai")
     with pytest.raises(TypeError, match="image_api needs the model's processor"):
         CompletionsEngine(server.url, "tiny", processor.tokenizer, image_api="vllm")
+    other = tiny_vl_model("qwen3_vl", "other words")[1].tokenizer
+    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
+        CompletionsEngine(server.url, "tiny", other, processor=processor)
     with pytest.raises(TypeError, match="processor must be one of"):
         CompletionsEngine(server.url, "tiny", processor.tokenizer, processor=object())
 
