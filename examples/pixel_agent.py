@@ -67,7 +67,7 @@ class Grid(TextEnv):
         return [{"role": "user", "content": [*rules, self.seen()]}]
 
     def step(self, response: str) -> TextStep:
-        move = MOVES.get(response.strip().lower(), (0, 0))
+        move = next((MOVES[word] for word in response.lower().split() if word in MOVES), (0, 0))
         self.agent = tuple(
             min(max(a + b, 0), self.side - 1) for a, b in zip(self.agent, move, strict=True)
         )
@@ -128,12 +128,12 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         episodes_per_batch=EPISODES_PER_UPDATE,
         total_episodes=args.updates * EPISODES_PER_UPDATE,
         max_concurrency=EPISODES_PER_UPDATE,
-        limits=Limits(max_turns=args.turns, max_response_tokens=2),
-        sampling={"seed": args.seed},
+        limits=Limits(max_turns=args.turns, max_response_tokens=8),
+        sampling={"seed": args.seed, "stop": list(MOVES)},  # a move ends the answer
         replay_buffer=buffer,
     )
     maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
-    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.01)
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.03)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1.0, 10 * (k + 1) / args.updates) * (1 - k / args.updates)

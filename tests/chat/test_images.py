@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chat.templates import byte_level
 from tests.tiers import examples
 from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.testing import tiny_vl_model
@@ -29,7 +31,8 @@ PARTS_ONLY = (
     "{% for m in messages %}<{{ m['role'] }}> "
     "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}<|image_pad|>{% endfor %}"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
-    " {{ part['text'] }} {% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    " {{ part['text'] }} {% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Reads lists of parts alone, images first, as LLaVA's does."""
 LAST_ONLY = (
@@ -40,6 +43,18 @@ LAST_ONLY = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Leaves out the images of earlier messages."""
+QWEN = (
+    "{% set seen = namespace(n=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' or 'image' in part %}"
+    "{% set seen.n = seen.n + 1 %}{% if add_vision_id %}Picture {{ seen.n }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The shape of Qwen2.5-VL's."""
 TEMPLATES = {"own": None, "numbered": NUMBERED, "parts only": PARTS_ONLY}
 
 
@@ -77,7 +92,7 @@ contents = st.one_of(texts, st.lists(parts, min_size=1, max_size=4))
 dialogues = st.lists(st.tuples(contents, texts), min_size=1, max_size=4)
 
 
-def reference(processor, messages, template):
+def reference(processor, messages, template, **kwargs):
     """The processor's own tokens of a dialogue."""
 
     def plain(message):
@@ -86,7 +101,9 @@ def reference(processor, messages, template):
         return message
 
     shown = [plain(message) for message in messages]
-    text = processor.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        shown, tokenize=False, add_generation_prompt=True, **kwargs
+    )
     images = [
         part["image"]
         for message in messages
@@ -106,16 +123,17 @@ def test_prompts_are_those_of_the_processor(family, template, processors):
         pytest.skip("LLaVA's processor has no marks around images")
     processor = processors(family, source)
     chat = ChatTokens(None, processor=processor)
-    assert chat.stable and chat.takes_images
+    assert chat.stable
+    assert chat.takes_images
     end = processor.tokenizer.eos_token_id
 
     @examples(25)
     @given(dialogues)
     def check(turns):
-        messages = []
-        for k, (asked, said) in enumerate(turns):
+        messages, answer = [], None
+        for asked, said in turns:
             new = [{"role": "user", "content": asked}]
-            if k == 0:
+            if answer is None:
                 prompt = chat.open(new)
             else:
                 goes_on, ids = chat.follow(messages, new, answer, last_token=end)
@@ -130,7 +148,56 @@ def test_prompts_are_those_of_the_processor(family, template, processors):
     check()
 
 
-def test_images_before_every_prompt_of_a_beginning_token(processors):
+@pytest.fixture(scope="module")
+def qwen():
+    """A processor whose tokenizer takes any text."""
+    tokenizer = copy.deepcopy(byte_level())
+    marks = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": marks, "pad_token": "<|im_end|>"}
+    )
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    processor = type(processor)(processor.image_processor, tokenizer, chat_template=QWEN)
+    processor.chat_template = tokenizer.chat_template = QWEN
+    return processor
+
+
+any_text = st.text("ab1 \n\t.<|>_é🎲\u2028", max_size=12)
+any_parts = st.one_of(
+    any_text.map(lambda text: {"type": "text", "text": text}),
+    pictures.map(lambda image: {"type": "image", "image": image}),
+)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_prompts_of_any_text(numbered, qwen):
+    kwargs = {"add_vision_id": True} if numbered else {}
+    chat = ChatTokens(None, processor=qwen, template_kwargs=kwargs)
+    assert chat.stable
+    end = qwen.tokenizer.eos_token_id
+
+    @examples(60, few=10)
+    @given(st.lists(st.tuples(st.lists(any_parts, min_size=1, max_size=4), texts), max_size=4))
+    def check(turns):
+        messages, answer = [{"role": "system", "content": "rules"}], None
+        for asked, said in turns:
+            new = [{"role": "user", "content": asked}]
+            if answer is None:
+                new = [*messages, *new]
+                messages, prompt = [], chat.open(new)
+            else:
+                goes_on, ids = chat.follow(messages, new, answer, last_token=end)
+                assert goes_on
+                prompt = [*prompt, *answer, *ids]
+            messages += new
+            assert prompt == reference(qwen, messages, None, **kwargs)
+            answer = qwen.tokenizer(f"{said}<|im_end|>")["input_ids"]
+            messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
+
+    check()
+
+
+def test_a_beginning_token_that_the_processor_writes():
     _, processor = tiny_vl_model("llava", WORDS + " <s>")
     tokenizer = processor.tokenizer
     tokenizer.add_special_tokens({"bos_token": "<s>"})
@@ -149,7 +216,8 @@ def test_images_before_every_prompt_of_a_beginning_token(processors):
 def test_a_template_that_drops_earlier_images_is_not_stable(on_break, processors):
     processor = processors("qwen2_vl", LAST_ONLY)
     chat = ChatTokens(None, processor=processor, on_break=on_break)
-    assert not chat.stable and "an image" in chat.breaks
+    assert not chat.stable
+    assert "an image" in chat.breaks
     asked = {
         "role": "user",
         "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}],
@@ -159,7 +227,8 @@ def test_a_template_that_drops_earlier_images_is_not_stable(on_break, processors
     said = chat.read(answer, prompt_ids=prompt).in_dialogue
     if on_break == "append":
         goes_on, ids = chat.follow([asked, said], [asked], answer, last_token=answer[-1])
-        assert goes_on and ids.count(chat._vision.image_token_id) == 4
+        assert goes_on
+        assert ids.count(chat._vision.image_token_id) == 4
     else:
         # Its text has fewer placeholders than the dialogue has images: nothing may guess which.
         with pytest.raises(ValueError, match="one image token for each image"):
@@ -236,4 +305,5 @@ def test_tokenizers_of_others_and_other_processors_are_refused(processors):
     with pytest.raises(TypeError, match="processor must be one of Qwen2VLProcessor"):
         ChatTokens(other.tokenizer, processor=other.tokenizer)
     same = ChatTokens(processors("llava").tokenizer, processor=processors("llava"))
-    assert images_of([]) == [] and same.takes_images
+    assert images_of([]) == []
+    assert same.takes_images

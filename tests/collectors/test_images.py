@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import pickle
-import random
 import weakref
 
 import numpy as np
@@ -13,87 +13,34 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
+from tests.collectors.pictures import (
+    Screens,
+    SeeingEngine,
+    collect,
+    image_part,
+    new_images,
+    picture,
+    text_part,
+    user,
+)
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import Completion
-from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.envs import TextEnv, TextStep, Tool, ToolEnv
+from torchrl_mt.envs.tools import ToolError, call_tool
 from torchrl_mt.testing import tiny_chat_tokenizer, tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
 
 
-def picture(seed, height=16, width=16):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def image_part(image):
-    return {"type": "image", "image": image}
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
-
-
-def user(*parts):
-    return {"role": "user", "content": list(parts)}
-
-
-class SeeingEngine(ScriptedEngine):
-    """Also records the images of every call."""
-
-    def __init__(self, processor, rule=None):
-        tokenizer = processor.tokenizer
-        said = tokenizer("go<end>")["input_ids"]
-        super().__init__(tokenizer, rule or (lambda prompt: list(said)))
-        self.images = []
-
-    async def generate(self, prompt_ids, *, images=(), **arguments):
-        answer = await super().generate(prompt_ids, **arguments)
-        self.images.append(tuple(images))
-        return answer
-
-
-class Screens(TextEnv):
-    """Shows screen ``data["first"]``, then one of its own after every response."""
-
-    def __init__(self, turns=3, size=(16, 16), form=lambda pixels: pixels):
-        self.turns, self.size, self.form = turns, size, form
-
-    def reset(self, data=None):
-        self.data, self.step_number = data, 0
-        return [user(text_part("what"), image_part(self.screen(data["first"])))]
-
-    def screen(self, seed):
-        return self.form(picture(seed, *self.size))
-
-    def step(self, response):
-        self.step_number += 1
-        done = self.step_number >= self.turns
-        seed = random.randrange(2**31)
-        new = [] if done else [user(image_part(self.screen(seed)), text_part("go ?"))]
-        return TextStep(new, reward=1.0, done=done)
-
-
 @pytest.fixture(scope="module")
 def processor():
     return tiny_vl_model("qwen2_5_vl")[1]
-
-
-def collect(env, engine, processor, data=({"first": 1},), **options):
-    settings = {"episodes_per_batch": 1, "total_episodes": 1, "max_consecutive_failures": 1}
-    with MultiTurnCollector(
-        env, engine, list(data), processor=processor, **{**settings, **options}
-    ) as collector:
-        return list(collector)
-
-
-def new_images(batch):
-    return batch.get(("images", "new")).tolist()
 
 
 def placeholders(processor, images):
@@ -133,7 +80,7 @@ def test_text_alone_has_no_images(processor):
     tokenizer = tiny_chat_tokenizer("what go")
     plain = ScriptedEngine(tokenizer, lambda prompt: tokenizer("go<end>")["input_ids"])
     (batch,) = collect(Text(), plain, None, data=[{}])
-    assert "images" not in batch.keys()
+    assert "images" not in batch.keys()  # noqa: SIM118  (TensorDict)
 
 
 class Forgets(TextEnv):
@@ -167,13 +114,14 @@ def test_long_prompts_lose_whole_images(processor):
     (batch,) = collect(Screens(9), engine, processor, max_prompt_tokens=longest)
     image_id = processor.image_token_id
     lengths = [len(prompt) for prompt, _ in engine.calls]
-    assert max(lengths) <= longest and len(lengths) == 9
+    assert max(lengths) <= longest
+    assert len(lengths) == 9
     assert len(engine.images[-1]) < 9
     first = engine.images[0][0]
     for (prompt, _), images in zip(engine.calls, engine.images, strict=True):
         assert prompt.count(image_id) == 4 * len(images)
         assert images[0] is first
-    assert -1 in batch["turn", "parent"].tolist()[1:]
+    assert batch["turn", "parent"].tolist() != list(range(-1, 8)), "it goes on in other rows"
     with pytest.raises(RuntimeError) as caught:
         collect(Screens(9), SeeingEngine(processor), processor, max_prompt_tokens=5)
     assert "max_prompt_tokens=5" in str(caught.value.__cause__)
@@ -227,7 +175,8 @@ def test_other_processors_tokenizers_and_parts_are_refused_by_name(processor):
         with pytest.raises(RuntimeError) as caught:
             collect(env, engine, processor)
         cause = caught.value.__cause__
-        assert named.replace("\\", "") in str(cause) and f"{type(env).__name__}.reset" in str(cause)
+        assert named.replace("\\", "") in str(cause)
+        assert f"{type(env).__name__}.reset" in str(cause)
 
 
 def test_workflows_give_all_images_of_every_prompt(processor):
@@ -252,6 +201,38 @@ def test_workflows_give_all_images_of_every_prompt(processor):
     assert engine.images == [(one,), (one, two), (two,), (one,)]
     assert batch["turn", "parent"].tolist() == [-1, 0, -1, 0]
     assert new_images(batch) == [(one,), (two,), (two,), ()]
+
+
+def test_sequences_of_areal_keep_the_images_of_recorded_calls(processor):
+    prompt = [5, *[processor.image_token_id] * 4]
+
+    class Workflow:
+        def __init__(self, changed):
+            self.changed = changed
+
+        async def arun_episode(self, engine, data):
+            first = await engine.generate(prompt, images=[picture(1)])
+            longer = [*prompt, *first.token_ids, 6]
+            second = await engine.generate(longer, images=[picture(1)])
+            ids = [*longer, *second.token_ids]
+            ids[-3] += self.changed
+            sampled = torch.zeros(1, len(ids))
+            sampled[0, len(prompt) : len(prompt) + 2] = sampled[0, -2:] = 1
+            ids = torch.tensor([ids])
+            mask = torch.ones_like(ids)
+            reward = torch.ones(1)
+            return {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "loss_mask": sampled,
+                "rewards": reward,
+            }
+
+    (batch,) = collect(Workflow(0), SeeingEngine(processor), processor)
+    assert new_images(batch) == [(StoredImage.of(picture(1)),), ()]
+    with pytest.raises(RuntimeError) as caught:
+        collect(Workflow(1), SeeingEngine(processor), processor)
+    assert "'input_ids' must be those of the engine's calls" in str(caught.value.__cause__)
 
 
 def test_parents_found_later_agree_in_images(processor):
@@ -295,10 +276,11 @@ def ids_of_images(columns):
     return found
 
 
-def test_a_group_of_eight_with_ten_screenshots_keeps_73(processor):
+def test_a_group_of_eight_with_ten_screenshots_keeps_73(tmp_path):
+    _, processor = tiny_vl_model("qwen2_5_vl", max_pixels=256)
     storage = EpisodeStorage(1000)
     (batch,) = collect(
-        Screens(10),
+        Screens(10, (128, 128)),
         SeeingEngine(processor),
         processor,
         group_size=8,
@@ -321,12 +303,41 @@ def test_a_group_of_eight_with_ten_screenshots_keeps_73(processor):
         assert len(ids_of_images(pairs)) <= 73
     first = [new_images(episode)[0][0] for episode in episodes]
     assert all(image is first[0] for image in first)
-    copied = pickle.loads(pickle.dumps(storage.state_dict()))
-    del copied
-    once = sum(
-        image.nbytes for image in {i for e in episodes for new in new_images(e) for i in new}
-    )
-    assert len(pickle.dumps(storage.state_dict())) < 1.5 * once + 400_000
+    images = {image for episode in episodes for new in new_images(episode) for image in new}
+    once = sum(image.nbytes for image in images)
+    assert once == 73 * 128 * 128 * 3
+    storage.dumps(tmp_path)
+    on_disk = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    for saved in (on_disk, len(pickle.dumps(storage.state_dict()))):
+        assert once < saved < 1.2 * once
+
+
+def test_a_dump_has_each_image_once(processor, tmp_path):
+    engine = SeeingEngine(processor)
+    options = {"group_size": 2, "episodes_per_batch": 2, "total_episodes": 2}
+    (batch,) = collect(Screens(3), engine, processor, dump_dir=tmp_path, **options)
+    images = {image for new in new_images(batch) for image in new}
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png")}
+    assert len(images) == len(files) == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"0.jsonl", "images"}
+    lines = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    named = [part["image"] for line in lines for part in image_parts(line["messages"])]
+    assert len(named) == 6
+    assert set(named) == files
+    assert {StoredImage.of(StoredImage.of(tmp_path / name).array()) for name in named} == images
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()}
+    collect(Screens(1), engine, processor, dump_dir=tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()}
+
+
+def image_parts(messages):
+    return [
+        part
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
 
 
 def reachable_bytes(root):
@@ -396,3 +407,82 @@ def test_what_leaves_the_storage_is_freed(processor, tmp_path):
     del kept, clip, loaded, other
     gc.collect()
     assert [ref for ref in images if ref() is not None] == []
+
+
+def test_images_of_items_are_kept_once(processor):
+    pixels = picture(7)
+
+    class Ask(Screens):
+        def reset(self, data):
+            self.data, self.step_number = {"first": 0}, 0
+            return data["messages"]
+
+    pil = StoredImage.of(pixels).pil()
+    messages = [user(text_part("what"), image_part(pixels))]
+    item = {"messages": messages, "image": pil, "task_id": "a", "n": [1]}
+    options = {"group_size": 2, "episodes_per_batch": 2, "total_episodes": 2}
+    (batch,) = collect(Ask(2), SeeingEngine(processor), processor, data=[item], **options)
+    stored = batch["data"]
+    assert all(each is stored[0] for each in stored)
+    image = StoredImage.of(pixels)
+    assert stored[0]["image"] is images_of(stored[0]["messages"])[0] is image
+    assert stored[0]["n"] is item["n"]
+    assert item["image"] is pil
+    assert item["messages"][0]["content"][1]["image"] is pixels
+    assert new_images(batch)[0] == (image,)
+
+
+class Draws(ToolEnv):
+    """The model calls a tool that draws."""
+
+    def __init__(self, form):
+        self.form = form
+        self.judged = []
+        super().__init__([self.draw], reward=self.judge)
+
+    def draw(self):
+        """Draw a picture."""
+        return self.form(picture(8))
+
+    def judge(self, messages, data):
+        return float(len(images_of(messages)))
+
+
+FORMS = {
+    "PIL": lambda pixels: StoredImage.of(pixels).pil(),
+    "stored": StoredImage.of,
+    "part": image_part,
+    "texts and images": lambda pixels: ["go", StoredImage.of(pixels).pil()],
+    "parts": lambda pixels: [text_part("go"), image_part(pixels)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tools_return_images(form):
+    _, processor = tiny_vl_model("qwen3_vl", "what go draw it", extra_roles="tool")
+    tokenizer = processor.tokenizer
+    answers = iter(["draw<end>", "go<end>"])
+    engine = SeeingEngine(processor, lambda prompt: tokenizer(next(answers))["input_ids"])
+    env = Draws(FORMS[form])
+    env._parser = lambda text: [{"name": "draw", "arguments": {}}] if "draw" in text else []
+    env.whole_text = True
+    data = {"messages": [{"role": "user", "content": "what"}]}
+    (batch,) = collect(env, engine, processor, data=[data])
+    assert engine.images == [(), (StoredImage.of(picture(8)),)]
+    assert new_images(batch) == engine.images
+    assert batch["next", "reward"].flatten().tolist() == [0.0, 1.0]
+    tool = next(m for turn in batch["text"] for m in turn if m["role"] == "tool")
+    assert images_of([tool]) == [StoredImage.of(picture(8))]
+    assert ("go" in str(tool["content"])) == ("text" in form or form == "parts")
+
+
+def test_tools_without_images_are_as_before():
+    def result_of(value):
+        tool = Tool(lambda: value, {"name": "get", "parameters": {"type": "object"}})
+        return asyncio.run(call_tool(tool, {}))
+
+    links = [{"type": "image", "url": "https://a.b/c.png", "image": "c"}]
+    for value in (links, links[0], ["a", "b"], {"type": "text", "text": "a"}, {"type": "image"}):
+        assert result_of(value) == json.dumps(value)
+    with pytest.raises(ToolError, match=r"get returned no image: .*file that can be read"):
+        result_of({"type": "image", "image": "no such file.png"})

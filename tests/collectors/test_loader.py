@@ -1199,7 +1199,7 @@ def test_the_pages_loop_runs_as_it_stands():
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be .* got 'gpt2': .*from_pretrained"),
         ({"tokenizer": Scripted}, TypeError, r"tokenizer must be .* got <class .*\(env, tokenizer"),
         ({"tokenizer": Scripted()}, TypeError, r"tokenizer must be .* got <.*\(env, tokenizer"),
-        ({"processor": object()}, ValueError, "processor"),
+        ({"processor": object()}, TypeError, "processor must be one of Qwen2VLProcessor"),
         ({"is_multi_modal": True}, ValueError, "is_multi_modal"),
         ({"replay_capacity": 0}, ValueError, "replay_capacity"),
         ({"replay_reward_discount": 1.5}, ValueError, "replay_reward_discount"),

@@ -7,9 +7,13 @@ import threading
 from contextlib import asynccontextmanager
 
 import anyio
+import numpy as np
 from mcp.server.mcpserver import Image, MCPServer
 
 from tests.idle_clock import hang
+from torchrl_mt.vision import StoredImage
+
+PHOTOGRAPH = StoredImage.of(StoredImage.of(np.eye(4, dtype=np.uint8)).file()[1])
 
 
 class Opened:
@@ -56,6 +60,11 @@ def make_server(opened: Opened | None = None) -> MCPServer:
     def draw() -> Image:
         """Draw."""
         return Image(data=b"1", format="png")
+
+    @server.tool()
+    def photograph() -> list[Image | str]:
+        """Take a photograph."""
+        return ["seen:", Image(data=PHOTOGRAPH.data, format="png")]
 
     @server.tool()
     async def stuck() -> None:

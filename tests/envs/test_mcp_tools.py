@@ -29,7 +29,7 @@ from torchrl_mt.envs import MCPTools, ToolEnv, mcp_tools
 mcp = pytest.importorskip("mcp")
 from mcp import Client, ClientSession, StdioServerParameters, stdio_client  # noqa: E402
 
-from tests.envs.mcp_server import Opened, make_server  # noqa: E402
+from tests.envs.mcp_server import PHOTOGRAPH, Opened, make_server  # noqa: E402
 
 ITEM = {"messages": [{"role": "user", "content": "3 + 4?"}], "answer": "7"}
 PROGRAM = StdioServerParameters(
@@ -87,6 +87,21 @@ def test_a_call_is_answered_by_the_server(opens, opened, asked, told):
     assert message["name"] == asked["function"]["name"]
     assert last.info == {"calls": 1, "errors": int(told.startswith("error"))}
     assert (opened.now, opened.ever) == (0, 1)
+
+
+def test_images_of_a_server_are_named_or_shown(opens):
+    for images, seen in (
+        (False, "seen:\n[image]"),
+        (True, [{"type": "text", "text": "seen:"}, {"type": "image", "image": PHOTOGRAPH}]),
+    ):
+        env = env_with(MCPTools(opens, images=images))
+        photographed, drawn = run(
+            closing(env, says("", call("photograph")), says("", call("draw")))
+        )
+        assert photographed.messages[0]["content"] == seen
+        (message,) = drawn.messages
+        broken = "error: draw returned no image: ValueError"
+        assert message["content"].startswith(broken if images else "[image]")
 
 
 def test_the_schemas_are_the_servers(opens):

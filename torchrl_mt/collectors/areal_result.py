@@ -86,7 +86,8 @@ def read_areal_result(
 
     Raises:
         ValueError: if a key is missing or unknown, a shape does not fit, a value is out of range, or
-            nothing was sampled in a sequence.
+            nothing was sampled in a sequence, or prompts have images and a turn is none of those
+            recorded.
         TypeError: if a value is no tensor or has a wrong dtype.
 
     Examples:
@@ -137,6 +138,7 @@ class _Recorded:
         self._turns = {
             (len(turn.prompt_ids), tuple(turn.completion.token_ids)): turn for turn in turns
         }
+        self._has_images = any(turn.images for turn in turns)
         ways = [dict(turn.completion.sampling) for turn in turns]
         same = all(way == ways[0] for way in ways)
         self._sampling = (ways[0] if same else {"temperature": math.nan}) if ways else {}
@@ -147,6 +149,13 @@ class _Recorded:
         """Make a turn with what is known of the call that sampled it."""
         call = self._turns.get((len(prompt), tuple(tokens)))
         if call is None or call.prompt_ids != prompt:
+            if self._has_images:
+                raise _wrong(
+                    "input_ids",
+                    "be those of the engine's calls where prompts have images",
+                    "a turn that is none of them: return one reward per turn, or tokens as they were "
+                    "recorded",
+                )
             return Turn(
                 prompt, Completion(tokens, log_probs, versions, "stop", sampling=self._sampling)
             )
@@ -158,6 +167,7 @@ class _Recorded:
             info=call.info,
             model_seconds=call.model_seconds,
             env_seconds=call.env_seconds,
+            images=call.images,
         )
 
 

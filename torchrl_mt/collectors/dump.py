@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.json_lines import append_lines, to_json, to_line
+from torchrl_mt.vision import StoredImage, images_of
 
 __all__ = ["EpisodeDump", "episode_records"]
 
@@ -24,6 +26,9 @@ class EpisodeDump:
     The version is the newest that sampled a token of the episode; -1 if none was sampled. Each line is
     a JSON object, see :func:`episode_records`. Several threads and processes may write into one folder;
     lines are always whole, even if a process is killed.
+
+    Every image of the messages is written once, into ``dump_dir/images``. Messages have the file's path
+    from ``dump_dir``: ``{"type": "image", "image": "images/<hash>.png"}``.
 
     Args:
         dump_dir: the folder; made if missing.
@@ -45,6 +50,8 @@ class EpisodeDump:
         self.dump_dir = Path(dump_dir)
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         self.tokenizer = tokenizer
+        self._written: set[str] = set()
+        """Files of images that are there."""
 
     def write(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
         """Append the lines of episodes. On an error, each file has all or none of its new lines.
@@ -59,8 +66,27 @@ class EpisodeDump:
             records = episode_records(episode, self.tokenizer)
             version = max(record["tail_version"] for record in records)
             lines[version] += map(to_line, records)
+            for turn in episode.turns:  # First, so that no line names a file that is not there.
+                for image in images_of(turn.messages):
+                    self._write_image(image)
         for version, of_version in lines.items():
             append_lines(folder / f"{version}.jsonl", of_version)
+
+    def _write_image(self, image: StoredImage) -> None:
+        """Write the file of an image unless it is there; it is whole or not there at all."""
+        name = _image_file(image)
+        path = self.dump_dir / name
+        if name not in self._written and not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+                try:
+                    file.write(image.file()[1])
+                    file.close()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        self._written.add(name)
 
 
 def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, Any]]:
@@ -83,7 +109,7 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
           row; -1 if none was sampled;
         - ``reward``: of the episode, summed over turns; ``rewards``: of each turn; ``stop_reason``;
           ``num_turns``;
-        - ``messages``: new messages of the row's turns;
+        - ``messages``: new messages of the row's turns, images as the names of their files;
         - ``prompt`` and ``completion``: the row before its first sampled token, and from there on, the
           environment's tokens included;
         - ``turns``: for each turn of the row its index in the episode (``"turn"``), the slice of its
@@ -116,13 +142,30 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
             "prompt_len": prompt_len,
             "head_version": min(by_policy),
             "tail_version": max(by_policy),
-            "messages": [message for _, turn in mine for message in turn.messages],
+            "messages": [_readable(message) for _, turn in mine for message in turn.messages],
             "prompt": prompt,
             "completion": completion,
             "turns": [_span(k, turn) for k, turn in mine],
         }
         records.append(to_json(of_episode | of_row))
     return records
+
+
+def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the names of files in place of its images."""
+    if not images_of([message]):
+        return message
+    parts = [
+        {**part, "image": _image_file(part["image"])} if images_of([{"content": [part]}]) else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _image_file(image: StoredImage) -> str:
+    """Path of an image's file from the folder of the dump."""
+    form = "png" if image.format == "raw" else image.format
+    return f"images/{image.key}.{form}"
 
 
 def _tokens(turn: Turn) -> list[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -28,7 +29,7 @@ from torchrl_mt.collectors.statistics.call_times import CallTimes
 from torchrl_mt.collectors.workflow_entries import join_entries
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
-from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision import StoredImage, is_image, is_image_part
 
 __all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite", "parent_of"]
 
@@ -209,6 +210,7 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
         out[last, 0] = torch.tensor(list(ended))
         return out
 
+    items, lengths = _items(episodes), [len(episode.turns) for episode in episodes]
     parents = [episode.parents() for episode in episodes]
     reasons = [episode.stop_reason or StopReason.TRUNCATED for episode in episodes]
     stop_reason = [""] * size
@@ -263,7 +265,9 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "finish_reason": _objects(answer.finish_reason for answer in completions),
             "stop_reason": _objects(stop_reason),
-            "data": _objects(episode.data for episode in episodes for _ in episode.turns),
+            "data": _objects(
+                data for data, n in zip(items, lengths, strict=True) for _ in range(n)
+            ),
         },
         [size],
     )
@@ -308,6 +312,33 @@ def is_finite(reward: float) -> bool:
         [True, False, True, False]
     """
     return bool(torch.tensor(reward, dtype=torch.float32, device="cpu").isfinite())
+
+
+def _items(episodes: Sequence[Episode]) -> list[Any]:
+    """The episodes' items; images in them as :class:`StoredImage`, so that each is kept once."""
+    known: dict[int, Any] = {}
+    for episode in episodes:
+        if id(episode.data) not in known:
+            data = episode.data
+            known[id(data)] = _with_stored_images(data) if episode.shows_images else data
+    return [known[id(episode.data)] for episode in episodes]
+
+
+def _with_stored_images(value: Any) -> Any:
+    """Plain data with its images as :class:`StoredImage`; itself if it has none."""
+    if is_image(value):
+        return StoredImage.of(value)
+    if type(value) is dict:
+        found = {key: _with_stored_images(each) for key, each in value.items()}
+        if is_image_part(value) and isinstance(value.get("image"), (np.ndarray, torch.Tensor)):
+            found["image"] = StoredImage.of(value["image"])
+        changed = any(found[key] is not each for key, each in value.items())
+    elif type(value) in (list, tuple):
+        found = type(value)(map(_with_stored_images, value))
+        changed = any(new is not old for new, old in zip(found, value, strict=True))
+    else:
+        return value
+    return found if changed else value
 
 
 def _new_images(episode: Episode, parents: Sequence[int]) -> list[tuple[StoredImage, ...]]:

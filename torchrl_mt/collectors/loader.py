@@ -22,7 +22,12 @@ from torchrl_mt.checks import check_finite, check_positive_integer, check_unit_i
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.loading.batches import AnswerReader, add_rows, prompt_batch
+from torchrl_mt.collectors.loading.batches import (
+    AnswerReader,
+    add_rows,
+    add_shown_images,
+    prompt_batch,
+)
 from torchrl_mt.collectors.loading.env_class import EnvClassWorkflow
 from torchrl_mt.collectors.loading.prompts import AskingEngine
 from torchrl_mt.collectors.loading.slots import LOST_AFTER, LoaderCollector, Slots
@@ -31,6 +36,7 @@ from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.transforms import DiscountedReturn, ReturnBalance
+from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["MultiTurnDataLoader"]
 
@@ -58,6 +64,15 @@ class MultiTurnDataLoader:
       environment's last ``"info"``. With ``env_class`` in cua-bench's form also what the environment
       tells, its own uid as ``"env_uid"``.
 
+    With a ``processor`` also
+
+    - ``"multi_modal_data"``: array of ``B`` dicts, the prompt's PIL images as ``"image"``;
+    - ``"multi_modal_inputs"``: array of ``B`` dicts, the same as arguments of the model
+      (``"pixel_values"``, and ``"image_grid_thw"`` of Qwen's models); empty without images;
+    - ``"raw_prompt_ids"``: array of ``B`` lists, the prompts with one placeholder for each image, for
+      servers that expand them;
+    - ``"position_ids"`` is ``[B, 3, max_prompt_length]`` for models with M-RoPE.
+
     :meth:`async_step` answers. The environment sees the text of every answer, without the token that
     ends a turn, and the tokens are stored as they were given. Finished episodes are stored whole, with
     returns, for :meth:`sample_from_buffer`. At the end of the data, batches are smaller.
@@ -71,7 +86,8 @@ class MultiTurnDataLoader:
         task_configs: the items, one per episode; ``data`` of the collector. Without them, every episode
             has ``{"seed": k}`` with a new ``k``. With ``env_class`` in cua-bench's form, they are put
             into the configs that have no ``"task_configs"``.
-        processor: must be ``None``: images are not supported.
+        processor: the Hugging Face processor of a model that takes images, as in
+            :class:`~torchrl_mt.collectors.MultiTurnCollector`; ``None`` for text alone.
         batch_size: prompts per batch, at most ``num_envs``.
         num_envs: number of slots, thus of episodes that run at once. ``None`` means the number of
             ``env_configs``, or twice ``batch_size``, so that half of the environments may be slow.
@@ -89,9 +105,11 @@ class MultiTurnDataLoader:
             episode anew. Any other class takes its config as the only argument, once per slot, and has
             ``reset() -> (env_ret, meta_info)`` and ``step(text) -> (env_ret, meta_info)``:
             ``env_ret["obs"]`` is the text of the whole prompt, tokenized without a chat template, and
-            ``env_ret["reward"]`` and ``env_ret["done"]`` are the step's.
+            ``env_ret["reward"]`` and ``env_ret["done"]`` are the step's. With a processor, the text may
+            have images, ``<|vision_start|>...<|vision_end|>`` with a file in base64 in between.
         env_configs: the config of each slot.
-        is_multi_modal: cua-bench's switch for images; must be false.
+        is_multi_modal: cua-bench's switch for images. ``None`` means true if there is a processor;
+            false ignores it.
         **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as
             ``limits=Limits(tool_timeout=60)``, ``max_retries``, ``group_size`` or ``cycle=False``. An
             item whose environment fails before its first answer is played again, until it has failed in
@@ -104,8 +122,8 @@ class MultiTurnDataLoader:
 
     Raises:
         ValueError: if a size is out of range, ``batch_size`` is above ``num_envs``, or arguments
-            exclude each other.
-        TypeError: if ``env`` or an option is of a wrong type.
+            exclude each other, or the tokenizer is not the processor's.
+        TypeError: if ``env`` or an option is of a wrong type, or ``processor`` of no supported family.
 
     Examples:
         >>> from torchrl_mt.envs import GuessNumber
@@ -148,15 +166,19 @@ class MultiTurnDataLoader:
         balance_thres: float = 0.5,
         env_class: Callable[..., Any] | None = None,
         env_configs: Sequence[Any] | None = None,
-        is_multi_modal: bool = False,
+        is_multi_modal: bool | None = None,
         **options: Any,
     ) -> None:
         _check_tokenizer(tokenizer)
-        if processor is not None or is_multi_modal:
+        if is_multi_modal and processor is None:
             raise ValueError(
-                "processor must be None and is_multi_modal false: prompts with images are not "
-                "supported. Describe what is seen in text."
+                "processor must be that of the model if is_multi_modal is true, got None: give "
+                "AutoProcessor.from_pretrained(...) of transformers."
             )
+        sees = processor is not None and is_multi_modal is not False
+        self._vision = vision = VisionProcessor.of(processor) if sees else None
+        if vision is not None:
+            vision.check_tokenizer(tokenizer)
         self.batch_size = check_positive_integer("batch_size", batch_size)
         self.num_envs = _number_of_envs(env, env_class, env_configs, num_envs, self.batch_size)
         check_positive_integer("replay_capacity", replay_capacity)
@@ -168,7 +190,9 @@ class MultiTurnDataLoader:
         self.max_prompt_length = max_prompt_length
         self.max_response_length = max_response_length
         self._pad = _pad_token(tokenizer)
-        self._read = AnswerReader(self.num_envs, _vocabulary_size(tokenizer), max_response_length)
+        barred = [] if vision is None else vision.barred
+        vocabulary = _vocabulary_size(tokenizer)
+        self._read = AnswerReader(self.num_envs, vocabulary, max_response_length, barred)
         self._tokenizer = tokenizer
         self._engine = AskingEngine(tokenizer, max_prompt_length)
         self._changed = self._engine.changed
@@ -204,12 +228,17 @@ class MultiTurnDataLoader:
             max_staleness=_AHEAD,
             staleness="admission",
             tokenizer=tokenizer,
+            processor=vision,
             **options,
         )
-        add_workers = self._collector.add_workers
-        self._collector.set_postproc(
-            add_workers if postproc is None else lambda batch: postproc(add_workers(batch))
-        )
+
+        def prepared(batch: TensorDictBase) -> TensorDictBase:
+            batch = self._collector.add_workers(batch)
+            if vision is not None:
+                add_shown_images(batch)
+            return batch if postproc is None else postproc(batch)
+
+        self._collector.set_postproc(prepared)
         self._collector.start()
 
     def _env_of_class(
@@ -240,7 +269,7 @@ class MultiTurnDataLoader:
                 )
             configs = [{"task_configs": items, **config} for config in configs]
         self._workflow = EnvClassWorkflow(
-            env_class, configs, self._tokenizer, self.max_prompt_length
+            env_class, configs, self._tokenizer, self.max_prompt_length, self._vision
         )
         return self._workflow, None
 
@@ -275,7 +304,7 @@ class MultiTurnDataLoader:
                 self._require_answers(wait)
                 self._warn_of_beginnings(wait)
                 self._changed.wait(_LOOK)
-        return prompt_batch(prompts, self.max_prompt_length, self._pad)
+        return prompt_batch(prompts, self.max_prompt_length, self._pad, self._vision)
 
     def async_step(self, batch: Mapping[str, Any]) -> None:
         """Answer prompts: all of a batch or some, in any order, from any thread.
@@ -322,7 +351,8 @@ class MultiTurnDataLoader:
             "return")`` and ``"worker_id"``. For loops that train on padded rows, it also has prompt
             and response as ``"input_ids"``, ``"attention_mask"`` and ``"position_ids"``
             ``[batch_size, P + R]``, ``"responses"`` ``[batch_size, R]``, the return as ``"reward"``
-            ``[batch_size]``, and ``"meta_info"``.
+            ``[batch_size]``, and ``"meta_info"``. With a processor, also ``"multi_modal_data"`` and
+            ``"multi_modal_inputs"``, and positions ``[batch_size, 3, P + R]`` for models with M-RoPE.
 
         Raises:
             ValueError: if ``batch_size`` is not positive, or above the storage's capacity.
@@ -351,7 +381,8 @@ class MultiTurnDataLoader:
                 self._require_more(size, wait)
                 self._warn_of_beginnings(wait)
                 self._changed.wait(_LOOK)
-        add_rows(steps, self.max_prompt_length, self.max_response_length, self._pad)
+        lengths = self.max_prompt_length, self.max_response_length
+        add_rows(steps, *lengths, self._pad, self._vision)
         return steps
 
     def running_outcome_reward(self) -> float:

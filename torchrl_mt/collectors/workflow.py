@@ -119,7 +119,7 @@ def _entries(result: TensorDictBase, turns: int) -> tuple[TensorDictBase, list[f
     reward = result.get(("next", "reward"), None)
     if reward is None:
         raise ValueError('a workflow\'s TensorDict must have ("next", "reward"), got none.')
-    own = ("tokens", "log_probs", "versions", "collector", "group")
+    own: tuple[Any, ...] = ("tokens", "log_probs", "versions", "collector", "group")
     own = (*own, ("next", "reward"), ("images", "new"))
     flags = tuple(("next", name) for name in ("done", "terminated", "truncated"))
     return result.exclude(*own, *flags), reward.reshape(turns, -1).sum(1).tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -55,7 +56,8 @@ def save_state(state: Any, path: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / (_STATE + ".tmp")
     with open(partial, "wb") as file:
-        torch.save(state, file)
+        # By default, torch writes bytes, such as images, at one and a half times their size.
+        torch.save(state, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / _STATE)

@@ -39,6 +39,8 @@ class MCPTools:
             ``mcp.ClientSession``), which all episodes share. It is used in the event loop in which this
             object is made, which must run while episodes are played.
         timeout: maximum seconds of a call; ``tool_timeout`` of the environment if ``None``.
+        images: whether the model is shown images in results, for models that take images. By default
+            they are named only, as ``"[image]"``.
 
     Raises:
         TypeError: if ``session`` is neither.
@@ -51,10 +53,11 @@ class MCPTools:
         >>> tools = MCPTools(lambda: Client(server), timeout=30.0)
     """
 
-    def __init__(self, session: Any, timeout: float | None = None) -> None:
+    def __init__(self, session: Any, timeout: float | None = None, *, images: bool = False) -> None:
         if timeout is not None:
             check_positive_finite("timeout", timeout)
         self.timeout = timeout
+        self.images = images
         self._session: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.opener: Callable[[], Any] | None = None
@@ -193,6 +196,8 @@ class _ServerTool:
         text = _text_of(result)
         if _field(result, "is_error", "isError"):
             raise ToolError(text)
+        if self.server.images and any(block.type == "image" for block in result.content):
+            return list(map(_part_of, result.content))
         return text
 
 
@@ -235,13 +240,24 @@ def _schema_of(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _part_of(block: Any) -> str | dict[str, str]:
+    """A part of a result: an image, or the text of anything else."""
+    if block.type != "image":
+        return _text_of_block(block)
+    kind = _field(block, "mime_type", "mimeType")
+    return {"type": "image", "image": f"data:{kind};base64,{block.data}"}
+
+
+def _text_of_block(block: Any) -> str:
+    """Text of a part of a result, or what it is."""
+    source = getattr(block, "resource", block)
+    text = getattr(source, "text", None)
+    return str(getattr(source, "uri", f"[{block.type}]")) if text is None else str(text)
+
+
 def _text_of(result: Any) -> str:
     """The text of a result; images and sounds are named only, other resources by their addresses."""
-    parts = []
-    for block in result.content:
-        source = getattr(block, "resource", block)
-        text = getattr(source, "text", None)
-        parts.append(str(getattr(source, "uri", f"[{block.type}]")) if text is None else text)
+    parts = list(map(_text_of_block, result.content))
     structured = _field(result, "structured_content", "structuredContent")
     if not parts and structured is not None:
         return json.dumps(structured, ensure_ascii=False)

@@ -21,7 +21,11 @@ __all__ = ["Message", "TextEnv", "TextStep"]
 _logger = logging.getLogger("torchrl_mt")
 
 Message: TypeAlias = Mapping[str, Any]
-"""A chat message as chat templates take it: ``{"role": ..., "content": ...}`` and more."""
+"""A chat message as chat templates take it: ``{"role": ..., "content": ...}`` and more.
+
+The content is text or a list of parts, ``{"type": "text", "text": ...}`` and, for models that take
+images, ``{"type": "image", "image": ...}`` in any form of :meth:`torchrl_mt.vision.StoredImage.of`.
+"""
 
 
 @dataclass(frozen=True)

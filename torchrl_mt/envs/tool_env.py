@@ -28,10 +28,14 @@ class ToolEnv(TextEnv):
     the order of the calls, which run at the same time. A response without a call ends the episode, and
     ``reward`` judges it. An episode that ends otherwise, by a limit of the collector, has reward 0.
 
-    The result of a call is text as it is, or else JSON. A call without a result is answered with
-    ``"error: "`` and the reason: an unknown tool, missing, unknown or mistyped arguments, an exception,
-    a result that JSON cannot hold, time that ran out, or too many calls. ``SystemExit`` and
-    ``KeyboardInterrupt`` in a tool reject the episode, as do all errors of ``reward``.
+    The result of a call is text as it is, or else JSON. For models that take images (``processor=`` of
+    the collector), it may be an image or a list of texts and images: PIL images,
+    :class:`~torchrl_mt.vision.StoredImage` or ``{"type": "image", "image": ...}``.
+
+    A call without a result is answered with ``"error: "`` and the reason: an unknown tool, missing,
+    unknown or mistyped arguments, an exception, a result that JSON cannot hold, time that ran out, or
+    too many calls. ``SystemExit`` and ``KeyboardInterrupt`` in a tool reject the episode, as do all
+    errors of ``reward``.
 
     ``info`` has the numbers of ``calls`` and of ``errors`` in the episode so far.
 
@@ -262,7 +266,7 @@ class ToolEnv(TextEnv):
             for call, content in zip(calls, contents, strict=True)
         ]
 
-    async def _answer(self, function: Mapping[str, Any], number: int) -> str:
+    async def _answer(self, function: Mapping[str, Any], number: int) -> str | list[dict[str, Any]]:
         """The result of a call, or its error."""
         try:
             if self.max_calls is not None and number >= self.max_calls:

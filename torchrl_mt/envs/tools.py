@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from transformers.utils import get_json_schema
 
 from torchrl_mt.checks import check_positive_finite
-from torchrl_mt.threads import call_user
+from torchrl_mt.threads import call_in_thread, call_user
+from torchrl_mt.vision import is_image, with_stored_images
 
 __all__ = ["CallableTool", "Tool", "ToolError", "call_tool"]
 
@@ -167,8 +168,10 @@ class Tool:
         signature.bind(**arguments)
 
 
-async def call_tool(tool: CallableTool, arguments: Any, timeout: float | None = None) -> str:
-    """Call a tool and return its result as text.
+async def call_tool(
+    tool: CallableTool, arguments: Any, timeout: float | None = None
+) -> str | list[dict[str, Any]]:
+    """Call a tool and return its result as the content of a message.
 
     Args:
         tool: the tool.
@@ -177,7 +180,9 @@ async def call_tool(tool: CallableTool, arguments: Any, timeout: float | None = 
             after that, and its result is dropped.
 
     Returns:
-        The result: text as it is, anything else as JSON.
+        The result: text as it is, anything else as JSON. Parts, if the result is an image or has some:
+        a PIL image, a :class:`~torchrl_mt.vision.StoredImage`, ``{"type": "image", "image": ...}``, or
+        a list of these and of texts.
 
     Raises:
         ToolError: if the call has no result. ``SystemExit`` and ``KeyboardInterrupt`` get through.
@@ -211,11 +216,41 @@ async def call_tool(tool: CallableTool, arguments: Any, timeout: float | None = 
         raise
     except Exception as error:
         raise ToolError(f"{tool.name} raised {_described(error)}") from error
+    parts = _image_parts(result)
+    if parts is not None:
+        try:  # In a thread, since images may be large.
+            (message,) = await call_in_thread(with_stored_images, [{"content": parts}])
+        except Exception as error:
+            raise ToolError(f"{tool.name} returned no image: {_described(error)}") from error
+        return list(message["content"])
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     except Exception as error:
         raise ToolError(f"{tool.name} returned no JSON: {_described(error)}") from error
-    # Lone surrogates, as file names have them, cannot be encoded.
+    return _encodable(text)
+
+
+def _image_parts(result: Any) -> list[dict[str, Any]] | None:
+    """The parts of a result that is an image, or a list of images and texts; ``None`` for others."""
+
+    def as_part(value: Any) -> dict[str, Any] | None:
+        if is_image(value):
+            return {"type": "image", "image": value}
+        if isinstance(value, str):
+            return {"type": "text", "text": _encodable(value)}
+        if isinstance(value, Mapping) and value.get("type") in ("image", "text"):
+            # Others are data, of which the model is shown the JSON.
+            return dict(value) if value.keys() == {"type", value["type"]} else None
+        return None
+
+    values = result if isinstance(result, (list, tuple)) else [result]
+    parts = [part for part in map(as_part, values) if part is not None]
+    has_image = any(part["type"] == "image" for part in parts)
+    return parts if has_image and len(parts) == len(values) else None
+
+
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, as file names have them, which cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 

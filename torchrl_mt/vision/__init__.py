@@ -1,11 +1,12 @@
 """Images: kept once, written into messages, prepared for models."""
 
-from torchrl_mt.vision.images import StoredImage
+from torchrl_mt.vision.images import StoredImage, is_image
 from torchrl_mt.vision.messages import (
     for_template,
     image_source,
     images_of,
     is_image_part,
+    with_data_uris,
     with_stored_images,
 )
 from torchrl_mt.vision.model import VisionModel
@@ -22,7 +23,9 @@ __all__ = [
     "for_template",
     "image_source",
     "images_of",
+    "is_image",
     "is_image_part",
     "rope_positions",
+    "with_data_uris",
     "with_stored_images",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import sys
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchrl_mt.checks import import_extra
 if TYPE_CHECKING:
     from PIL import Image as PIL
 
-__all__ = ["StoredImage"]
+__all__ = ["StoredImage", "is_image"]
 
 _RAW = "raw"
 
@@ -107,13 +108,17 @@ class StoredImage:
             return np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, 3).copy()
         return np.array(self.pil())
 
+    def file(self) -> tuple[str, bytes]:
+        """Return it as a file: the name of its format and its bytes; pixels become a PNG file."""
+        if self.format != _RAW:
+            return self.format, self.data
+        file = BytesIO()
+        self.pil().save(file, "PNG")
+        return "png", file.getvalue()
+
     def data_uri(self) -> str:
         """Return it as a ``data:`` URI, as chat APIs take it; pixels become a PNG file."""
-        form, data = self.format, self.data
-        if form == _RAW:
-            file = BytesIO()
-            self.pil().save(file, "PNG")
-            form, data = "png", file.getvalue()
+        form, data = self.file()
         return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
 
     @property
@@ -156,6 +161,17 @@ class StoredImage:
             f"StoredImage(height={self.height}, width={self.width}, format={self.format!r}, "
             f"nbytes={self.nbytes})"
         )
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a :class:`StoredImage` or a PIL image; Pillow is not imported for it.
+
+    Examples:
+        >>> is_image(StoredImage.of(np.zeros((8, 8), np.uint8))), is_image("a.png")
+        (True, False)
+    """
+    pil = sys.modules.get("PIL.Image")
+    return isinstance(value, StoredImage) or (pil is not None and isinstance(value, pil.Image))
 
 
 def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:

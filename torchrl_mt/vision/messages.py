@@ -7,7 +7,14 @@ from typing import Any
 
 from torchrl_mt.vision.images import StoredImage
 
-__all__ = ["for_template", "image_source", "images_of", "is_image_part", "with_stored_images"]
+__all__ = [
+    "for_template",
+    "image_source",
+    "images_of",
+    "is_image_part",
+    "with_data_uris",
+    "with_stored_images",
+]
 
 _SOURCES = ("image", "image_url", "url", "path", "base64")
 """Where a part of type ``image`` has its image."""
@@ -27,6 +34,24 @@ def with_stored_images(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[st
         [{'type': 'image', 'image': StoredImage(height=8, width=8, format='raw', nbytes=192)}]
     """
     return [_stored(message, k) for k, message in enumerate(messages)]
+
+
+def with_data_uris(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Replace the images of messages by ``data:`` URIs, for JSON.
+
+    Raises:
+        TypeError, ValueError: if an image cannot be read; names the message and the part.
+    """
+
+    def written(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        parts = [
+            {"type": "image", "image": part["image"].data_uri()} if is_image_part(part) else part
+            for part in message["content"]
+        ]
+        return {**message, "content": parts}
+
+    stored = with_stored_images(messages)
+    return [written(each) if any(_image_parts(each)) else each for each in stored]
 
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> list[StoredImage]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_mt.vision.images import StoredImage
+from torchrl_mt.vision.positions import rope_positions
 
 __all__ = ["FAMILIES", "ImageInputs", "VisionProcessor"]
 
@@ -33,6 +34,15 @@ class ImageInputs:
     """Its placeholder tokens in a prompt."""
     pixel_values: Tensor
     """float32: patches ``[P, D]``, or one picture ``[1, C, H, W]``."""
+    grid: tuple[int, int, int] | None
+    """Patches in time, height and width; None for models without."""
+
+
+class ImageSize(NamedTuple):
+    """How large an image is for a model."""
+
+    token_ids: tuple[int, ...]
+    """Its placeholder tokens in a prompt."""
     grid: tuple[int, int, int] | None
     """Patches in time, height and width; None for models without."""
 
@@ -75,6 +85,10 @@ class VisionProcessor:
         found = (getattr(processor, name, None) for name in ("image_token", "video_token"))
         self.placeholders = {token for token in found if isinstance(token, str)}
         """Names of the tokens that stand for images and videos."""
+        token = str(processor.image_token)
+        marked = "Qwen" in self.family
+        self.mark = f"<|vision_start|>{token}<|vision_end|>" if marked else token
+        """The text that stands for an image in prompts without a chat template."""
         template = getattr(processor, "chat_template", None)
         self.chat_template: str | None = (
             template.get("default") if isinstance(template, dict) else template
@@ -82,8 +96,8 @@ class VisionProcessor:
         """The processor's own; None if it uses the tokenizer's."""
         self.merge_size: int | None = getattr(processor.image_processor, "merge_size", None)
         """Patches per token along a side; None for models without grids."""
-        self._tokens: dict[tuple[int, int], tuple[int, ...]] = {}
-        """Placeholder tokens of an image, by its height and width, on which alone they depend."""
+        self._sizes: dict[tuple[int, int], ImageSize] = {}
+        """By height and width, on which alone they depend."""
         self.inputs = lru_cache(_KEPT)(self._inputs)
         """Inputs of an image: ``inputs(image) -> ImageInputs``."""
 
@@ -115,12 +129,27 @@ class VisionProcessor:
                 "give the model's own processor, and processor.tokenizer as the tokenizer."
             )
 
-    def token_ids(self, image: StoredImage) -> tuple[int, ...]:
-        """Return the placeholder tokens of an image."""
-        size = image.height, image.width
-        if size not in self._tokens:
-            self._tokens[size] = self.inputs(image).token_ids
-        return self._tokens[size]
+    def size(self, image: StoredImage) -> ImageSize:
+        """Return the tokens and patches of an image."""
+        sides = image.height, image.width
+        if sides not in self._sizes:
+            inputs = self.inputs(image)
+            self._sizes[sides] = ImageSize(inputs.token_ids, inputs.grid)
+        return self._sizes[sides]
+
+    def positions(self, token_ids: Tensor, images: Sequence[StoredImage]) -> Tensor | None:
+        """Return the positions ``[3, L]`` of a row's tokens; None if they are those of text.
+
+        Args:
+            token_ids: int64 ``[L]``, without padding.
+            images: those of its placeholders, in order.
+        """
+        m = self.merge_size
+        if m is None:
+            return None
+        grids = [self.size(image).grid or (0, 0, 0) for image in images]
+        sizes = [(t, h // m, w // m) for t, h, w in grids]
+        return rope_positions(token_ids == self.image_token_id, sizes)
 
     def __reduce__(self) -> Any:
         return VisionProcessor.of, (self._processor,)
@@ -145,9 +174,23 @@ class VisionProcessor:
         out: list[int] = []
         for token in token_ids:
             if token == self.image_token_id:
-                out += self.token_ids(next(left))
+                out += self.size(next(left)).token_ids
             else:
                 out.append(token)
+        return out
+
+    def collapsed(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
+        """Invert :meth:`expanded`: one placeholder for each image."""
+        left = iter(images)
+        out: list[int] = []
+        skipped = 0
+        for token in token_ids:
+            if token == self.image_token_id:
+                skipped = skipped or len(self.size(next(left)).token_ids)
+                skipped -= 1
+                if skipped:
+                    continue
+            out.append(token)
         return out
 
     def spans(self, token_ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:

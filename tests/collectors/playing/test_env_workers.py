@@ -9,10 +9,13 @@ import sys
 import psutil
 import pytest
 
-from tests.collectors.playing.worker_envs import Async, Tells, Unimportable, no_environment
+from tests.collectors.pictures import SeeingEngine, new_images
+from tests.collectors.playing.worker_envs import Async, Shows, Tells, Unimportable, no_environment
 from tests.tiers import first_fast
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.testing import tiny_vl_model
+from torchrl_mt.vision import StoredImage
 
 
 def collect(env, engine, data, **kwargs):
@@ -42,6 +45,19 @@ def test_episodes_are_played_in_other_processes(engine, env):
     assert stats["accepted"] == 4
     assert stats["rejected"] == 0
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_images_come_from_other_processes_and_are_kept_once():
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    engine = SeeingEngine(processor)
+    batch, stats = collect(Shows(), engine, [{}], group_size=2, processor=processor)
+    assert stats["accepted"] == 4
+    images = [Shows.picture(number) for number in range(2)]
+    # A data: URI of pixels is a PNG file of them, which is another image.
+    first = (*images[:1] * 3, StoredImage.of(images[0].data_uri()))
+    assert new_images(batch) == [first, (images[1],)] * 4
+    assert set(engine.images) == {first, (*first, images[1])}
 
 
 @pytest.mark.slow

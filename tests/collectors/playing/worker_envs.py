@@ -6,8 +6,11 @@ import os
 import sys
 import time
 
+import numpy as np
+
 from torchrl_mt.collectors import context
 from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.vision import StoredImage
 
 
 class Tells(TextEnv):
@@ -83,3 +86,22 @@ def _explode():
 
 def no_environment():
     return 5
+
+
+class Shows(TextEnv):
+    """Shows the same picture in every form, then one after each response."""
+
+    def reset(self, data=None):
+        self.turn = 0
+        image = self.picture(0)
+        forms = [image, image.array(), image.pil(), image.data_uri()]
+        return [{"role": "user", "content": [{"type": "image", "image": form} for form in forms]}]
+
+    @staticmethod
+    def picture(number):
+        return StoredImage.of(np.full((16, 16, 3), number, np.uint8))
+
+    def step(self, response):
+        self.turn += 1
+        part = {"type": "image", "image": self.picture(self.turn)}
+        return TextStep([{"role": "user", "content": [part]}], 1.0, self.turn == 2)

@@ -6,7 +6,10 @@ import asyncio
 import os
 from pathlib import Path
 
+import numpy as np
+
 from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.vision import StoredImage
 
 END = "end"
 """The response that ends an episode."""
@@ -68,3 +71,23 @@ class Marked(Echo):
 
     def close(self):
         Path(os.environ["MARK"]).touch()
+
+
+class Screen(Echo):
+    """Shows a picture in every message; the item says in which form."""
+
+    picture = StoredImage.of(
+        np.random.default_rng(1).integers(0, 256, (500, 550, 3), dtype=np.uint8)
+    )
+
+    def reset(self, data=None):
+        forms = {"array": self.picture.array(), "PIL": self.picture.pil(), "path": "no such.png"}
+        self.form = forms.get(data["form"], self.picture)
+        return [self.message()]
+
+    def message(self):
+        text = {"type": "text", "text": "what"}
+        return {"role": "user", "content": [text, {"type": "image", "image": self.form}]}
+
+    def step(self, response):
+        return TextStep([self.message()], history=[self.message()])

@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 import pytest
 
-from tests.envs.remote.served_envs import END, Asynchronous, Echo, Shop, Threaded
+from tests.envs.remote.served_envs import END, Asynchronous, Echo, Screen, Shop, Threaded
 from tests.waiting import wait_until
 from torchrl_mt.envs import (
     OpenEnvConnectionError,
@@ -28,6 +28,7 @@ from torchrl_mt.envs import (
     serve,
 )
 from torchrl_mt.envs.remote import session as session_module
+from torchrl_mt.vision import StoredImage, with_stored_images
 
 websockets = pytest.importorskip("websockets")
 from websockets.asyncio.server import serve as serve_websockets  # noqa: E402
@@ -707,3 +708,24 @@ def test_redirects_are_not_followed(place):
                 await env.reset({})
 
     asyncio.run(main())
+
+
+def test_images_of_served_environments_arrive_as_files():
+    """As base64, they are above the megabyte that is the usual bound of a message."""
+    expected = StoredImage.of(Screen.picture.data_uri())
+
+    async def play(server, form):
+        env = OpenEnvEnv(server.url)
+        try:
+            opening = await env.reset({"form": form})
+            step = await env.step("go")
+        finally:
+            await env.close()
+        return [*opening, *step.messages, *step.history]
+
+    with serve(Screen) as server:
+        for form in ("array", "PIL"):
+            for message in with_stored_images(asyncio.run(play(server, form))):
+                assert message["content"][1] == {"type": "image", "image": expected}
+        with pytest.raises(OpenEnvError, match=r"no such\.png"):
+            asyncio.run(play(server, "path"))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING
 from torchrl_mt.collectors.loading.prompts import Answer, WaitingPrompt
+from torchrl_mt.vision import StoredImage, VisionProcessor
 
 __all__ = ["AnswerReader", "add_rows", "position_ids", "prompt_batch"]
 
@@ -33,23 +34,55 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0) * attention_mask
 
 
-def prompt_batch(prompts: Sequence[WaitingPrompt], length: int, pad: int) -> dict[str, Any]:
+def prompt_batch(
+    prompts: Sequence[WaitingPrompt], length: int, pad: int, vision: VisionProcessor | None = None
+) -> dict[str, Any]:
     """The batch that the user is given: prompts ``[B, length]``, and whose they are."""
     input_ids, mask = _padded([prompt.token_ids for prompt in prompts], length, pad, left=True)
-    return {
+    batch = {
         "input_ids": input_ids,
         "attention_mask": mask,
         "position_ids": position_ids(mask),
         "worker_id": np.array([prompt.worker for prompt in prompts], dtype=np.int64),
         "meta_info": _objects(prompt.info for prompt in prompts),
     }
+    if vision is not None:
+        images = [prompt.images for prompt in prompts]
+        batch["position_ids"] = _positions(input_ids, mask, images, vision)
+        batch |= {name: _objects(each) for name, each in _image_columns(images, vision).items()}
+        batch["raw_prompt_ids"] = _objects(
+            vision.collapsed(prompt.token_ids, prompt.images) for prompt in prompts
+        )
+    return batch
 
 
-def add_rows(steps: TensorDictBase, prompt_length: int, response_length: int, pad: int) -> None:
+def add_shown_images(batch: TensorDictBase) -> None:
+    """Add all images of each turn's prompt to a batch of whole episodes, as ``("images", "prompt")``."""
+    new = batch.get(("images", "new")).tolist()
+    parents = batch["turn", "parent"].tolist()
+    ids = batch["collector", "traj_ids"].tolist()
+    shown: list[tuple[StoredImage, ...]] = []
+    first = 0
+    for k, (added, parent) in enumerate(zip(new, parents, strict=True)):
+        if k and ids[k] != ids[k - 1]:
+            first = k
+        shown.append((*shown[first + parent], *added) if parent >= 0 else added)
+    batch["images", "prompt"] = NonTensorStack(*map(NonTensorData, shown))
+
+
+def add_rows(
+    steps: TensorDictBase,
+    prompt_length: int,
+    response_length: int,
+    pad: int,
+    vision: VisionProcessor | None = None,
+) -> None:
     """Add the padded rows of stored steps: the keys on which loops of padded batches train.
 
     ``"input_ids"``, ``"attention_mask"`` and ``"position_ids"`` are ``[N, P + R]``, ``"responses"`` is
-    ``[N, R]``, ``"reward"`` is the return ``[N]``, and ``"meta_info"`` tells the episode.
+    ``[N, R]``, ``"reward"`` is the return ``[N]``, and ``"meta_info"`` tells the episode. With images,
+    ``"multi_modal_data"`` and ``"multi_modal_inputs"`` are those of each row, and positions are
+    ``[N, 3, P + R]`` for models with M-RoPE.
     """
     prompts = steps.get(("tokens", "prompt"), as_list=True)
     answers = steps.get(("tokens", "response"), as_list=True)
@@ -65,6 +98,36 @@ def add_rows(steps: TensorDictBase, prompt_length: int, response_length: int, pa
     infos = steps.get("info").tolist()
     described = [{**(info or {}), "uid": uid} for uid, info in zip(uids, infos, strict=True)]
     steps["meta_info"] = NonTensorStack(*map(NonTensorData, described))
+    if vision is not None:
+        images = steps.get(("images", "prompt")).tolist()
+        steps["position_ids"] = _positions(steps["input_ids"], mask, images, vision)
+        for name, values in _image_columns(images, vision).items():
+            steps[name] = NonTensorStack(*map(NonTensorData, values))
+
+
+def _positions(
+    ids: Tensor, mask: Tensor, images: Sequence[Sequence[StoredImage]], vision: VisionProcessor
+) -> Tensor:
+    """Positions of rows with images: ``[N, 3, S]`` for models with M-RoPE, else those of text."""
+    if vision.merge_size is None:
+        return position_ids(mask)
+    out = torch.zeros(len(ids), 3, ids.shape[1], dtype=torch.int64)
+    for k, shown in enumerate(images):
+        real = mask[k].bool()
+        positions = vision.positions(ids[k, real], shown)
+        assert positions is not None
+        out[k, :, real] = positions
+    return out
+
+
+def _image_columns(
+    images: Sequence[Sequence[StoredImage]], vision: VisionProcessor
+) -> dict[str, list[Any]]:
+    """Each row's images as PIL images and as arguments of the model."""
+    return {
+        "multi_modal_data": [{"image": [image.pil() for image in shown]} for shown in images],
+        "multi_modal_inputs": [vision.batch(shown) for shown in images],
+    }
 
 
 def _padded(
@@ -95,9 +158,13 @@ class AnswerReader:
         num_workers: number of slots.
         vocabulary: number of token ids.
         longest: maximum tokens of a response.
+        barred: token ids that no response may have: those that stand for images.
     """
 
-    def __init__(self, num_workers: int, vocabulary: int, longest: int) -> None:
+    def __init__(
+        self, num_workers: int, vocabulary: int, longest: int, barred: Sequence[int] = ()
+    ) -> None:
+        self._barred = torch.tensor(barred, dtype=torch.int64)
         self._num_workers = num_workers
         self._vocabulary = vocabulary
         self._longest = longest
@@ -161,6 +228,12 @@ class AnswerReader:
             (known | ~response_mask).all(1),
             f"responses must be token ids in 0..{self._vocabulary - 1}",
         )
+        if len(self._barred):
+            shows = torch.isin(responses, self._barred) & response_mask
+            _require_rows(
+                ~shows.any(1),
+                f"responses must have none of the tokens {self._barred.tolist()} that stand for images",
+            )
         log_probs = self._log_probs(batch.get("log_probs"), responses, response_mask)
         workers = self._workers(batch["worker_id"], size)
         return [

@@ -1,12 +1,14 @@
 """Environments of the form ``env_class(config)`` with ``reset() -> (env_ret, meta_info)``.
 
 It is the form of cua-bench's workers: ``env_ret["obs"]`` is all that the model sees, as plain text
-without a chat template. An environment lives as long as its slot; after a failure it is made anew.
+without a chat template, images in base64 between marks. An environment lives as long as its slot;
+after a failure it is made anew.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +24,15 @@ from torchrl_mt.collectors.recorder import LimitReached, Recorder, within
 from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.envs.text_env import close_env
 from torchrl_mt.threads import call_in_thread, call_user, start_daemon
+from torchrl_mt.vision import StoredImage, VisionProcessor
 
 __all__ = ["EnvClassWorkflow", "ObservationPrompts"]
 
 _KEPT = 0.75
 """Part of the longest prompt that is left once turns were left out, so that this is seldom."""
+
+_IMAGE = re.compile(r"<\|vision_start\|>(.*?)<\|vision_end\|>", re.DOTALL)
+"""An image in an observation."""
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -42,6 +48,7 @@ class EnvClassWorkflow:
         env_configs: the config of each slot.
         tokenizer: encodes observations.
         max_prompt_length: maximum tokens of a prompt.
+        vision: the processor of a model that takes images.
     """
 
     def __init__(
@@ -50,7 +57,9 @@ class EnvClassWorkflow:
         env_configs: Sequence[Any],
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_length: int,
+        vision: VisionProcessor | None = None,
     ) -> None:
+        self._vision = vision
         self._env_class = env_class
         self._configs = env_configs
         self._tokenizer = tokenizer
@@ -77,13 +86,17 @@ class EnvClassWorkflow:
                 start_daemon(close_env, env)
 
     async def _play(self, env: _Calls, engine: Recorder, own: EpisodeEngine) -> list[float]:
-        prompts = ObservationPrompts(self._tokenizer, self._longest)
+        prompts = ObservationPrompts(self._tokenizer, self._longest, self._vision)
         rewards: list[float] = []
         state, meta = self._checked("reset", await env.call("reset"))
         while True:
             own.info = {**meta, "env_uid": meta.get("uid")}
             try:
-                answer = await engine.generate(prompts.tokens(state["obs"]))
+                if self._vision is None:
+                    tokens = prompts.tokens(state["obs"])
+                else:  # In a thread, since images may be large.
+                    tokens = await call_in_thread(prompts.tokens, state["obs"])
+                answer = await engine.generate(tokens, images=prompts.images)
             except LimitReached as limit:
                 if limit.reason.of_time or not rewards:
                     raise
@@ -157,6 +170,11 @@ class ObservationPrompts:
     Args:
         tokenizer: encodes text.
         longest: maximum tokens of a prompt.
+        vision: the processor of a model that takes images. Observations then have them as
+            ``<|vision_start|>...<|vision_end|>``, with a file in base64 in between.
+
+    Attributes:
+        images: the images of the last prompt, in order.
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
@@ -167,9 +185,18 @@ class ObservationPrompts:
         ['task', 'task a', 'task a b', 'task c']
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        vision: VisionProcessor | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._longest = longest
+        self._vision = vision
+        self.images: list[StoredImage] = []
+        self._known: dict[str, StoredImage] = {}
+        """Images of the last prompt, by their base64."""
         self._parts: list[str] = []
         """The first observation, and what each later one added."""
         self._left_out = 0
@@ -205,4 +232,19 @@ class ObservationPrompts:
     def _encode(self) -> list[int]:
         """Encode the first observation and the turns that are not left out."""
         text = self._parts[0] + "".join(self._parts[1 + self._left_out :])
-        return list(self._tokenizer(text)["input_ids"])
+        if self._vision is None:
+            return list(self._tokenizer(text)["input_ids"])
+        before, shown = self._known, list[str]()
+        mark = self._vision.mark
+
+        def taken(found: re.Match[str]) -> str:
+            shown.append(found[1])
+            return mark
+
+        text = _IMAGE.sub(taken, text)
+        self._known = {
+            each: before.get(each) or StoredImage.of(f"data:image/jpeg;base64,{each}")
+            for each in shown
+        }
+        self.images = [self._known[each] for each in shown]
+        return self._vision.expanded(self._tokenizer(text)["input_ids"], self.images)

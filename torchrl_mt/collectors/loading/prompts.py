@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.request_checks import integers
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["Answer", "AskingEngine", "EpisodeEngine", "WaitingPrompt"]
 
@@ -39,6 +40,8 @@ class WaitingPrompt:
     info: Mapping[str, Any]
     """What else is told of the prompt."""
     answer: asyncio.Future[Completion]
+    images: tuple[StoredImage, ...] = ()
+    """All images of the prompt."""
     version: int = 0
     """The weight version when the prompt was given out."""
 
@@ -248,12 +251,18 @@ class EpisodeEngine:
         return self.engine.tokenizer
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Iterable[StoredImage] = (),
+        max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> Completion:
         """Wait for the user's answer to a prompt.
 
         Args:
             prompt_ids: at least one token.
+            images: its images.
             max_new_tokens: told to the user with ``sampling``.
             **sampling: sampling parameters that a workflow or an agent asks for; told to the user.
 
@@ -288,7 +297,9 @@ class EpisodeEngine:
         }
         answer = asyncio.get_running_loop().create_future()
         uid = self.episode.traj_id
-        return await self.engine.ask(WaitingPrompt(self.worker, uid, turn, prompt, facts, answer))
+        return await self.engine.ask(
+            WaitingPrompt(self.worker, uid, turn, prompt, facts, answer, tuple(images))
+        )
 
     def update_weights(self, source: Any) -> int:
         """Refuse: an episode cannot change the weights."""

@@ -271,19 +271,22 @@ async def _messages(
         content = message.get("content")
         parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
         for part in parts:
-            # A template would write a placeholder for it, or nothing.
-            if is_image_part(part):
+            is_image = is_image_part(part)
+            if is_image and has_processor:
                 has_images = True
-                if not has_processor:
-                    raise ValueError(
-                        f"messages must be text where the collector has no processor, got a part of "
-                        f"type {part['type']!r} {source}: give MultiTurnCollector(..., processor=...), "
-                        "the processor of a model that takes images, or describe it in text."
+            elif is_image or (isinstance(part, Mapping) and "text" not in part):
+                # A template would write a placeholder for it, or nothing.
+                may = (
+                    "text or images" if has_processor else "text, since the model gets tokens alone"
+                )
+                advice = ""
+                if is_image:
+                    advice = (
+                        "give MultiTurnCollector(..., processor=...) for a model with images, or "
                     )
-            elif isinstance(part, Mapping) and "text" not in part:
                 raise ValueError(
-                    f"messages must be text and images, got a part of type {part.get('type')!r} "
-                    f"{source}: describe it in text."
+                    f"messages must be {may}, got a part of type {part.get('type')!r} {source}: "
+                    f"{advice}describe it in text."
                 )
     if not has_images:
         return messages

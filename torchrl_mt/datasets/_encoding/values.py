@@ -1,7 +1,9 @@
 """Python objects as JSON text that reads back equal, without pickle.
 
 Text, numbers, lists and dicts are ordinary JSON. What JSON lacks (tuples, bytes, dicts with other
-keys, NaN and infinities, tensors and arrays) is written as an object with the key ``"__type__"``.
+keys, NaN and infinities, tensors and arrays, images) is written as an object with the key
+``"__type__"``. Images are ``data:`` URIs; in a message's part, the URI is where the image was, so that
+others can read it: ``{"type": "image", "image": "data:image/png;base64,...", "__type__": "image"}``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.schema import bits
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["dtype_name", "dtype_of", "from_json_text", "lost_meaning", "to_json_text"]
 
@@ -27,7 +30,8 @@ def to_json_text(value: Any) -> str:
     """Encode a value as JSON text.
 
     Args:
-        value: None, a bool, number, string, bytes, tensor or array, or lists, tuples and dicts of these.
+        value: None, a bool, number, string, bytes, tensor, array or
+            :class:`~torchrl_mt.vision.StoredImage`, or lists, tuples and dicts of these.
 
     Raises:
         TypeError: for anything else.
@@ -106,10 +110,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         plain = all(isinstance(key, str) and _is_unicode(key) for key in value)
         if plain and _TYPE not in value:
+            if isinstance(value.get("image"), StoredImage) and len(value) > 1:
+                shown = {key: _plain(each) for key, each in value.items() if key != "image"}
+                return {**dict.fromkeys(value), **shown, **_image_record(value["image"])}
             return {str.__str__(key): _plain(each) for key, each in value.items()}
         return {_TYPE: "dict", "items": [[_plain(k), _plain(v)] for k, v in value.items()]}
     if isinstance(value, bytes):
         return {_TYPE: "bytes", "base64": _base64(value)}
+    if isinstance(value, StoredImage):
+        return _image_record(value)
     lost = lost_meaning(value)
     if lost is not None:
         raise TypeError(f"{lost}.")
@@ -125,8 +134,14 @@ def _plain(value: Any) -> Any:
         return {_TYPE: "tensor", **kind, "base64": _base64(data)}
     raise TypeError(
         f"a {type(value).__name__} cannot be written to a file: give None, bools, numbers, strings, "
-        f"bytes, tensors or arrays, or lists, tuples and dicts of these."
+        f"bytes, tensors, arrays or images (StoredImage), or lists, tuples and dicts of these."
     )
+
+
+def _image_record(image: StoredImage) -> dict[str, Any]:
+    """An image as a ``data:`` URI, and whether it was pixels."""
+    is_raw = image.format == "raw"
+    return {"image": image.data_uri(), _TYPE: "pixels" if is_raw else "image"}
 
 
 def _is_unicode(text: str) -> bool:
@@ -162,6 +177,17 @@ def _tensor(record: dict[str, Any]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
+def _image(record: dict[str, Any]) -> Any:
+    uri = record["image"]
+    if not isinstance(uri, str) or not uri.startswith("data:"):  # A file may name no other file.
+        raise ValueError(f"an image must be a data: URI, got {str(uri)[:80]!r}.")
+    image = StoredImage.of(uri)
+    if record[_TYPE] == "pixels":
+        image = StoredImage.of(image.array())
+    others = {key: each for key, each in record.items() if key != _TYPE}
+    return {**others, "image": image} if len(others) > 1 else image
+
+
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda record: float(record["value"]),
     "tuple": lambda record: tuple(record["items"]),
@@ -170,4 +196,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "str": lambda record: base64.b64decode(record["base64"]).decode("utf-8", "surrogatepass"),
     "array": _array,
     "tensor": _tensor,
+    "image": _image,
+    "pixels": _image,
 }

@@ -10,6 +10,7 @@ import difflib
 import json
 import logging
 import operator
+import pickle
 import shutil
 import threading
 import uuid
@@ -243,7 +244,7 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
                     states["parts"][name] = state
                 else:
                     with open(place.with_suffix(".pt"), "wb") as file:
-                        torch.save(state, file)
+                        torch.save(state, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)
         except OSError:
             raise
         except Exception as error:
@@ -252,7 +253,7 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
             ) from error
     files = HashedFiles(folder)
     with files.create(_STATES) as file:
-        torch.save(states, file)
+        torch.save(states, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)
     write_manifest(folder / HASHES, files.sizes_and_hashes)
     (folder / RUN).write_text(json.dumps(record), encoding="utf-8")
 

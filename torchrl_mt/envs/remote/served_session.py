@@ -27,6 +27,7 @@ from torchrl_mt.envs.remote.protocol import (
 )
 from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, close_env, takes_message
 from torchrl_mt.threads import call_in_thread
+from torchrl_mt.vision import with_data_uris
 
 __all__ = ["CLOSE_SECONDS", "ServedSession", "dismiss"]
 
@@ -394,7 +395,10 @@ def _messages(env: TextEnv, method: str, value: Any) -> list[Any]:
     for message in messages:
         if not isinstance(message, Mapping):
             raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, got {shown(message)} in it.")
-    return messages
+    try:
+        return with_data_uris(messages)
+    except (TypeError, ValueError) as error:
+        raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, but {error}") from None
 
 
 def _reward(env: TextEnv, value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,8 @@ def save_store(store: EpisodeStore, folder: Path) -> None:
         for path, parts in state["columns"].items()
     }
     with files.create(_STATE) as file:
-        torch.save(state, file)
+        # By default, torch writes bytes, such as images, at one and a half times their size.
+        torch.save(state, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)
     write_manifest(folder / HASHES, files.sizes_and_hashes)
 
 

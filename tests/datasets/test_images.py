@@ -1,0 +1,102 @@
+"""Images of episodes are read as they were written, and others can read them too."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+
+import numpy as np
+import pytest
+from tensordict import TensorDict
+
+from torchrl_mt.data._store.steps import Objects, Steps, pack
+from torchrl_mt.datasets import EpisodeDataset, save_episodes
+from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
+from torchrl_mt.vision import StoredImage, with_stored_images
+
+from .episodes import assert_same
+from .every_format import LOSSLESS, new_path
+
+
+def picture(seed, height=6, width=5):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def as_file(seed, form):
+    file = BytesIO()
+    StoredImage.of(picture(seed)).pil().save(file, form)
+    return StoredImage.of(file.getvalue())
+
+
+IMAGES = [StoredImage.of(picture(1)), as_file(2, "PNG"), as_file(3, "JPEG")]
+
+
+def episode() -> TensorDict:
+    """Three turns: two images, none, one; a tool answers with an image in a message."""
+    new = [(IMAGES[0], IMAGES[1]), (), (IMAGES[2],)]
+    texts = []
+    for images in new:
+        parts = [{"type": "image", "image": image} for image in images]
+        message = {"role": "user", "content": [*parts, {"type": "text", "text": "go"}]}
+        texts.append([message, {"role": "assistant", "content": "a"}])
+    return pack(Steps(3, {("images", "new"): Objects(new), ("text",): Objects(texts)}))
+
+
+@pytest.mark.parametrize("format", LOSSLESS)
+def test_episodes_with_images_are_read_as_they_were_written(format, tmp_path):
+    path = new_path(tmp_path, format, "images")
+    written = episode()
+    save_episodes([written, written], path, format=format)
+    for read in EpisodeDataset(path).episodes():
+        assert_same(read, written)
+        assert read.get(("images", "new")).tolist() == written.get(("images", "new")).tolist()
+        first = read.get("text").tolist()[0][0]["content"]
+        # The same bytes are the same object.
+        assert [part["image"] for part in first[:2]] == IMAGES[:2]
+
+
+def test_lines_can_be_read_by_others(tmp_path):
+    path = tmp_path / "a.jsonl"
+    save_episodes([episode()], path)
+    (line,) = map(json.loads, path.read_text().splitlines())
+    shown = [
+        part["image"]
+        for message in line["messages"]
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+    assert [uri.split(";")[0] for uri in shown] == [
+        "data:image/png",
+        "data:image/png",
+        "data:image/jpeg",
+    ]
+    (found,) = with_stored_images(
+        [{"role": "user", "content": [{"type": "image", "image": uri} for uri in shown]}]
+    )
+    for part, image in zip(found["content"], IMAGES, strict=True):
+        assert (part["image"].array() == image.array()).all()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        IMAGES[0],
+        IMAGES[2],
+        {"image": IMAGES[0]},
+        {"type": "image", "image": IMAGES[0], "detail": "low"},
+        {"image": IMAGES[1], "note": (1, b"x")},
+        {"images": [IMAGES[0], (IMAGES[1],)]},
+        {"type": "image", "image": "data:image/png;base64,"},
+        {"type": "image", "image": "a.png", "__type__": "image"},
+    ],
+)
+def test_every_place_of_an_image(value):
+    read = from_json_text(to_json_text(value))
+    assert read == value
+    assert repr(read) == repr(value)
+
+
+def test_a_file_names_no_other_file():
+    with pytest.raises(ValueError, match="data: URI"):
+        from_json_text('{"type": "image", "image": "/etc/hostname", "__type__": "image"}')
