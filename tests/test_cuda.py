@@ -24,6 +24,7 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import group_advantage, masked_gae, masked_returns
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
+from .engines import test_images
 from .engines.test_families import FAMILIES, build, play_turns
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -167,6 +168,21 @@ def test_a_model_on_the_gpu_plays_and_learns(model, tokenizer):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_sampled_from_on_the_gpu_as_they_are(family):
     play_turns(build(*FAMILIES[family]).cuda(), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", test_images.FAMILIES)
+def test_images_are_seen_on_the_gpu_as_they_are(name):
+    family = test_images.Family(name)
+    family.model.cuda()
+    engine = family.engine(max_batch_tokens=24)
+    shown = [[4], [], [0, 3], [4, 1]]
+
+    async def run():
+        return await asyncio.gather(*(family.ask(engine, each) for each in shown))
+
+    for each, answer in zip(shown, asyncio.run(run()), strict=True):
+        family.assert_sampled(family.message(each), each, answer, atol=1e-3)
+    engine.close()
 
 
 def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):

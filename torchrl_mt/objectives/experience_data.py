@@ -9,14 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey, NonTensorData, TensorClass, TensorDict, TensorDictBase
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    TensorDictBase,
+)
 from torch import Tensor
 
 from torchrl_mt._hosts.tensordict import tensordict_of, with_tensor_fields
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_objects
 from torchrl_mt.vision import RowImages, StoredImage
-from torchrl_mt.vision.rows import FIRST, GRIDS, PIXELS, RAW
+from torchrl_mt.vision.rows import GRIDS, PIXELS, RAW
 
 _NAMES = {
     "sequences": "action",
@@ -155,19 +162,19 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
         Examples:
             >>> import torch
             >>> rows = TensorDict(
-            pass     {
-            pass         "tokens": {"full": torch.tensor([[5, 6]])},
-            pass         "masks": {
-            pass             "all_attention_mask": torch.tensor([[True, True]]),
-            pass             "all_assistant_mask": torch.tensor([[False, True]]),
-            pass         },
-            pass         "log_probs": {"old": torch.tensor([[0.0, -1.0]])},
-            pass         "advantage": torch.tensor([[[0.0], [2.0]]]),
-            pass         "returns": torch.tensor([[0.0, 3.0]]),
-            pass         "group": torch.tensor([4]),
-            pass     },
-            pass     batch_size=[1],
-            pass )
+            ...     {
+            ...         "tokens": {"full": torch.tensor([[5, 6]])},
+            ...         "masks": {
+            ...             "all_attention_mask": torch.tensor([[True, True]]),
+            ...             "all_assistant_mask": torch.tensor([[False, True]]),
+            ...         },
+            ...         "log_probs": {"old": torch.tensor([[0.0, -1.0]])},
+            ...         "advantage": torch.tensor([[[0.0], [2.0]]]),
+            ...         "returns": torch.tensor([[0.0, 3.0]]),
+            ...         "group": torch.tensor([4]),
+            ...     },
+            ...     batch_size=[1],
+            ... )
             >>> experience = Experience.from_rows(rows)
             >>> experience.advantages, experience.info["group"], experience.kl
             (tensor([[0., 2.]]), tensor([4]), None)
@@ -206,19 +213,32 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
 
 
 def _with_images(fields: TensorDict, dtype: torch.dtype | None) -> TensorDict:
-    """Move the table of images, which has no batch dimension, to where the fields are."""
+    """Move the tables of images, which have no batch dimension, to where the fields are."""
     info = fields.get("info", None)
-    images = None if info is None else RowImages.of(info)
-    if images is None:
-        return fields
-    device = images.pixel_values.device if fields.device is None else fields.device
-    pixels = images.pixel_values.to(device, dtype)
-    if pixels is images.pixel_values:
+    tables = {} if info is None else {key: info.get(key, None) for key in (PIXELS, GRIDS)}
+    moved = {
+        key: _moved(table, fields.device, dtype)
+        for key, table in tables.items()
+        if table is not None
+    }
+    if not moved:
         return fields
     fields, info = fields.copy(), info.copy()
-    info.set(PIXELS, NonTensorData(pixels, batch_size=info.batch_size))
-    if images.grids is not None:
-        info.set(GRIDS, NonTensorData(images.grids.to(device), batch_size=info.batch_size))
-    info.set(FIRST, images.first)
+    for key, table in moved.items():
+        info.set(key, table)
     fields.set("info", info)
     return fields
+
+
+def _moved(
+    table: NonTensorData | NonTensorStack, device: torch.device | None, dtype: torch.dtype | None
+) -> NonTensorData | NonTensorStack:
+    """Move a table, or each of the tables of rows that were joined, once."""
+    if isinstance(table, NonTensorStack):
+        rows = table.unbind(0)
+        once = {id(row.data): row for row in rows}
+        made = {name: _moved(row, device, dtype) for name, row in once.items()}
+        return NonTensorStack(*(made[id(row.data)] for row in rows))
+    data = table.data
+    data = data.to(device or data.device, dtype if data.is_floating_point() else None)
+    return NonTensorData(data, batch_size=table.batch_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -206,7 +206,7 @@ def _trial_images(model: nn.Module) -> RowImages | None:
     vision = vision_model(model)
     if vision is None or vision.merge_size is None:
         return None
-    config = unwrapped(model).config.vision_config  # type: ignore[union-attr]
+    config = cast(Any, unwrapped(model)).config.vision_config
     grids = torch.tensor([[1, vision.merge_size, 2 * vision.merge_size]] * len(LENGTHS))
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
     pixels = torch.rand(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_mt.scoring.forward import unwrapped
 from torchrl_mt.vision import RowImages, VisionModel
-from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, PIXELS
+from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, PIXELS
 
 _FIX = (
     "put VisionInputs(processor) after MergeTurns, with the processor of this model, and give all rows' "
@@ -42,7 +42,7 @@ def image_keys(*models: nn.Module | None) -> list[NestedKey]:
     """List the keys of the rows' images if one of the models, or a model that it wraps, takes them."""
     inner = (getattr(model, "model", None) for model in models)
     given = [m for m in (*models, *inner) if isinstance(m, nn.Module)]
-    return [PIXELS, GRIDS, FIRST, COUNT] if any(map(vision_model, given)) else []
+    return [PIXELS, GRIDS, KEYS, FIRST, COUNT, HASH] if any(map(vision_model, given)) else []
 
 
 @dataclass(frozen=True)

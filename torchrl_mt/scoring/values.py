@@ -71,7 +71,11 @@ class ValueModel(nn.Module):
                 f"model must be a transformers PreTrainedModel, got {type(model).__name__}; for another "
                 "kind of backbone call ValueModel(backbone, hidden_size)."
             )
-        return cls(model.base_model, model.config.get_text_config().hidden_size)
+        backbone = model.base_model
+        if backbone is model:
+            # transformers 4 does not name the base of its vision-language models.
+            backbone = getattr(model, "model", model)
+        return cls(backbone, model.config.get_text_config().hidden_size)
 
     @property
     def config(self) -> Any:

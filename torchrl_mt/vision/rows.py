@@ -148,10 +148,8 @@ _AGAIN = "make the inputs again from the stored images, by VisionInputs(processo
 def set_row_images(rows: TensorDictBase, images: Sequence[tuple[StoredImage, ...]]) -> None:
     """Write each row's images, without inputs."""
     rows.set(RAW, NonTensorStack(*(NonTensorData(each) for each in images)))
-    rows.set(
-        HASH,
-        torch.tensor([_hash(image.key for image in each) for each in images], device=rows.device),
-    )
+    hashes = [_hash(image.key for image in each) for each in images]
+    rows.set(HASH, torch.tensor(hashes, device=rows.device))
 
 
 def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
@@ -178,10 +176,12 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     # Not every image is kept by the processor, and members of a group show the same.
     prepared = {image: vision.inputs(image) for image in {i for images in raw for i in images}}
     mask = rows.get(_MASK, None)
-    attended = tokens if mask is None else tokens.where(mask, -1)
-    for row, (images, ids) in enumerate(zip(raw, attended.tolist(), strict=True)):
+    kept = (torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask).cpu()
+    for row, (images, ids) in enumerate(zip(raw, tokens.cpu(), strict=True)):
         try:
-            vision.spans(ids, [len(prepared[image].token_ids) for image in images])
+            # Padding may lie anywhere, also between the tokens of an image.
+            own = ids[kept[row]].tolist()
+            vision.spans(own, [len(prepared[image].token_ids) for image in images])
         except ValueError as error:
             raise ValueError(
                 f"row {row}: {error} Was the row cut, or another processor used where it was sampled?"

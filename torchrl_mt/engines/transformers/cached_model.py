@@ -40,7 +40,7 @@ class CachedModel:
         features: ImageFeatures | None = None,
     ) -> None:
         self.model = model
-        self._barred, self._features = list(barred), features
+        self._barred, self._features = barred, features
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -72,8 +72,8 @@ class CachedModel:
             ``[B, V]``, after the last column.
         """
         logits = self._shown(inputs, images) if images else self._computed(inputs)
-        if self._barred:
-            logits[:, self._barred] = -torch.inf
+        for token in self._barred:
+            logits[:, token : token + 1] = -torch.inf  # nothing, if the output ends before it
         return logits
 
     def forget_images(self) -> None:

@@ -84,8 +84,8 @@ class TransformersEngine:
     Raises:
         TypeError: if ``model`` is not a transformers model, or ``processor`` is of no supported family.
         ValueError: if no stop token is known, a size is not positive, a sampling parameter is out of
-            range, ``processor`` does not belong to the model, or the model caches anything but keys and
-            values of every token (recurrent models do).
+            range, ``processor`` does not belong to model and tokenizer, or the model caches anything but
+            keys and values of every token (recurrent models do).
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
@@ -120,14 +120,16 @@ class TransformersEngine:
         self._sampling = Sampling().changed(temperature, top_k, top_p)
         self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
         self._warn = TruncationWarning()
-        # transformers' class of processors imports Pillow; tokenizers have no tokenizer.
-        if processor is None and hasattr(tokenizer, "tokenizer"):
-            tokenizer, processor = None, tokenizer
+        # Of the two, only a processor has a tokenizer. Its class would import Pillow.
+        if hasattr(tokenizer, "tokenizer"):
+            tokenizer, processor = None, tokenizer if processor is None else processor
         vision = VisionModel.of(model.config)
         images = None
         if processor is not None:
             images = fitting_processor(processor, vision, model)
-            tokenizer = images.tokenizer if tokenizer is None else tokenizer
+            if tokenizer is None:
+                tokenizer = images.tokenizer
+            images.check_tokenizer(tokenizer)
         elif tokenizer is None:
             raise TypeError("tokenizer must be the model's tokenizer or processor, got None.")
         self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
@@ -141,15 +143,14 @@ class TransformersEngine:
         self._model = view_of(model) if share_weights else copy.deepcopy(model)
         self._num_requests = itertools.count()
         self._images = ImagePrompts(vision, images, type(model).__name__)
+        barred = () if vision is None else vision.barred
         features = None
         if images is not None:
             features = ImageFeatures(
                 self._model, images, max_batch_tokens=max_batch_tokens, max_tokens=cache_tokens
             )
         self._scheduler = BatchScheduler(
-            CachedModel(
-                self._model.eval(), barred=vision.barred if vision else (), features=features
-            ),
+            CachedModel(self._model.eval(), barred=barred, features=features),
             cache_tokens=cache_tokens,
             max_batch_tokens=max_batch_tokens,
             sharing=prefix_sharing,

@@ -166,10 +166,10 @@ class ImagePrompts:
                 self._known.move_to_end(image.key)
                 return known
         assert self._processor is not None
-        inputs = self._processor.inputs(image)
+        tokens, grid = self._processor.size(image)
         with self._lock:
             self._count += 1
-            new = _Known(self._count, len(inputs.token_ids), inputs.grid)
+            new = _Known(self._count, len(tokens), grid)
             known = self._known.setdefault(image.key, new)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
@@ -237,7 +237,7 @@ class ImageFeatures:
         new = [number for number in numbers if number not in self._kept]
         for group in self._grouped(new, images):
             inputs = self._processor.batch([images[number] for number in group])
-            sizes = [len(self._processor.inputs(images[number]).token_ids) for number in group]
+            sizes = [len(self._processor.size(images[number]).token_ids) for number in group]
             inputs = {name: value.to(self._model.device) for name, value in inputs.items()}
             found = image_features(self._model, inputs, sizes)
             self._kept.update(zip(group, found, strict=True))
@@ -256,7 +256,7 @@ class ImageFeatures:
         group: list[int] = []
         total = 0
         for number in numbers:
-            size = len(self._processor.inputs(images[number]).token_ids)
+            size = len(self._processor.size(images[number]).token_ids)
             if group and total + size > self._batch:
                 yield group
                 group, total = [], 0
