@@ -48,7 +48,7 @@ except ImportError:
     plt = None
 
 GAMMA = 0.9
-EPISODES_PER_UPDATE = 128
+EPISODES_PER_UPDATE = 32
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 BLUE, GREEN = (0, 0, 255), (0, 255, 0)
 
@@ -133,7 +133,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         replay_buffer=buffer,
     )
     maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
-    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.03)
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1.0, 10 * (k + 1) / args.updates) * (1 - k / args.updates)
@@ -250,7 +250,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--side", type=positive, default=4, help="cells along a side")
-    parser.add_argument("--turns", type=positive, default=8, help="moves a game allows")
+    parser.add_argument("--turns", type=positive, default=6, help="moves a game allows")
     parser.add_argument("--updates", type=positive, default=150, help="rounds of play and training")
     parser.add_argument(
         "--model",
