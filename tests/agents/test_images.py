@@ -18,6 +18,7 @@ from torchrl_mt.agents import AgentServer, export_interactions, openai_client  #
 from torchrl_mt.agents.messages import identities, stored_images  # noqa: E402
 from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
 from torchrl_mt.engines import TransformersEngine  # noqa: E402
+from torchrl_mt.testing import tiny_vl_model  # noqa: E402
 from torchrl_mt.transforms import MergeTurns, VisionInputs  # noqa: E402
 from torchrl_mt.vision import RowImages, StoredImage, with_stored_images  # noqa: E402
 from torchrl_mt.vision.rows import NEW, RAW  # noqa: E402
@@ -269,6 +270,9 @@ def test_a_processor_may_take_the_tokenizers_place():
 
     (turn,) = asyncio.run(play())
     assert turn.images == (picture(1),)
+    other = tiny_vl_model(NAME, "other words")[1]
+    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
+        AgentServer(engine_of(), processor=other)
     with pytest.raises(TypeError, match="processor must be one of"):
         AgentServer(engine_of(), processor=processor.tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 from itertools import pairwise
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.idle_clock import LIMIT, Loop  # noqa: E402
 from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
@@ -390,14 +392,16 @@ def test_what_is_no_json_and_what_is_no_route():
 
 def test_an_idle_session_ends_by_itself():
     async def main():
-        async with AgentServer(counting_engine(), idle_timeout=0.05) as server:
+        async with AgentServer(counting_engine(), idle_timeout=LIMIT) as server:
             session = server.open()
             await ask(client_of(session), [user("one")])
             while not session.is_closed:
+                asyncio.get_running_loop().jump()
                 await asyncio.sleep(0.005)
             assert len(session.turns()) == 1
 
-    asyncio.run(main())
+    with closing(Loop()) as loop:
+        loop.run_until_complete(main())
 
 
 def test_a_server_leaves_nothing_behind():

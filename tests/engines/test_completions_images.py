@@ -7,8 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.engines.completions_server import CompletionsServer, sampled
 from tests.faulty_server import running, status
@@ -16,7 +14,6 @@ from tests.tiers import first_fast
 from tests.vision.episodes import QWEN, family, random_dialogue, random_image
 from tests.waiting import PATIENCE
 from torchrl_mt.engines import CompletionsEngine, CompletionsError
-from torchrl_mt.engines.completions.images import collapsed
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionProcessor
 
@@ -264,16 +261,6 @@ def test_an_answer_that_sglang_gave_up_is_asked_for_again(make, server):
     assert len(server.seen_prompts) == 2
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=5), st.integers(0, 2))
-def test_collapsed_prompts_expand_to_themselves(runs, begin):
-    prompt, spans, short = [1] * begin, [], [1] * begin
-    for size, text in runs:
-        spans.append((len(prompt), size))
-        prompt += [9] * size + [1] * text
-        short += [9] + [1] * text
-    assert collapsed(prompt, spans) == short
-
-
 # Refusals
 
 
@@ -295,6 +282,9 @@ def test_arguments_are_checked(server):
         CompletionsEngine(server.url, "tiny", processor, image_api="openai")
     with pytest.raises(TypeError, match="image_api needs the model's processor"):
         CompletionsEngine(server.url, "tiny", processor.tokenizer, image_api="vllm")
+    other = tiny_vl_model("qwen3_vl", "other words")[1].tokenizer
+    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
+        CompletionsEngine(server.url, "tiny", other, processor=processor)
     with pytest.raises(TypeError, match="processor must be one of"):
         CompletionsEngine(server.url, "tiny", processor.tokenizer, processor=object())
 

@@ -33,12 +33,13 @@ def test_inputs_are_the_processors(name, seed):
         assert torch.equal(value, made[key])
     ids = processor.tokenizer(text)["input_ids"]
     assert vision.expanded(ids, images) == list(made["input_ids"][0])
+    assert vision.collapsed(vision.expanded(ids, images), images) == ids
     sizes = [len(vision.inputs(image).token_ids) for image in images]
     spans = vision.spans(vision.expanded(ids, images), sizes)
     assert [size for _, size in spans] == sizes
     for image, size in zip(images, sizes, strict=True):
         assert vision.size(image).token_ids == (vision.image_token_id,) * size
-        grid = vision.inputs(image).grid
+        grid = vision.size(image).grid
         if name in QWEN:
             assert grid is not None
             assert np.prod(grid) == 4 * size

@@ -94,6 +94,10 @@ class ChatTokensCache:
         parse: parses replies; see :class:`~torchrl_mt.collectors.ChatTokens`.
         size: number of sets that are kept.
         processor: the processor of a model that takes images.
+
+    Raises:
+        TypeError: if the processor is of no supported family.
+        ValueError: if it has another vocabulary than the tokenizer.
     """
 
     def __init__(
@@ -105,6 +109,8 @@ class ChatTokensCache:
         processor: Any = None,
     ) -> None:
         self._processor = None if processor is None else VisionProcessor.of(processor)
+        if self._processor is not None and tokenizer is not None:
+            self._processor.check_tokenizer(tokenizer)
         self._tokenizer = tokenizer
         self._options = replace(options, on_break=options.on_break or "append")
         self._parse = parse

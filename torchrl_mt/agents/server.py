@@ -116,9 +116,8 @@ class AgentServer:
         # Tokenizers have no tokenizer.
         if processor is None and hasattr(tokenizer, "tokenizer"):
             tokenizer, processor = None, tokenizer
-        if processor is not None and tokenizer is None:
-            tokenizer = VisionProcessor.of(processor).tokenizer
-        self.engine = as_engine(engine, tokenizer)
+        own = None if processor is None else VisionProcessor.of(processor).tokenizer
+        self.engine = as_engine(engine, own if tokenizer is None else tokenizer)
         self.host = host
         self.port = port
         self.limits = limits or Limits()
@@ -128,7 +127,7 @@ class AgentServer:
         self._options = chat or ChatOptions()
         self._tool_parser = tool_parser
         if tokenizer is None:
-            tokenizer = getattr(self.engine, "tokenizer", None)
+            tokenizer = getattr(self.engine, "tokenizer", own)
         self._chats = self._chats_of(tokenizer, processor)
         self._models = {
             name: self._model_of(given)

@@ -143,7 +143,7 @@ class StoredImage:
                 opened.load()  # A file that is cut off fails here, not while training.
         except Exception as error:
             raise ValueError(
-                f"image must be a file that Pillow can read, got {len(data)} bytes: {error}"
+                f"image must be a file that Pillow can read, got {len(data)} bytes: {error}."
             ) from error
         return _kept(data, form, height, width)
 

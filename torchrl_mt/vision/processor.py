@@ -20,6 +20,7 @@ FAMILIES = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", "Llav
 
 _KEPT = 16
 """Images whose inputs are kept, because the next turn shows them again."""
+
 _PROCESSORS = 4
 """Processors whose images are kept."""
 

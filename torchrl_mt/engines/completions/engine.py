@@ -149,7 +149,8 @@ class CompletionsEngine:
         ImportError: if httpx or tenacity is not installed.
         TypeError: if the processor is of no supported family, or ``image_api`` is given without one.
         ValueError: if a number is out of range, ``base_url`` is no HTTP address, ``image_api`` is
-            unknown, or ``extra_body`` has a field that the engine sets.
+            unknown, tokenizer and processor do not belong together, or ``extra_body`` has a field that
+            the engine sets.
 
     Examples:
         >>> engine = CompletionsEngine(  # doctest: +SKIP
@@ -198,8 +199,9 @@ class CompletionsEngine:
         if processor is None and hasattr(tokenizer, "tokenizer"):
             tokenizer, processor = None, tokenizer
         self._vision = None if processor is None else VisionProcessor.of(processor)
-        if self._vision is not None and tokenizer is None:
-            tokenizer = self._vision.tokenizer
+        if self._vision is not None:
+            tokenizer = self._vision.tokenizer if tokenizer is None else tokenizer
+            self._vision.check_tokenizer(tokenizer)
         if image_api is not None and self._vision is None:
             raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer

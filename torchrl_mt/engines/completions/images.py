@@ -113,7 +113,7 @@ class ImageRequests:
             raise ValueError(f"prompt_ids do not fit images: {error}") from None
         rest = {name: value for name, value in body.items() if name not in _UNSENT}
         if self._api == "sglang":
-            sent = _to_sglang(rest, prompt, images, spans)
+            sent = _to_sglang(rest, self._vision.collapsed(prompt, images), images)
             convert = partial(_from_sglang, prompt=prompt, spans=spans)
             return Request(self._client, sent, lambda payload: parse(convert(payload)))
         prepared = [
@@ -157,21 +157,6 @@ def barring(vision: VisionProcessor, bias: Mapping[str, Any] | None) -> dict[str
     return {**(bias or {}), **{str(token): _BARRED for token in vision.barred}}
 
 
-def collapsed(prompt: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Leave one placeholder of each image.
-
-    Examples:
-        >>> collapsed([5, 9, 9, 6, 9, 9], [(1, 2), (4, 2)])
-        [5, 9, 6, 9]
-    """
-    out: list[int] = []
-    done = 0
-    for first, size in spans:
-        out += prompt[done : first + 1]
-        done = first + size
-    return [*out, *prompt[done:]]
-
-
 def _to_vllm(
     body: dict[str, Any],
     model: str,
@@ -193,16 +178,13 @@ def _to_vllm(
 
 
 def _to_sglang(
-    body: dict[str, Any],
-    prompt: list[int],
-    images: Sequence[StoredImage],
-    spans: Sequence[tuple[int, int]],
+    body: dict[str, Any], prompt: list[int], images: Sequence[StoredImage]
 ) -> dict[str, Any]:
-    """Make the body of SGLang's ``/generate``."""
+    """Make the body of SGLang's ``/generate``; the prompt has one placeholder for each image."""
     body.pop("logprobs", None)
     top = {name: body.pop(name) for name in _SGLANG_TOP if name in body}
     return {
-        "input_ids": collapsed(prompt, spans),
+        "input_ids": prompt,
         "image_data": [image.data_uri() for image in images],
         "sampling_params": {_SGLANG_NAMES.get(name, name): body[name] for name in body},
         "return_logprob": True,
