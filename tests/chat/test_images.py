@@ -119,8 +119,6 @@ def reference(processor, messages, template, **kwargs):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompts_are_those_of_the_processor(family, template, processors):
     source = TEMPLATES[template]
-    if family == "llava" and source == NUMBERED:
-        pytest.skip("LLaVA's processor has no marks around images")
     processor = processors(family, source)
     chat = ChatTokens(None, processor=processor)
     assert chat.stable

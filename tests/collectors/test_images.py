@@ -171,12 +171,12 @@ def test_other_processors_tokenizers_and_parts_are_refused_by_name(processor):
         def reset(self, data=None):
             return [user(text_part("what"), image_part("no such file.png"))]
 
-    for env, named in ((Videos(), "'video'"), (Broken(), r"messages\[0\]\['content'\]\[1\]")):
+    for env, named in ((Videos(), "'video'"), (Broken(), "messages[0]['content'][1]")):
         with pytest.raises(RuntimeError) as caught:
             collect(env, engine, processor)
-        cause = caught.value.__cause__
-        assert named.replace("\\", "") in str(cause)
-        assert f"{type(env).__name__}.reset" in str(cause)
+        cause = str(caught.value.__cause__)
+        assert named in cause
+        assert f"{type(env).__name__}.reset" in cause
 
 
 def test_workflows_give_all_images_of_every_prompt(processor):

@@ -10,8 +10,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
+from uuid import uuid4
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.json_lines import append_lines, to_json, to_line
@@ -78,14 +78,12 @@ class EpisodeDump:
         path = self.dump_dir / name
         if name not in self._written and not path.exists():
             path.parent.mkdir(exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-                try:
-                    file.write(image.file()[1])
-                    file.close()
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            partial = path.with_name(f".{uuid4().hex}")
+            try:
+                partial.write_bytes(image.file()[1])
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
         self._written.add(name)
 
 
