@@ -8,6 +8,7 @@ As in Qwen2-VL (Wang et al. 2024, section 2.1).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,19 +42,23 @@ def rope_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) -> T
         raise ValueError(
             f"the images have {sum(counts)} tokens, and the row has {len(places)} placeholders."
         )
-    first = 0
-    begins = []
-    for count in counts:
-        begins.append(first)
-        first += count
-    starts = places[begins].tolist() if counts else []
-    positions = torch.arange(len(is_image), device=device).expand(3, -1).clone()
-    shift = 0
-    for start, count, size in zip(starts, counts, sizes, strict=True):
-        end = start + count
-        grid = torch.cartesian_prod(*(torch.arange(side, device=device) for side in size))
-        positions[:, start:end] = grid.view(-1, 3).T + start + shift
-        # What follows begins behind the longer side.
-        shift += max(size[1:]) - count
-        positions[:, end:] = torch.arange(end, len(is_image), device=device) + shift
+    positions = torch.arange(len(is_image), device=device).expand(3, -1)
+    if not counts:
+        return positions.clone()
+    ends = torch.tensor(counts, device=device).cumsum(0) - 1
+    # What follows an image begins behind its longer side.
+    shift = torch.zeros(len(is_image) + 1, dtype=torch.int64, device=device)
+    sides = [max(height, width) for _, height, width in sizes]
+    shift[places[ends] + 1] = torch.tensor(sides, device=device) - torch.tensor(
+        counts, device=device
+    )
+    positions = positions + shift[:-1].cumsum(0)
+    positions[:, places] += torch.cat([_within(size) for size in sizes], 1).to(device)
     return positions
+
+
+@lru_cache(1024)
+def _within(size: tuple[int, int, int]) -> Tensor:
+    """Places of an image's tokens in its grid, less their numbers: int64 ``[3, n]``."""
+    grid = torch.cartesian_prod(*map(torch.arange, size)).view(-1, 3).T
+    return grid - torch.arange(grid.shape[1])

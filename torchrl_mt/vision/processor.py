@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +20,8 @@ __all__ = ["FAMILIES", "ImageInputs", "VisionProcessor"]
 FAMILIES = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", "LlavaProcessor")
 """Classes of processors whose models are supported."""
 
-_KEPT = 16
-"""Images whose inputs are kept, because the next turn shows them again."""
+_KEPT = 1 << 28
+"""Bytes of inputs that are kept, because the next turn shows the images again."""
 
 _PROCESSORS = 4
 """Processors whose images are kept."""
@@ -97,8 +99,9 @@ class VisionProcessor:
         """Patches per token along a side; None for models without grids."""
         self._sizes: dict[tuple[int, int], ImageSize] = {}
         """By height and width, on which alone they depend."""
-        self.inputs = lru_cache(_KEPT)(self._inputs)
-        """Inputs of an image: ``inputs(image) -> ImageInputs``."""
+        self._kept: OrderedDict[str, ImageInputs] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
 
     @staticmethod
     def of(processor: Any) -> VisionProcessor:
@@ -127,6 +130,22 @@ class VisionProcessor:
                 f"{len(tokenizer)} tokens and a processor whose tokenizer has {len(ours)}, or others: "
                 "give the model's own processor, and processor.tokenizer as the tokenizer."
             )
+
+    def inputs(self, image: StoredImage) -> ImageInputs:
+        """Return the inputs of an image; those of the latest images are kept."""
+        with self._lock:
+            found = self._kept.get(image.key)
+            if found is not None:
+                self._kept.move_to_end(image.key)
+                return found
+        made = self._inputs(image)
+        with self._lock:
+            found = self._kept.setdefault(image.key, made)
+            if found is made:
+                self._bytes += made.pixel_values.nbytes
+                while self._bytes > _KEPT and len(self._kept) > 1:
+                    self._bytes -= self._kept.popitem(last=False)[1].pixel_values.nbytes
+            return found
 
     def size(self, image: StoredImage) -> ImageSize:
         """Return the tokens and patches of an image."""
