@@ -187,7 +187,7 @@ def test_a_storage_replaces_its_files_as_a_whole(make, tmp_path, monkeypatch):
     names = {each.name for each in tmp_path.iterdir()}
     assert names == {"mine", "checkpoint-1"}
 
-    def full(*_):
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
