@@ -13,12 +13,14 @@ SHORT = {
     "guess_number": "--updates 2 --warm-start-steps 2 --eval-episodes 8",
     "masked_cartpole": "--updates 8 --clips 4 --width 8 --episodes 2",
     "pendulum_clips": "--steps 2 --episodes 4 --slice-len 8 --clips 4",
+    "pixel_agent": "--updates 2 --side 2 --turns 2",
 }
 """Arguments of a short run of each."""
 SHORTENED = {
     "guess_number": {"EPISODES_PER_UPDATE": 8},
     "masked_cartpole": {"MAX_STEPS": 20, "RANDOM_FRAMES": 500},
     "pendulum_clips": {"EPISODE_LENGTH": 20},
+    "pixel_agent": {"EPISODES_PER_UPDATE": 4},
 }
 """Constants of each that are too large for a short run."""
 
