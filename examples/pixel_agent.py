@@ -253,7 +253,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--side", type=positive, default=4, help="cells along a side")
     parser.add_argument("--turns", type=positive, default=6, help="moves a game allows")
-    parser.add_argument("--updates", type=positive, default=150, help="rounds of play and training")
+    parser.add_argument("--updates", type=positive, default=100, help="rounds of play and training")
     parser.add_argument(
         "--model",
         metavar="NAME_OR_PATH",
