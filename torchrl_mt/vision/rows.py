@@ -91,9 +91,8 @@ class RowImages:
         grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
         # Rows of one call share a table; rows that were stacked or concatenated have several.
         own = {id(table): row for row, table in enumerate(tables)}
-        filled = [tables[row] for row in own.values() if len(tables[row])]
-        pixels = torch.cat(filled or tables[:1])
-        grid = None if grids is None else torch.cat([grids[row] for row in own.values()])
+        pixels = _joined([tables[row] for row in own.values()])
+        grid = None if grids is None else _joined([grids[row] for row in own.values()])
         count = rows[COUNT]
         first = rows.get(FIRST, None)
         if first is None:
@@ -226,6 +225,12 @@ def _check_keys(rows: TensorDictBase, keys: Sequence[Sequence[str]], first: Tens
     ):
         if _hash(keys[row][begin : begin + size]) != known:
             raise ValueError(f"{PIXELS} has no inputs of the images of row {row}: {_AGAIN}")
+
+
+def _joined(tables: Sequence[Tensor]) -> Tensor:
+    """Join tables; one alone is not copied, since it may be large."""
+    filled = [table for table in tables if len(table)] or tables[:1]
+    return filled[0] if len(filled) == 1 else torch.cat(list(filled))
 
 
 def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
