@@ -389,8 +389,6 @@ def test_what_leaves_the_storage_is_freed(processor, tmp_path):
     storage.dumps(tmp_path)
     engine.images.clear()
     del batches, batch
-    # Processors keep the inputs of the last images that they have seen.
-    VisionProcessor.of(processor).inputs.cache_clear()
     gc.collect()
     left = [ref() is not None for ref in images]
     assert left == [False] * 6 + [True] * 6
