@@ -215,7 +215,7 @@ def test_a_run_that_is_killed_twenty_times_goes_on_as_if_undisturbed(tmp_path):
     assert report["end"] == 0
     assert report["left"] == [
         "arguments.json",
-        *(f"checkpoint-{step}" for step in (28, 29, 30)),
+        *(f"checkpoint-{killed_runs.UPDATES - k}" for k in (2, 1, 0)),
     ]
     check_equal(report["killed"], report["undisturbed"])
     assert len({row["data_order"] for row in report["killed"]}) == killed_runs.UPDATES

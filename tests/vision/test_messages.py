@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import random
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -94,3 +95,16 @@ def test_pictures_of_pillow_keep_their_pixels():
     part = {"type": "image", "image": image}
     (stored,) = images_of(with_stored_images([{"role": "user", "content": [part]}]))
     assert (stored.height, stored.width) == (5, 9)
+
+
+def test_rows_of_hugging_face_give_their_images():
+    data = StoredImage.of(np.zeros((8, 8, 3), np.uint8)).file()[1]
+    part = {"type": "image", "image": {"bytes": data, "path": None}}
+    (found,) = images_of(with_stored_images([{"role": "user", "content": [part]}]))
+    assert found.array().shape == (8, 8, 3)
+
+
+def test_settings_of_a_part_are_refused():
+    part = {"type": "image", "image": np.zeros((8, 8, 3), np.uint8), "max_pixels": 64}
+    with pytest.raises(ValueError, match=r"max_pixels.*processor"):
+        with_stored_images([{"role": "user", "content": [part]}])

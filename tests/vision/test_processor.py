@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.vision.episodes import FAMILIES, QWEN, family, random_image
-from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.testing import tiny_chat_model, tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor, rope_positions
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -132,3 +132,19 @@ def test_positions_need_all_of_an_images_tokens():
     with pytest.raises(ValueError, match="images have 4 tokens, and the row has 3 placeholders"):
         rope_positions(torch.tensor([True] * 3), [(1, 2, 2)])
     assert rope_positions(torch.zeros(3).bool(), []).tolist() == [[0, 1, 2]] * 3
+
+
+def test_other_limits_of_pixels_count_from_the_next_use():
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    image = random_image(random.Random(4))
+    before = VisionProcessor.of(processor)
+    tokens = before.size(image).token_ids
+    processor.image_processor.patch_size = 2
+    assert VisionProcessor.of(processor) is not before
+    assert len(VisionProcessor.of(processor).size(image).token_ids) > len(tokens)
+
+
+def test_a_refused_image_is_named():
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    with pytest.raises(ValueError, match=r"4 x 4000 pixels.*Qwen2_5_VLProcessor"):
+        VisionProcessor.of(processor).size(StoredImage.of(np.zeros((4, 4000), np.uint8)))

@@ -327,7 +327,9 @@ def _items(episodes: Sequence[Episode]) -> list[Any]:
 def _with_stored_images(value: Any) -> Any:
     """Plain data with its images as :class:`StoredImage`; itself if it has none."""
     if is_image(value):
-        return StoredImage.of(value)
+        # Others are no pictures to look at: masks, depths, palettes.
+        looks = getattr(value, "mode", "RGB") in ("L", "RGB", "RGBA")
+        return StoredImage.of(value) if looks else value
     if type(value) is dict:
         found = {key: _with_stored_images(each) for key, each in value.items()}
         if is_image_part(value) and isinstance(value.get("image"), (np.ndarray, torch.Tensor)):

@@ -17,7 +17,7 @@ from transformers.utils import get_json_schema
 
 from torchrl_mt.checks import check_positive_finite
 from torchrl_mt.threads import call_in_thread, call_user
-from torchrl_mt.vision import is_image, with_stored_images
+from torchrl_mt.vision import image_source, is_image, is_image_part, with_stored_images
 
 __all__ = ["CallableTool", "Tool", "ToolError", "call_tool"]
 
@@ -236,11 +236,13 @@ def _image_parts(result: Any) -> list[dict[str, Any]] | None:
     def as_part(value: Any) -> dict[str, Any] | None:
         if is_image(value):
             return {"type": "image", "image": value}
+        if is_image_part(value) and value.keys() in ({"type", "image"}, {"type", "image_url"}):
+            return {"type": "image", "image": image_source(value)}
         if isinstance(value, str):
             return {"type": "text", "text": _encodable(value)}
-        if isinstance(value, Mapping) and value.get("type") in ("image", "text"):
+        if isinstance(value, Mapping) and value.keys() == {"type", "text"}:
             # Others are data, of which the model is shown the JSON.
-            return dict(value) if value.keys() == {"type", value["type"]} else None
+            return dict(value) if value["type"] == "text" else None
         return None
 
     values = result if isinstance(result, (list, tuple)) else [result]

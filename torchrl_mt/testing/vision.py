@@ -58,10 +58,13 @@ def tiny_vl_model(
         extra_roles: roles of messages besides ``"user"`` and ``"assistant"``.
         max_pixels: larger pictures are made smaller (Qwen).
         text_config: entries of the text model's configuration to set.
-        vision_config: entries of the vision tower's configuration to set.
+        vision_config: entries of the vision tower's configuration to set; not Qwen's
+            ``spatial_merge_size``, which is 2.
 
     Returns:
-        The model, with less than 100,000 parameters, and the processor with its ``tokenizer``.
+        The model, with less than 100,000 parameters, and the processor with its ``tokenizer``. Qwen's
+        processor takes no videos: ``type(processor).from_pretrained`` loads what it saved, and
+        ``AutoProcessor`` does not.
 
     Raises:
         ValueError: if the family is unknown.
@@ -154,8 +157,8 @@ def _qwen(
     )
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     images = _pil("Qwen2VLImageProcessor")(
-        patch_size=4, temporal_patch_size=vision["temporal_patch_size"], merge_size=2,
-        min_pixels=64, max_pixels=max_pixels,
+        patch_size=vision["patch_size"], temporal_patch_size=vision["temporal_patch_size"],
+        merge_size=2, min_pixels=(2 * vision["patch_size"]) ** 2, max_pixels=max_pixels,
     )  # fmt: skip
     kind = getattr(transformers, f"{name}Processor")
     return model, _without_videos(kind, tokenizer, images)
@@ -181,12 +184,12 @@ def _llava(
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,
     )
-    side = {"height": _SIDE, "width": _SIDE}
+    side = {"height": vision["image_size"], "width": vision["image_size"]}
     images = _pil("CLIPImageProcessor")(size=side, crop_size=side)
     processor = transformers.LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
-        patch_size=4,
+        patch_size=vision["patch_size"],
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token=_IMAGE,

@@ -110,7 +110,9 @@ def images_of_prompts(
     for turn, (new, parent) in enumerate(
         zip(_objects(value, len(tensordict)), parents, strict=True)
     ):
-        images.append((images[parent] if parent >= 0 else ()) + tuple(new or ()))
+        own = () if new is None else tuple(new) if isinstance(new, (list, tuple)) else (new,)
+        before = images[parent] if parent >= 0 else ()
+        images.append(before + tuple(map(StoredImage.of, own)))
         if claimed is not None and claimed[turn] != parent and images[turn]:
             raise ValueError(
                 f"MergeTurns: the prompt of turn {turn} of the batch, which has images, does not begin "

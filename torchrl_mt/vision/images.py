@@ -29,6 +29,9 @@ __all__ = ["StoredImage", "is_image"]
 
 _RAW = "raw"
 
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are read: none that starts another program, as EPS does."""
+
 
 class StoredImage:
     """An image in memory; made by :meth:`of`.
@@ -70,7 +73,7 @@ class StoredImage:
         Args:
             image: a PIL image, uint8 pixels (array or tensor ``[H, W]``, ``[H, W, C]`` or
                 ``[C, H, W]`` with 1, 3 or 4 channels), the path of a file, a ``data:`` URI, or the bytes
-                of a file. Transparency is dropped.
+                of a file. Transparency is dropped, and pictures are turned as their EXIF data say.
 
         Raises:
             TypeError: if it is none of these, or pixels are not uint8.
@@ -87,7 +90,7 @@ class StoredImage:
             return cls._of_file(bytes(image))
         pil = import_extra("PIL.Image", "images")
         if isinstance(image, pil.Image):
-            return cls._of_pixels(np.asarray(image.convert("RGB")))
+            return cls._of_pixels(np.asarray(_upright(image)))
         raise TypeError(
             f"image must be a PIL image, uint8 pixels, a path, a data: URI or the bytes of a file, got "
             f"{type(image).__name__}."
@@ -135,17 +138,22 @@ class StoredImage:
     def _of_file(cls, data: bytes) -> StoredImage:
         pil = import_extra("PIL.Image", "images")
         try:
-            with pil.open(BytesIO(data)) as opened:
+            with pil.open(BytesIO(data), formats=_FORMATS) as opened:
                 form, (width, height) = opened.format.lower(), opened.size
                 known = cls._known.get(_key(data, form, height, width))
                 if known is not None:
                     return known
-                opened.load()  # A file that is cut off fails here, not while training.
+                upright = _upright(opened)  # A file that is cut off fails here, not while training.
+                if _is_plain(opened):
+                    return _kept(data, form, height, width)
         except Exception as error:
             raise ValueError(
                 f"image must be a file that Pillow can read, got {len(data)} bytes: {error}."
             ) from error
-        return _kept(data, form, height, width)
+        # Others than us might turn it otherwise, or put another colour behind what is transparent.
+        file = BytesIO()
+        upright.save(file, "PNG", compress_level=1)
+        return _kept(file.getvalue(), "png", upright.height, upright.width)
 
     def __reduce__(self) -> Any:
         return _kept, (self.data, self.format, self.height, self.width)
@@ -172,6 +180,27 @@ def is_image(value: Any) -> bool:
     """
     pil = sys.modules.get("PIL.Image")
     return isinstance(value, StoredImage) or (pil is not None and isinstance(value, pil.Image))
+
+
+def _is_plain(image: PIL.Image) -> bool:
+    """Whether everyone sees the same: nothing is transparent, and it is upright."""
+    see_through = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    return not see_through and image.getexif().get(_ORIENTATION, 1) == 1
+
+
+def _upright(image: PIL.Image) -> PIL.Image:
+    """Return an image in RGB, turned as its EXIF data say."""
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(
+            f"image must have 8 bits for each colour, got mode {image.mode!r}: scale and convert it."
+        )
+    operations = import_extra("PIL.ImageOps", "images")
+    turned: PIL.Image = operations.exif_transpose(image).convert("RGB")
+    return turned
+
+
+_ORIENTATION = 0x0112
+"""Number of EXIF's orientation."""
 
 
 def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:
@@ -201,8 +230,14 @@ def _pixels(image: np.ndarray | torch.Tensor) -> np.ndarray:
         raise TypeError(
             f"image must have uint8 pixels from 0 to 255, got {array.dtype}: scale and convert them."
         )
-    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
-        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4):
+        if array.shape[-1] not in (1, 3, 4):
+            array = array.transpose(1, 2, 0)
+        elif isinstance(image, torch.Tensor):
+            raise ValueError(
+                f"image must not leave open which dimension has its channels, got a tensor of shape "
+                f"{list(image.shape)}: give an array [H, W, C], image.permute(1, 2, 0).numpy()."
+            )
     if array.ndim == 2:
         array = array[..., None]
     if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or 0 in array.shape:
@@ -216,15 +251,16 @@ def _pixels(image: np.ndarray | torch.Tensor) -> np.ndarray:
 def _read(place: str) -> bytes:
     """Read a file or a ``data:`` URI."""
     head, comma, content = place.partition(",")
-    if head.startswith("data:"):
-        if not comma or not head.endswith(";base64"):
+    if head[:5].lower() == "data:":
+        if not comma or not head.lower().endswith(";base64"):
             raise ValueError(
                 f"image must be a base64 data: URI (data:image/png;base64,...), got {head[:80]!r}."
             )
         try:
-            return base64.b64decode(content, validate=True)
+            return base64.b64decode("".join(content.split()), validate=True)
         except binascii.Error as error:
             raise ValueError(f"image must be a valid base64 data: URI, but {error}.") from error
+    place = place.removeprefix("file://")
     if "://" in place[:12]:
         raise ValueError(
             f"image must be in memory, in a file or in a data: URI, got the address {place[:80]!r}: "
@@ -232,7 +268,8 @@ def _read(place: str) -> bytes:
         )
     try:
         return Path(place).expanduser().read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"image must be a file that can be read, got {place!r}: {error}."
+            f"image must be a file that can be read, got {place[:80]!r}: {reason}."
         ) from error

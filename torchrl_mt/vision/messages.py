@@ -19,6 +19,9 @@ __all__ = [
 _SOURCES = ("image", "image_url", "url", "path", "base64")
 """Where a part of type ``image`` has its image."""
 
+_SETTINGS = ("max_pixels", "min_pixels", "resized_height", "resized_width")
+"""What a part may ask for elsewhere."""
+
 
 def with_stored_images(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Replace the images of messages by :class:`StoredImage`; messages without images stay as they are.
@@ -107,12 +110,18 @@ def image_source(part: Mapping[str, Any]) -> Any:
         >>> image_source({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}})
         'data:image/png;base64,AA=='
     """
+    own = sorted(set(part) & set(_SETTINGS))
+    if own:
+        raise ValueError(f"a part must have no {own} of its own: set them in the processor.")
     for name in _SOURCES:
         if part.get(name) is not None:
             found = part[name]
             if name == "base64" and isinstance(found, str) and not found.startswith("data:"):
                 return f"data:image/png;base64,{found}"
-            return found.get("url") if isinstance(found, Mapping) else found
+            if isinstance(found, Mapping):  # of OpenAI, or a row of a Hugging Face data set
+                kinds = (found.get(kind) for kind in ("url", "bytes", "path"))
+                return next((each for each in kinds if each is not None), None)
+            return found
     raise ValueError(
         f"a part of type {part['type']!r} must have its image under one of {_SOURCES}, got "
         f"{sorted(part)}."

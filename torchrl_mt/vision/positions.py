@@ -27,7 +27,8 @@ def rope_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) -> T
         int64 ``[3, L]``: time, height, width.
 
     Raises:
-        ValueError: if the images have more or fewer tokens than are marked.
+        ValueError: if the images have more or fewer tokens than are marked, or those of an image are not
+            side by side.
 
     Examples:
         >>> rope_positions(torch.tensor([0, 1, 1, 1, 1, 0]).bool(), [(1, 2, 2)])
@@ -45,15 +46,16 @@ def rope_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) -> T
     positions = torch.arange(len(is_image), device=device).expand(3, -1)
     if not counts:
         return positions.clone()
-    ends = torch.tensor(counts, device=device).cumsum(0) - 1
+    size = torch.tensor(counts, device=device)
+    ends = size.cumsum(0) - 1
+    if bool((places[ends] - places[ends - size + 1] != size - 1).any()):
+        raise ValueError("the tokens of an image must be side by side: are the images in order?")
     # What follows an image begins behind its longer side.
     shift = torch.zeros(len(is_image) + 1, dtype=torch.int64, device=device)
     sides = [max(height, width) for _, height, width in sizes]
-    shift[places[ends] + 1] = torch.tensor(sides, device=device) - torch.tensor(
-        counts, device=device
-    )
+    shift[places[ends] + 1] = torch.tensor(sides, device=device) - size
     positions = positions + shift[:-1].cumsum(0)
-    positions[:, places] += torch.cat([_within(size) for size in sizes], 1).to(device)
+    positions[:, places] += torch.cat([_within(each) for each in sizes], 1).to(device)
     return positions
 
 

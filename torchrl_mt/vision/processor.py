@@ -106,7 +106,11 @@ class VisionProcessor:
     @staticmethod
     def of(processor: Any) -> VisionProcessor:
         """Return the one for a processor; those who share a processor share the inputs kept."""
-        return processor if isinstance(processor, VisionProcessor) else _of(processor)
+        if isinstance(processor, VisionProcessor):
+            return processor
+        # Its limits of pixels may have been changed.
+        images = getattr(processor, "image_processor", None)
+        return _of(processor, images.to_json_string() if hasattr(images, "to_json_string") else "")
 
     @property
     def beginning(self) -> list[int]:
@@ -255,12 +259,18 @@ class VisionProcessor:
         return out
 
     def _inputs(self, image: StoredImage) -> ImageInputs:
-        made = self._processor(
-            images=[image.pil()],
-            text=[self._processor.image_token],
-            add_special_tokens=False,
-            return_tensors="pt",
-        )
+        try:
+            made = self._processor(
+                images=[image.pil()],
+                text=[self._processor.image_token],
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"an image of {image.height} x {image.width} pixels (height x width) is refused by "
+                f"{type(self._processor).__name__}: {error}"
+            ) from error
         grid = made["image_grid_thw"][0].tolist() if "image_grid_thw" in made else None
         ids = tuple(made["input_ids"][0].tolist())
         if set(ids) != {self.image_token_id}:
@@ -271,4 +281,6 @@ class VisionProcessor:
         return ImageInputs(ids, made["pixel_values"], None if grid is None else tuple(grid))
 
 
-_of = lru_cache(_PROCESSORS)(VisionProcessor)
+@lru_cache(_PROCESSORS)
+def _of(processor: Any, settings: str) -> VisionProcessor:
+    return VisionProcessor(processor)

@@ -6,7 +6,7 @@ indexed, shuffled, split, stacked, concatenated and copied: a row gets its own i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
@@ -71,14 +71,15 @@ class RowImages:
     def of(rows: TensorDictBase) -> RowImages | None:
         """Read the entries that :class:`~torchrl_mt.transforms.VisionInputs` wrote.
 
-        Without :data:`FIRST`, the table must have the images of exactly these rows, in order.
+        Without :data:`FIRST`, a table must have the images of exactly its rows, in order.
 
         Returns:
             The images; ``None`` if there are no rows, or no such entries and no images.
 
         Raises:
             KeyError: if rows have images, and nothing was made of them.
-            ValueError: if the entries belong to other rows.
+            TypeError: if a table is no tensor in a non-tensor entry.
+            ValueError: if the entries belong to other rows, or a table and its grids disagree.
         """
         tables = _of_rows(rows, PIXELS)
         if not tables:
@@ -91,25 +92,21 @@ class RowImages:
         grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
         # Rows of one call share a table; rows that were stacked or concatenated have several.
         own = {id(table): row for row, table in enumerate(tables)}
+        sizes = {
+            name: _number_of_images(tables[row], None if grids is None else grids[row])
+            for name, row in own.items()
+        }
         pixels = _joined([tables[row] for row in own.values()])
         grid = None if grids is None else _joined([grids[row] for row in own.values()])
         count = rows[COUNT]
         first = rows.get(FIRST, None)
         if first is None:
-            first = count.cumsum(0) - count
-            if len(own) > 1 or int(count.sum()) != len(pixels if grid is None else grid):
-                raise ValueError(
-                    f"{PIXELS} must have the images of exactly these rows where {FIRST} is missing, got "
-                    f"{len(pixels if grid is None else grid)} for {int(count.sum())}: {_AGAIN}"
-                )
-        else:
-            sizes = [len((tables if grids is None else grids)[row]) for row in own.values()]
-            begins = dict(zip(own, accumulate(sizes, initial=0), strict=False))
-            shift = [begins[id(table)] for table in tables]
-            if keys is not None:
-                _check_keys(rows, keys, first)
-            first = first + torch.tensor(shift, device=first.device)
-        return RowImages(pixels, grid, first, count)
+            first = _in_order([id(table) for table in tables], count, sizes)
+        elif keys is not None:
+            _check_keys(rows, keys, first)
+        begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        shift = [begins[id(table)] for table in tables]
+        return RowImages(pixels, grid, first + torch.tensor(shift, device=first.device), count)
 
     def grids_of(self, row: int) -> list[tuple[int, int, int]]:
         """Return the patches of a row's images in time, height and width; empty without grids."""
@@ -227,6 +224,36 @@ def _check_keys(rows: TensorDictBase, keys: Sequence[Sequence[str]], first: Tens
             raise ValueError(f"{PIXELS} has no inputs of the images of row {row}: {_AGAIN}")
 
 
+def _number_of_images(pixels: Any, grids: Any) -> int:
+    """Check a table, and count its images."""
+    for key, table in ((PIXELS, pixels), (GRIDS, pixels if grids is None else grids)):
+        if not isinstance(table, Tensor):
+            raise TypeError(f"{key} must be a tensor, got {type(table).__name__}: {_AGAIN}")
+    if grids is None:
+        return len(pixels)
+    if grids.ndim != 2 or grids.shape[1] != 3 or int(grids.prod(-1).sum()) != len(pixels):
+        raise ValueError(
+            f"{GRIDS} {list(grids.shape)} must be the patches [M, 3] of the images in {PIXELS}, got "
+            f"{len(pixels)} patches there: {_AGAIN}"
+        )
+    return len(grids)
+
+
+def _in_order(tables: Sequence[int], count: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    """Return where each row's first image is, if tables have the images of their rows in order."""
+    used = dict.fromkeys(sizes, 0)
+    first = []
+    for table, number in zip(tables, count.tolist(), strict=True):
+        first.append(used[table])
+        used[table] += number
+    if used != sizes:
+        raise ValueError(
+            f"{PIXELS} must have the images of exactly these rows where {FIRST} is missing, got "
+            f"{sum(sizes.values())} for {sum(used.values())}: {_AGAIN}"
+        )
+    return torch.tensor(first, dtype=torch.int64, device=count.device)
+
+
 def _joined(tables: Sequence[Tensor]) -> Tensor:
     """Join tables; one alone is not copied, since it may be large."""
     filled = [table for table in tables if len(table)] or tables[:1]
@@ -236,6 +263,11 @@ def _joined(tables: Sequence[Tensor]) -> Tensor:
 def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
     """Read a non-tensor entry: one object for each row; ``None`` without the entry."""
     value = rows.get(key, None)
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{key} must be a non-tensor entry, which has no dimension of rows, got a tensor: set it by "
+            "rows.set_non_tensor(key, value)."
+        )
     if isinstance(value, NonTensorData):
         return [value.data] * len(rows)
     return value.tolist() if isinstance(value, NonTensorStack) else None

@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.datasets.registry import import_extra
 from torchrl_mt.datasets.writing import storage_of
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
+from torchrl_mt.vision import with_data_uris
 
 if TYPE_CHECKING:
     import datasets
@@ -116,7 +117,7 @@ def _rows_of(batch: Any, number: int) -> Iterator[dict[str, Any]]:
             )
         here = slice(begin, end + 1)
         yield {
-            "messages": [dict(message) for message in messages],
+            "messages": [dict(message) for message in with_data_uris(messages)],
             "reward": float(sum(rewards[here])),
             "rewards": rewards[here],
             "num_turns": end + 1 - begin,
