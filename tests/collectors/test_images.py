@@ -482,5 +482,8 @@ def test_tools_without_images_are_as_before():
     links = [{"type": "image", "url": "https://a.b/c.png", "image": "c"}]
     for value in (links, links[0], ["a", "b"], {"type": "text", "text": "a"}, {"type": "image"}):
         assert result_of(value) == json.dumps(value)
+    uri = StoredImage.of(picture(1)).data_uri()
+    (shown,) = result_of({"type": "image_url", "image_url": {"url": uri}})
+    np.testing.assert_array_equal(shown["image"].array(), picture(1))
     with pytest.raises(ToolError, match=r"get returned no image: .*file that can be read"):
         result_of({"type": "image", "image": "no such file.png"})

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from tensordict import TensorDict
 
+from tests.collectors.pictures import Screens, SeeingEngine, collect
 from torchrl_mt.data._store.steps import Objects, Steps, pack
-from torchrl_mt.datasets import EpisodeDataset, save_episodes
+from torchrl_mt.datasets import EpisodeDataset, save_episodes, to_hf_dataset
 from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
+from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage, with_stored_images
 
 from .episodes import assert_same
@@ -100,3 +102,11 @@ def test_every_place_of_an_image(value):
 def test_a_file_names_no_other_file():
     with pytest.raises(ValueError, match="data: URI"):
         from_json_text('{"type": "image", "image": "/etc/hostname", "__type__": "image"}')
+
+
+def test_hugging_face_rows_have_the_images_as_uris():
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    (batch,) = collect(Screens(2), SeeingEngine(processor), processor)
+    (row,) = to_hf_dataset(batch)
+    written = json.dumps(row["messages"])
+    assert written.count("data:image/png;base64,") == 2

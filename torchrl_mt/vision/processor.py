@@ -109,7 +109,7 @@ class VisionProcessor:
         if isinstance(processor, VisionProcessor):
             return processor
         # Its limits of pixels may have been changed.
-        images = getattr(processor, "image_processor", None)
+        images: Any = getattr(processor, "image_processor", None)
         return _of(processor, images.to_json_string() if hasattr(images, "to_json_string") else "")
 
     @property
