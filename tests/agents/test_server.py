@@ -12,6 +12,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.idle_clock import LIMIT, Loop  # noqa: E402
 from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
@@ -388,12 +389,15 @@ def test_what_is_no_json_and_what_is_no_route():
     asyncio.run(main())
 
 
-def test_an_idle_session_ends_by_itself():
+def test_an_idle_session_ends_by_itself(monkeypatch):
+    monkeypatch.setattr(asyncio, "new_event_loop", Loop)
+
     async def main():
-        async with AgentServer(counting_engine(), idle_timeout=0.05) as server:
+        async with AgentServer(counting_engine(), idle_timeout=LIMIT) as server:
             session = server.open()
             await ask(client_of(session), [user("one")])
             while not session.is_closed:
+                asyncio.get_running_loop().jump()
                 await asyncio.sleep(0.005)
             assert len(session.turns()) == 1
 
