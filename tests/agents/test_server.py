@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 from itertools import pairwise
 
 import httpx
@@ -389,9 +390,7 @@ def test_what_is_no_json_and_what_is_no_route():
     asyncio.run(main())
 
 
-def test_an_idle_session_ends_by_itself(monkeypatch):
-    monkeypatch.setattr(asyncio, "new_event_loop", Loop)
-
+def test_an_idle_session_ends_by_itself():
     async def main():
         async with AgentServer(counting_engine(), idle_timeout=LIMIT) as server:
             session = server.open()
@@ -401,7 +400,8 @@ def test_an_idle_session_ends_by_itself(monkeypatch):
                 await asyncio.sleep(0.005)
             assert len(session.turns()) == 1
 
-    asyncio.run(main())
+    with closing(Loop()) as loop:
+        loop.run_until_complete(main())
 
 
 def test_a_server_leaves_nothing_behind():
