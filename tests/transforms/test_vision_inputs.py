@@ -7,6 +7,7 @@ from functools import lru_cache
 from inspect import signature
 
 import pytest
+import tensordict
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -360,3 +361,12 @@ def test_a_parent_that_the_tokens_contradict_is_refused_where_there_are_images()
     steps = as_steps([[Turn([4], [5], [image], -1), Turn([8, 9], [7], [image, image], 0)]])
     with pytest.raises(ValueError, match=r"turn 1 of the batch, which has images"):
         MergeTurns()(steps)
+
+
+def test_rows_that_fill_a_batch_show_nothing():
+    rows, _ = make_rows("qwen2_5_vl", 3)
+    filled = RowImages.of(tensordict.pad(rows.select("tokens", "images"), [0, 2]))
+    assert filled.count.tolist() == [*rows[COUNT].tolist(), 0, 0]
+    every = torch.arange(len(rows))
+    for key, value in RowImages.of(rows).inputs(every).items():
+        assert torch.equal(filled.inputs(torch.arange(len(rows) + 2))[key], value)

@@ -83,7 +83,7 @@ class RowImages:
         """
         tables = _of_rows(rows, PIXELS)
         if not tables:
-            if any(raw for raw in _of_rows(rows, RAW) or ()):
+            if any(_of_rows(rows, RAW) or ()):
                 raise KeyError(
                     f"rows have images under {RAW}, but not the inputs of models, {PIXELS}: append "
                     "VisionInputs(processor) to the transforms, after MergeTurns."
@@ -220,7 +220,7 @@ def _check_keys(rows: TensorDictBase, keys: Sequence[Sequence[str]], first: Tens
     for row, (begin, size, known) in enumerate(
         zip(first.tolist(), rows[COUNT].tolist(), hashes.tolist(), strict=True)
     ):
-        if _hash(keys[row][begin : begin + size]) != known:
+        if size and _hash(keys[row][begin : begin + size]) != known:
             raise ValueError(f"{PIXELS} has no inputs of the images of row {row}: {_AGAIN}")
 
 
@@ -270,7 +270,12 @@ def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
         )
     if isinstance(value, NonTensorData):
         return [value.data] * len(rows)
-    return value.tolist() if isinstance(value, NonTensorStack) else None
+    if not isinstance(value, NonTensorStack):
+        return None
+    found = value.tolist()
+    # Rows that tensordict.pad added have no table of their own; they need none.
+    some = next((each for each in found if each is not None), ())
+    return [some if each is None else each for each in found] if key != RAW else found
 
 
 def _hash(keys: Iterable[str]) -> int:
