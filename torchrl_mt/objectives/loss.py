@@ -259,6 +259,8 @@ class MultiTurnLoss(LossModule):
             check_positive("clip_value", clip_value)
             if critic is None:
                 raise ValueError(f"clip_value needs a critic, got {clip_value} with critic=None.")
+        if not isinstance(freeze_vision, bool):
+            raise TypeError(f"freeze_vision must be True or False, got {freeze_vision!r}.")
         if freeze_vision:
             _freeze_vision(causal_lm(actor), critic)
         self.actor_network = actor
