@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_mt.vision.positions import rope_positions
+from torchrl_mt.vision.positions import grid_positions
 
 __all__ = ["VisionModel"]
 
@@ -50,7 +50,4 @@ class VisionModel:
             is_image: bool ``[L]``, true on image tokens, without padding.
             grids: patches of each image in time, height and width.
         """
-        if self.merge_size is None:
-            return None
-        m = self.merge_size
-        return rope_positions(is_image, [(t, h // m, w // m) for t, h, w in grids])
+        return grid_positions(is_image, grids, self.merge_size)

@@ -7,13 +7,28 @@ As in Qwen2-VL (Wang et al. 2024, section 2.1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["rope_positions"]
+__all__ = ["grid_positions", "rope_positions"]
+
+
+def grid_positions(
+    is_image: Tensor, grids: Iterable[tuple[int, int, int]], merge_size: int | None
+) -> Tensor | None:
+    """Return the positions ``[3, L]`` of one row's tokens; None if they are those of text.
+
+    Args:
+        is_image: bool ``[L]``, true on the tokens of images, without padding.
+        grids: the images' patches in time, height and width, in order.
+        merge_size: patches per token along a side; None for models without M-RoPE.
+    """
+    if merge_size is None:
+        return None
+    return rope_positions(is_image, [(t, h // merge_size, w // merge_size) for t, h, w in grids])
 
 
 def rope_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.vision.images import StoredImage
-from torchrl_mt.vision.positions import rope_positions
+from torchrl_mt.vision.positions import grid_positions
 
 __all__ = ["FAMILIES", "ImageInputs", "VisionProcessor"]
 
@@ -166,12 +166,8 @@ class VisionProcessor:
             token_ids: int64 ``[L]``, without padding.
             images: those of its placeholders, in order.
         """
-        m = self.merge_size
-        if m is None:
-            return None
-        grids = [self.size(image).grid or (0, 0, 0) for image in images]
-        sizes = [(t, h // m, w // m) for t, h, w in grids]
-        return rope_positions(token_ids == self.image_token_id, sizes)
+        grids = (self.size(image).grid or (0, 0, 0) for image in images)
+        return grid_positions(token_ids == self.image_token_id, grids, self.merge_size)
 
     def __reduce__(self) -> Any:
         return VisionProcessor.of, (self._processor,)
