@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import (
     ClipDataset,
@@ -18,7 +19,6 @@ from torchrl_mt.datasets import (
     register_format,
     save_episodes,
 )
-from torchrl_mt.datasets.registry import import_extra
 
 from .every_format import ALL, new_path
 

@@ -9,10 +9,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrl_mt.checks import check_choice, import_extra
+from torchrl_mt.checks import check_choice
 from torchrl_mt.datasets._files.readers import DatasetError
 
-__all__ = ["Format", "Mode", "find_format", "import_extra", "register_format"]
+__all__ = ["Format", "Mode", "find_format", "register_format"]
 
 Mode = Literal["error", "append", "overwrite"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets._files.readers import DatasetError, runs_of
-from torchrl_mt.datasets.registry import import_extra
 
 __all__ = ["GrowingRows", "MappedRows", "create_rows"]
 

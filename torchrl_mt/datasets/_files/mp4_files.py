@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets._files.entry_files import errors_named
-from torchrl_mt.datasets.registry import import_extra
 
 __all__ = ["read_frames", "write_frames"]
 

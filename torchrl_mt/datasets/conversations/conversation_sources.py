@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.episode_folder import format_in
 from torchrl_mt.datasets.dataset import EpisodeDataset
-from torchrl_mt.datasets.registry import import_extra
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
 
 __all__ = ["filled_columns", "rows_of"]

@@ -11,7 +11,7 @@ from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
-from torchrl_mt.datasets.registry import import_extra
+from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets.writing import storage_of
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
 from torchrl_mt.vision import with_data_uris

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.data._store.steps import Path
 from torchrl_mt.datasets._encoding.arrow_columns import ArrowColumns
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
@@ -40,7 +41,7 @@ from torchrl_mt.datasets._files.episode_log import LoggedWriter, read_log
 from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
 from torchrl_mt.datasets._files.write_lock import unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode
-from torchrl_mt.datasets.registry import Format, Mode, import_extra
+from torchrl_mt.datasets.registry import Format, Mode
 
 __all__ = ["FORMAT"]
 

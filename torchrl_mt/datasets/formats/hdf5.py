@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.data._store.steps import Path
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import (
@@ -39,7 +40,7 @@ from torchrl_mt.datasets._files.hdf5_rows import GrowingRows, MappedRows, create
 from torchrl_mt.datasets._files.readers import DatasetError, FlatReader, runs_of
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
-from torchrl_mt.datasets.registry import Format, Mode, import_extra
+from torchrl_mt.datasets.registry import Format, Mode
 
 __all__ = ["FORMAT"]
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.data._store.steps import Column, Path, Steps
 from torchrl_mt.datasets._encoding.arrow_columns import ArrowColumns
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
@@ -36,7 +37,7 @@ from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, EpisodeList
 from torchrl_mt.datasets._files.episode_log import LoggedWriter, has_log, read_log
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, runs_of
 from torchrl_mt.datasets._files.writers import EncodedEpisode
-from torchrl_mt.datasets.registry import Format, Mode, import_extra
+from torchrl_mt.datasets.registry import Format, Mode
 
 __all__ = ["FORMAT"]
 

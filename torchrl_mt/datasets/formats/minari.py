@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_mt.checks import import_extra
 from torchrl_mt.data._store.steps import Path
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows, TextRows
 from torchrl_mt.datasets._encoding.values import to_json_text
 from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
-from torchrl_mt.datasets.registry import Format, import_extra
+from torchrl_mt.datasets.registry import Format
 
 __all__ = ["FORMAT"]
 

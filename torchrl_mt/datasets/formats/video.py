@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 import numpy as np
 import torch
 
-from torchrl_mt.checks import check_integer_within
+from torchrl_mt.checks import check_integer_within, import_extra
 from torchrl_mt.data._store.steps import name_of
 from torchrl_mt.datasets._encoding.schema import Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows
@@ -23,7 +23,7 @@ from torchrl_mt.datasets._files.image_files import channels_of, from_picture, is
 from torchrl_mt.datasets._files.mp4_files import read_frames, write_frames
 from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.formats.folder import FolderReader, FolderWriter
-from torchrl_mt.datasets.registry import Format, Mode, import_extra
+from torchrl_mt.datasets.registry import Format, Mode
 
 __all__ = ["FORMAT", "VideoReader", "VideoWriter"]
 
