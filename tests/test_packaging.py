@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 def test_everything_is_imported_without_the_extras():
     code = """
 import importlib, pkgutil, sys
-for name in ("gymnasium", "httpx", "matplotlib", "mcp", "psutil", "starlette", "tenacity", "uvicorn",
-             "websockets"):
+for name in ("gymnasium", "httpx", "matplotlib", "mcp", "psutil", "ray", "starlette", "tenacity",
+             "uvicorn", "websockets"):
     sys.modules[name] = None  # its import fails
 import torchrl_mt
 for module in pkgutil.walk_packages(torchrl_mt.__path__, "torchrl_mt."):
