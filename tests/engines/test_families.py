@@ -160,7 +160,7 @@ def texts(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def assert_exact(models: list[Any], prompt: list[int], answer: Any, atol: float = 1e-5) -> None:
+def assert_exact(models: list[Any], prompt: list[int], answer: Any, atol: float = 5e-5) -> None:
     """Each token's log-probability is that of a plain pass of the weights that it is stamped with."""
     under = torch.stack([plain_log_probs(model, prompt, answer) for model in models])
     expected = under.gather(0, torch.tensor(answer.versions)[None])[0]
