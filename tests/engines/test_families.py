@@ -172,7 +172,7 @@ def test_answers_are_exact_over_turns_groups_and_full_caches(family):
     play_turns(build(*FAMILIES[family]))
 
 
-def play_turns(model: Any, atol: float = 1e-5) -> None:
+def play_turns(model: Any, atol: float = 5e-5) -> None:
     """Conversations of all lengths, a group among them, in a cache that is too small for all."""
     engine = TransformersEngine(model, TOKENIZER, seed=3, cache_tokens=700, max_batch_tokens=40)
 
