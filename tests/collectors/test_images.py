@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import pickle
+import threading
 import weakref
 
 import numpy as np
@@ -65,6 +66,25 @@ def test_the_engine_gets_the_images_of_each_prompt(family):
     assert batch["turn", "parent"].tolist() == [-1, 0, 1, 2]
     prompts = batch.get(("tokens", "prompt"), as_list=True)
     assert [p.tolist() for p in prompts] == [prompt for prompt, _ in engine.calls]
+
+
+def threads_of_preparation(monkeypatch):
+    """The threads in which an image is prepared from now on."""
+    threads, prepare = [], VisionProcessor.inputs
+
+    def inputs(vision, image):
+        threads.append(threading.current_thread())
+        return prepare(vision, image)
+
+    monkeypatch.setattr(VisionProcessor, "inputs", inputs)
+    return threads
+
+
+def test_other_episodes_do_not_wait_while_an_image_of_a_new_size_is_prepared(monkeypatch):
+    _, processor = tiny_vl_model("qwen2_5_vl")
+    threads = threads_of_preparation(monkeypatch)
+    collect(Screens(2, (24, 40)), SeeingEngine(processor), processor)
+    assert {thread.name for thread in threads} == {"torchrl_mt-call"}
 
 
 def test_text_alone_has_no_images(processor):
@@ -233,6 +253,30 @@ def test_sequences_of_areal_keep_the_images_of_recorded_calls(processor):
     with pytest.raises(RuntimeError) as caught:
         collect(Workflow(1), SeeingEngine(processor), processor)
     assert "'input_ids' must be those of the engine's calls" in str(caught.value.__cause__)
+
+
+def test_none_is_no_image_for_the_recorder(processor):
+    episode = Episode(None, shows_images=True)
+    recorder = Recorder(SeeingEngine(processor), episode, Limits())
+    asyncio.run(recorder.generate([1, 2], images=None))
+    assert episode.turns[0].images == ()
+
+
+def test_a_buffer_of_collectors_with_and_without_a_processor_names_the_cause(processor):
+    class Text(TextEnv):
+        def reset(self, data=None):
+            return [{"role": "user", "content": "what"}]
+
+        def step(self, response):
+            return TextStep(done=True)
+
+    seeing = SeeingEngine(processor)
+    with_entry, without = (collect(Text(), seeing, each)[0] for each in (processor, None))
+    for first, second in ((with_entry, without), (without, with_entry)):
+        buffer = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter())
+        buffer.extend(first)
+        with pytest.raises(ValueError, match=r"'images', 'new'.*collectors with processor="):
+            buffer.extend(second)
 
 
 def test_parents_found_later_agree_in_images(processor):

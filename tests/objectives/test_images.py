@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import pickle
 
 import pytest
+import tensordict
 import torch
 from torch import nn
 
@@ -288,6 +290,35 @@ def test_an_experience_has_the_images_of_its_rows(family):
     assert torch.equal(
         MultiTurnLoss(model)(back)["loss_objective"], MultiTurnLoss(model)(rows)["loss_objective"]
     )
+
+
+def test_a_part_of_an_experience_is_pickled_with_its_own_images(monkeypatch):
+    rows, alone = completed("qwen2_5_vl", (1, 0, 3, 2))
+    experience = Experience.from_rows(torch.cat([rows, rows.clone()]))
+    for k in (0, 1, 6):
+        part = experience[k : k + 1]
+        again = pickle.loads(pickle.dumps(part))
+        shown = alone[k % 4]
+        assert torch.equal(again.sequences, part.sequences)
+        assert again.raw_images == [shown.images]
+        if shown.images:
+            assert torch.equal(again.pixel_values, shown.inputs["pixel_values"])
+            assert again.info[PIXELS].shape == again.pixel_values.shape
+            assert torch.equal(again.image_grid_thw, shown.inputs["image_grid_thw"])
+        else:
+            assert again.pixel_values is None
+    text = Experience.from_rows(completed("llava", (0, 0))[0].exclude("images"))
+    assert pickle.loads(pickle.dumps(text)).raw_images is None
+    grids = experience.image_grid_thw
+    monkeypatch.setattr(RowImages, "of", None)  # It joins the pixels, which grids do not need.
+    assert torch.equal(experience.image_grid_thw, grids)
+
+
+def test_an_experience_with_rows_that_fill_it_up_is_moved():
+    rows, _ = completed("qwen2_5_vl", (1, 2))
+    filled = Experience.from_rows(tensordict.pad(rows, [0, 2]))
+    expected = Experience.from_rows(rows).pixel_values.half()
+    assert torch.equal(filled.half().pixel_values, expected)
 
 
 def test_an_experience_of_text_has_no_images():

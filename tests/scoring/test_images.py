@@ -247,6 +247,30 @@ def test_rows_whose_images_do_not_fit_are_refused_by_name():
         row_log_probs(llava, *entries(rows), images=RowImages.of(swapped))
 
 
+class Wrapped(nn.Module):
+    """Has no config, and takes what the model inside takes."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        return self.inside(input_ids, attention_mask, position_ids=position_ids, **kwargs)
+
+
+def test_a_module_without_config_around_a_vision_model_does_not_score_images_as_text():
+    model, _ = vl_model("qwen2_5_vl")
+    rows, _ = rows_with_images("qwen2_5_vl", [1, 0, 2], 9)
+    wrapped = Wrapped(model)
+    for images in (None, RowImages.of(rows)):
+        with pytest.raises(TypeError, match=r"images: Wrapped .*config.*2 of 3 rows"):
+            row_log_probs(wrapped, *entries(rows), images=images)
+    wrapped.config = model.config
+    with torch.no_grad():
+        got, expected = scores(wrapped, rows), scores(model, rows)
+    torch.testing.assert_close(got, expected)
+
+
 def test_a_text_model_scores_rows_that_show_no_images():
     model = make_model(vocab_size=30)
     rows, _ = rows_with_images("llava", [0, 0], 10)

@@ -26,7 +26,7 @@ from tests.vision.episodes import FAMILIES, QWEN, Turn, as_steps, family, random
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns, VisionInputs
-from torchrl_mt.vision import RowImages, StoredImage, VisionModel
+from torchrl_mt.vision import RowImages, StoredImage, VisionModel, compact_images
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, NEW, PIXELS, RAW, set_row_images
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -151,6 +151,9 @@ OPERATIONS = {
     "list storage": through(ListStorage),
     "stack storage": through(LazyStackStorage),
     "tensor storage": through(LazyTensorStorage),
+    "compact": lambda rows: compact_images(rows[1:])[:2],
+    "compact lazy stack": lambda rows: compact_images(lazy_stack(list(rows.unbind(0))[::-1])),
+    "joined compact": lambda rows: torch.cat([compact_images(rows[2:]), compact_images(rows[:1])]),
     "again": lambda rows: VisionInputs(family("qwen2_5_vl")[1])(rows[1:]),
 }
 
@@ -367,6 +370,10 @@ def test_rows_that_fill_a_batch_show_nothing():
     rows, _ = make_rows("qwen2_5_vl", 3)
     filled = RowImages.of(tensordict.pad(rows.select("tokens", "images"), [0, 2]))
     assert filled.count.tolist() == [*rows[COUNT].tolist(), 0, 0]
+    again = VisionInputs(family("qwen2_5_vl")[1])(
+        tensordict.pad(rows.select("tokens", "masks", "images"), [0, 2])
+    )
     every = torch.arange(len(rows))
     for key, value in RowImages.of(rows).inputs(every).items():
-        assert torch.equal(filled.inputs(torch.arange(len(rows) + 2))[key], value)
+        for images in (filled, RowImages.of(again)):
+            assert torch.equal(images.inputs(torch.arange(len(rows) + 2))[key], value)

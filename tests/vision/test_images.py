@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -164,6 +165,41 @@ PNG = file_of(noise(8, 8))
 def test_what_is_no_image_is_refused(given, kind, error):
     with pytest.raises(kind, match=f"image must .*{error}"):
         StoredImage.of(given)
+
+
+def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
+    assert StoredImage.of(file_of(noise(10, 10))).height == 10
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
+    for side, found in ((11, "10 x 11"), (40, "many more")):
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(ValueError, match=rf"image must have at most 100 pixels .*got {found}: "),
+        ):
+            warnings.simplefilter("ignore")  # Pillow's own.
+            StoredImage.of(file_of(noise(10, side)))
+    monkeypatch.undo()
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", None)
+    assert StoredImage.of(file_of(noise(10, 11, seed=7))).width == 11
+
+
+@pytest.mark.parametrize("given", [b"no picture", PNG[: len(PNG) // 2], "data:image/png;base64,é"])
+def test_errors_tell_nothing_of_this_process(given):
+    with pytest.raises(ValueError, match="image must be") as caught:
+        StoredImage.of(given)
+    assert not any(word in str(caught.value) for word in ("object at", "0x", "BytesIO", "/"))
+
+
+def test_a_jpeg_file_with_further_pictures_is_a_jpeg_file():
+    """As some cameras write it; servers know no image/mpo."""
+    first, second = (Image.fromarray(noise(8, 8, seed=k)) for k in range(2))
+    file = io.BytesIO()
+    first.save(file, "MPO", save_all=True, append_images=[second])
+    image = StoredImage.of(file.getvalue())
+    assert image.format == "jpeg"
+    assert image.data_uri().startswith("data:image/jpeg;")
+    assert StoredImage.of(image.data_uri()) is image
+    assert pickle.loads(pickle.dumps(image)) is image
 
 
 def test_images_are_made_by_of():

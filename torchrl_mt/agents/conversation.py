@@ -108,9 +108,9 @@ class ChatTokensCache:
         size: int = 64,
         processor: Any = None,
     ) -> None:
-        self._processor = None if processor is None else VisionProcessor.of(processor)
-        if self._processor is not None and tokenizer is not None:
-            self._processor.check_tokenizer(tokenizer)
+        self.processor = None if processor is None else VisionProcessor.of(processor)
+        if self.processor is not None and tokenizer is not None:
+            self.processor.check_tokenizer(tokenizer)
         self._tokenizer = tokenizer
         self._options = replace(options, on_break=options.on_break or "append")
         self._parse = parse
@@ -130,7 +130,7 @@ class ChatTokensCache:
                         replace(self._options, template_kwargs=kwargs).tokens,
                         self._tokenizer,
                         self._parse,
-                        processor=self._processor,
+                        processor=self.processor,
                     )
                 )
             )
@@ -145,7 +145,7 @@ class ChatTokensCache:
     @property
     def take_images(self) -> bool:
         """Whether messages may have images."""
-        return self._processor is not None
+        return self.processor is not None
 
     async def close(self) -> None:
         """Cancel what is being made."""
@@ -222,7 +222,7 @@ class Conversation:
                 "messages",
             )
         try:
-            return await call_in_thread(stored_images, messages)
+            return await call_in_thread(stored_images, messages, self._chats.processor)
         except (TypeError, ValueError) as error:
             raise RequestError(str(error), "messages") from error
 

@@ -9,7 +9,13 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from torchrl_mt.vision import StoredImage, image_source, is_image_part, with_stored_images
+from torchrl_mt.vision import (
+    StoredImage,
+    VisionProcessor,
+    image_source,
+    is_image_part,
+    with_stored_images,
+)
 
 __all__ = ["check_content", "for_template", "has_images", "identities", "stored_images"]
 
@@ -29,10 +35,13 @@ def check_content(message: Mapping[str, Any]) -> None:
     _content(message)
 
 
-def stored_images(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def stored_images(
+    messages: Sequence[Mapping[str, Any]], vision: VisionProcessor | None = None
+) -> list[Mapping[str, Any]]:
     """Replace images by :class:`~torchrl_mt.vision.StoredImage`.
 
-    Only ``data:`` URIs are read: a client must not have the server open files or addresses.
+    Only ``data:`` URIs are read: a client must not have the server open files or addresses. ``vision``
+    looks at images of a new size.
 
     Raises:
         ValueError: if an image is given in another way, cannot be read, or is in an assistant's message.
@@ -45,7 +54,7 @@ def stored_images(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
         for p, part in enumerate(message["content"]):
             if is_image_part(part):
                 _check_uri(part, f"messages[{k}].content[{p}]")
-    return with_stored_images(messages)
+    return with_stored_images(messages, vision)
 
 
 def _check_uri(part: Mapping[str, Any], where: str) -> None:

@@ -118,7 +118,7 @@ class Recorder:
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Iterable[Any] = (),
+        images: Iterable[Any] | None = (),
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -132,7 +132,7 @@ class Recorder:
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Iterable[Any] = (),
+        images: Iterable[Any] | None = (),
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Turn:
@@ -142,7 +142,7 @@ class Recorder:
             prompt_ids: every token that the model is to see, with a placeholder for each token of an
                 image.
             images: all images of the prompt, in order: :class:`~torchrl_mt.vision.StoredImage` or what
-                its ``of`` takes. What :meth:`continued` returns has the earlier ones.
+                its ``of`` takes; ``None`` is none. What :meth:`continued` returns has the earlier ones.
             max_new_tokens: maximum length of the answer; the limits may set a lower one.
             **sampling: arguments for the engine's ``generate``.
 
@@ -241,8 +241,10 @@ class Recorder:
         if self.closed:
             raise RuntimeError("the episode is over: its engine answers no more.")
 
-    def _images(self, images: Iterable[Any]) -> tuple[StoredImage, ...]:
+    def _images(self, images: Iterable[Any] | None) -> tuple[StoredImage, ...]:
         """The images of a call."""
+        if images is None:
+            return ()
         is_one = isinstance(images, (str, bytes, Mapping)) or getattr(images, "ndim", 4) < 4
         if is_one or not isinstance(images, Iterable):
             raise TypeError(

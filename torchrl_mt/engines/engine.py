@@ -82,7 +82,7 @@ class Engine(Protocol):
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Sequence[Any] = (),
+        images: Sequence[Any] | None = (),
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -92,8 +92,8 @@ class Engine(Protocol):
             prompt_ids: at least one token.
             images: all images that the prompt shows, in order, each in a form that
                 :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes. The prompt holds one
-                image token for each token of an image. Passed only if there are images, so an engine for
-                text alone need not know the argument.
+                image token for each token of an image. ``None`` is none. Passed only if there are
+                images, so an engine for text alone need not know the argument.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: sampling parameters of this request, such as ``temperature``. ``stop``, a string

@@ -23,7 +23,7 @@ from torchrl_mt._hosts.tensordict import tensordict_of, with_tensor_fields
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_objects
 from torchrl_mt.vision import RowImages, StoredImage
-from torchrl_mt.vision.rows import GRIDS, PIXELS, RAW
+from torchrl_mt.vision.rows import GRIDS, PIXELS, RAW, compact_images, row_grids
 
 _NAMES = {
     "sequences": "action",
@@ -76,21 +76,28 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
     @property
     def pixel_values(self) -> Tensor | None:
         """Inputs of the rows' images, one row after the other; ``None`` without images."""
-        return self._model_inputs().get("pixel_values")
+        images = None if self.info is None else RowImages.of(self.info)
+        every = None if images is None else images.inputs(torch.arange(len(images.count)))
+        return None if every is None else every.get("pixel_values")
 
     @property
     def image_grid_thw(self) -> Tensor | None:
         """int64 ``[M, 3]``, patches of the rows' images; ``None`` without images or grids."""
-        return self._model_inputs().get("image_grid_thw")
+        return None if self.info is None else row_grids(self.info)
 
     @property
     def raw_images(self) -> list[tuple[StoredImage, ...]] | None:
         """Each row's images as the environment gave them; ``None`` if the rows do not have them."""
         return None if self.info is None else read_objects(self.info, RAW)
 
-    def _model_inputs(self) -> dict[str, Any]:
-        images = None if self.info is None else RowImages.of(self.info)
-        return {} if images is None else images.inputs(torch.arange(len(images.count)))
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A part has the tables of all rows, which no other process needs.
+        info = None if self.info is None else compact_images(self.info)
+        if info is self.info:
+            return object.__reduce_ex__(self, protocol)
+        fields = tensordict_of(self).copy()
+        fields.set("info", info)
+        return object.__reduce_ex__(with_tensor_fields(self, fields), protocol)
 
     def to(self, *args: Any, **kwargs: Any) -> Experience:
         """Move every field to a device, or convert the floating fields to a dtype.
@@ -240,5 +247,7 @@ def _moved(
         made = {name: _moved(row, device, dtype) for name, row in once.items()}
         return NonTensorStack(*(made[id(row.data)] for row in rows))
     data = table.data
+    if data is None:  # Of a row that tensordict.pad added.
+        return table
     data = data.to(device or data.device, dtype if data.is_floating_point() else None)
     return NonTensorData(data, batch_size=table.batch_size)

@@ -71,7 +71,7 @@ class RowVision:
             ``None`` for models of text.
 
         Raises:
-            TypeError: If rows show images and the model takes none.
+            TypeError: If rows show images and the model takes none, or does not say that it does.
             ValueError: If a row's placeholders do not fit its images.
         """
         vision = vision_model(model)
@@ -90,6 +90,7 @@ class RowVision:
                     "supported family (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA), but "
                     f"{int((images.count > 0).sum())} of {len(tokens)} rows show images."
                 )
+            _check_shows_none(model, tokens, attention_mask)
             return None
         is_image = attention_mask & (tokens == vision.image_token_id)
         found = is_image.sum(-1).cpu()
@@ -126,6 +127,23 @@ class RowVision:
     def pixels(self, rows: Tensor) -> dict[str, Any]:
         """Return the model's arguments for the images of rows ``[n]``, in this order; may be empty."""
         return {} if self.images is None else self.images.inputs(rows.to(self.images.first.device))
+
+
+def _check_shows_none(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> None:
+    """Refuse rows with image tokens if a vision-language model is inside a module without config."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    inside = (VisionModel.of(each) for each in configs if hasattr(each, "vision_config"))
+    vision = next(filter(None, inside), None)
+    if vision is None:
+        return
+    shows = (attention_mask & (tokens == vision.image_token_id)).any(-1)
+    if bool(shows.any()):
+        name = type(unwrapped(model)).__name__
+        raise TypeError(
+            f"images: {name} has no config of a vision-language model and wraps one, and "
+            f"{int(shows.sum())} of {len(tokens)} rows have its image tokens: set the config of what "
+            f"it wraps, {name}.config, or the rows would be scored as text."
+        )
 
 
 def _check_counts(vision: VisionModel, found: Tensor, count: Tensor) -> None:

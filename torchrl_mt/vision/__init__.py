@@ -12,7 +12,7 @@ from torchrl_mt.vision.messages import (
 from torchrl_mt.vision.model import VisionModel
 from torchrl_mt.vision.positions import rope_positions
 from torchrl_mt.vision.processor import ImageInputs, VisionProcessor
-from torchrl_mt.vision.rows import RowImages
+from torchrl_mt.vision.rows import RowImages, compact_images
 
 __all__ = [
     "ImageInputs",
@@ -20,6 +20,7 @@ __all__ = [
     "StoredImage",
     "VisionModel",
     "VisionProcessor",
+    "compact_images",
     "for_template",
     "image_source",
     "images_of",

@@ -7,7 +7,6 @@ bytes are the same object, also after they were copied or pickled.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import sys
 from hashlib import sha256
@@ -31,6 +30,10 @@ _RAW = "raw"
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read: none that starts another program, as EPS does."""
+
+
+class _RefusedError(ValueError):
+    """A file that can be read and is refused."""
 
 
 class StoredImage:
@@ -77,7 +80,9 @@ class StoredImage:
 
         Raises:
             TypeError: if it is none of these, or pixels are not uint8.
-            ValueError: if it cannot be read: no such file, no image, an address on the internet.
+            ValueError: if it cannot be read: no such file, no image, an address on the internet, or a
+                file with more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (89 million), which is not
+                decoded.
             ImportError: if Pillow is not installed and is needed.
         """
         if isinstance(image, StoredImage):
@@ -140,15 +145,25 @@ class StoredImage:
         try:
             with pil.open(BytesIO(data), formats=_FORMATS) as opened:
                 form, (width, height) = opened.format.lower(), opened.size
+                form = "jpeg" if form == "mpo" else form  # A JPEG file with further pictures.
+                most = pil.MAX_IMAGE_PIXELS
+                if most is not None and width * height > most:
+                    raise _too_large(f"{height} x {width}", most)
                 known = cls._known.get(_key(data, form, height, width))
                 if known is not None:
                     return known
                 upright = _upright(opened)  # A file that is cut off fails here, not while training.
                 if _is_plain(opened):
                     return _kept(data, form, height, width)
+        except _RefusedError:
+            raise
+        except (pil.DecompressionBombError, pil.DecompressionBombWarning) as error:
+            raise _too_large("many more", pil.MAX_IMAGE_PIXELS) from error
         except Exception as error:
+            # Pillow's own texts name objects and files of this process, and clients may see ours.
             raise ValueError(
-                f"image must be a file that Pillow can read, got {len(data)} bytes: {error}."
+                f"image must be a file that Pillow can read, got {len(data)} bytes that are no whole "
+                f"file of {', '.join(_FORMATS)} ({type(error).__name__})."
             ) from error
         # Others than us might turn it otherwise, or put another colour behind what is transparent.
         file = BytesIO()
@@ -182,6 +197,14 @@ def is_image(value: Any) -> bool:
     return isinstance(value, StoredImage) or (pil is not None and isinstance(value, pil.Image))
 
 
+def _too_large(found: str, most: int) -> _RefusedError:
+    """Make the error for a file whose header tells of too many pixels."""
+    return _RefusedError(
+        f"image must have at most {most} pixels (PIL.Image.MAX_IMAGE_PIXELS), got {found}: make it "
+        "smaller."
+    )
+
+
 def _is_plain(image: PIL.Image) -> bool:
     """Whether everyone sees the same: nothing is transparent, and it is upright."""
     see_through = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
@@ -191,7 +214,7 @@ def _is_plain(image: PIL.Image) -> bool:
 def _upright(image: PIL.Image) -> PIL.Image:
     """Return an image in RGB, turned as its EXIF data say."""
     if image.mode.startswith(("I", "F")):
-        raise ValueError(
+        raise _RefusedError(
             f"image must have 8 bits for each colour, got mode {image.mode!r}: scale and convert it."
         )
     operations = import_extra("PIL.ImageOps", "images")
@@ -258,7 +281,7 @@ def _read(place: str) -> bytes:
             )
         try:
             return base64.b64decode("".join(content.split()), validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise ValueError(f"image must be a valid base64 data: URI, but {error}.") from error
     place = place.removeprefix("file://")
     if "://" in place[:12]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrl_mt.vision.images import StoredImage
+from torchrl_mt.vision.processor import VisionProcessor
 
 __all__ = [
     "for_template",
@@ -23,11 +24,19 @@ _SETTINGS = ("max_pixels", "min_pixels", "resized_height", "resized_width")
 """What a part may ask for elsewhere."""
 
 
-def with_stored_images(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def with_stored_images(
+    messages: Iterable[Mapping[str, Any]], vision: VisionProcessor | None = None
+) -> list[Mapping[str, Any]]:
     """Replace the images of messages by :class:`StoredImage`; messages without images stay as they are.
 
+    Args:
+        messages: chat messages.
+        vision: the processor that expands their placeholders later. It looks at images of a new size
+            now, so that expanding takes no time.
+
     Raises:
-        TypeError, ValueError: if an image cannot be read; names the message and the part.
+        TypeError, ValueError: if an image cannot be read, or the processor refuses its size; names the
+            message and the part.
 
     Examples:
         >>> import numpy as np
@@ -36,7 +45,7 @@ def with_stored_images(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[st
         >>> message["content"]
         [{'type': 'image', 'image': StoredImage(height=8, width=8, format='raw', nbytes=192)}]
     """
-    return [_stored(message, k) for k, message in enumerate(messages)]
+    return [_stored(message, k, vision) for k, message in enumerate(messages)]
 
 
 def with_data_uris(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -86,14 +95,19 @@ def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from filter(is_image_part, content)
 
 
-def _stored(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+def _stored(
+    message: Mapping[str, Any], number: int, vision: VisionProcessor | None
+) -> Mapping[str, Any]:
     if not any(_image_parts(message)):
         return message
     parts = []
     for k, part in enumerate(message["content"]):
         if is_image_part(part):
             try:
-                part = {"type": "image", "image": StoredImage.of(image_source(part))}
+                image = StoredImage.of(image_source(part))
+                if vision is not None:
+                    vision.size(image)
+                part = {"type": "image", "image": image}
             except (TypeError, ValueError) as error:
                 raise type(error)(f"messages[{number}]['content'][{k}]: {error}") from error
         parts.append(part)

@@ -152,12 +152,16 @@ class VisionProcessor:
             return found
 
     def size(self, image: StoredImage) -> ImageSize:
-        """Return the tokens and patches of an image."""
+        """Return the tokens and patches of an image; prepares the first of each size."""
         sides = image.height, image.width
         if sides not in self._sizes:
             inputs = self.inputs(image)
             self._sizes[sides] = ImageSize(inputs.token_ids, inputs.grid)
         return self._sizes[sides]
+
+    def knows_size(self, image: StoredImage) -> bool:
+        """Whether :meth:`size` takes no time: an image of this size was seen before."""
+        return (image.height, image.width) in self._sizes
 
     def positions(self, token_ids: Tensor, images: Sequence[StoredImage]) -> Tensor | None:
         """Return the positions ``[3, L]`` of a row's tokens; None if they are those of text.

@@ -29,6 +29,8 @@ __all__ = [
     "PIXELS",
     "RAW",
     "RowImages",
+    "compact_images",
+    "row_grids",
     "set_row_images",
     "write_inputs",
 ]
@@ -55,8 +57,22 @@ _MASK = ("masks", "all_attention_mask")
 
 
 @dataclass(frozen=True)
+class _Tables:
+    """The tables of rows, and where each row's images are."""
+
+    pixels: list[Tensor]
+    """Each table once."""
+    grids: Tensor | None
+    """int64 ``[M, 3]``, of all tables one after the other."""
+    keys: tuple[str, ...] | None
+    """Of all tables one after the other; None if unknown."""
+    first: Tensor
+    """int64 ``[N]``, among the images of all tables."""
+
+
+@dataclass(frozen=True)
 class RowImages:
-    """The images of ``N`` rows, as models take them."""
+    """The images of ``N`` rows, as models take them. Pickles have the images of these rows alone."""
 
     pixel_values: Tensor
     """float, the entry :data:`PIXELS`: ``[ΣP, D]`` patches or ``[M, C, H, W]``."""
@@ -81,32 +97,15 @@ class RowImages:
             TypeError: if a table is no tensor in a non-tensor entry.
             ValueError: if the entries belong to other rows, or a table and its grids disagree.
         """
-        tables = _of_rows(rows, PIXELS)
-        if not tables:
-            if any(_of_rows(rows, RAW) or ()):
-                raise KeyError(
-                    f"rows have images under {RAW}, but not the inputs of models, {PIXELS}: append "
-                    "VisionInputs(processor) to the transforms, after MergeTurns."
-                )
+        found = _tables(rows)
+        if found is None:
             return None
-        grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
-        # Rows of one call share a table; rows that were stacked or concatenated have several.
-        own = {id(table): row for row, table in enumerate(tables)}
-        sizes = {
-            name: _number_of_images(tables[row], None if grids is None else grids[row])
-            for name, row in own.items()
-        }
-        pixels = _joined([tables[row] for row in own.values()])
-        grid = None if grids is None else _joined([grids[row] for row in own.values()])
-        count = rows[COUNT]
-        first = rows.get(FIRST, None)
-        if first is None:
-            first = _in_order([id(table) for table in tables], count, sizes)
-        elif keys is not None:
-            _check_keys(rows, keys, first)
-        begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        shift = [begins[id(table)] for table in tables]
-        return RowImages(pixels, grid, first + torch.tensor(shift, device=first.device), count)
+        return RowImages(_joined(found.pixels), found.grids, found.first, rows[COUNT])
+
+    def __reduce__(self) -> Any:
+        chosen, first = _chosen(self.first, self.count)
+        own = _images_at(self.pixel_values, self.grids, chosen)
+        return RowImages, (*own, first, self.count.clone())
 
     def grids_of(self, row: int) -> list[tuple[int, int, int]]:
         """Return the patches of a row's images in time, height and width; empty without grids."""
@@ -129,13 +128,119 @@ class RowImages:
         chosen = [i for span in spans for i in span]
         if not chosen:
             return {}
-        if self.grids is None:
-            return {"pixel_values": self.pixel_values[chosen]}
-        ends = [0, *self.grids.prod(-1).cumsum(0).tolist()]
-        return {
-            "pixel_values": torch.cat([self.pixel_values[ends[i] : ends[i + 1]] for i in chosen]),
-            "image_grid_thw": self.grids[chosen],
-        }
+        pixels, grids = _images_at(self.pixel_values, self.grids, chosen)
+        if grids is None:
+            return {"pixel_values": pixels}
+        return {"pixel_values": pixels, "image_grid_thw": grids}
+
+
+def row_grids(rows: TensorDictBase) -> Tensor | None:
+    """Return int64 ``[M, 3]``, patches of the rows' images, one row after the other.
+
+    ``None`` without images or grids. Raises what :meth:`RowImages.of` raises.
+    """
+    found = _tables(rows)
+    if found is None or found.grids is None:
+        return None
+    spans = zip(found.first.tolist(), rows[COUNT].tolist(), strict=True)
+    chosen = [i for begin, size in spans for i in range(begin, begin + size)]
+    return found.grids[chosen] if chosen else None
+
+
+def compact_images(rows: TensorDictBase) -> TensorDictBase:
+    """Return rows whose tables have the images of these rows alone, to send them to other processes.
+
+    Parts of rows share the whole table, which is of no cost in a process; each pickle of one has all of
+    it. Images that several rows show at one place of the table stay at one place.
+
+    Args:
+        rows: ``[N]`` rows with the entries that :class:`~torchrl_mt.transforms.VisionInputs` wrote.
+
+    Returns:
+        A shallow copy; the same rows if they have no such entries.
+
+    Raises:
+        TypeError, ValueError: as :meth:`RowImages.of`.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> rows = TensorDict({COUNT: torch.tensor([1, 2])}, [2])
+        >>> _ = rows.set(PIXELS, NonTensorData(torch.zeros(3, 3, 8, 8), batch_size=[2]))
+        >>> part = compact_images(rows.set(FIRST, torch.tensor([0, 1])))[:1]
+        >>> part[PIXELS].shape, compact_images(part)[PIXELS].shape
+        (torch.Size([3, 3, 8, 8]), torch.Size([1, 3, 8, 8]))
+    """
+    found = _tables(rows) if _of_rows(rows, PIXELS) else None
+    if found is None:
+        return rows
+    chosen, first = _chosen(found.first, rows[COUNT])
+    pixels, grids = _images_at(_joined(found.pixels), found.grids, chosen)
+    out = rows.copy()
+    out.set(FIRST, first)
+    table: dict[tuple[str, str], Any] = {PIXELS: pixels}
+    if grids is not None:
+        table[GRIDS] = grids
+    if found.keys is not None:
+        table[KEYS] = tuple(found.keys[i] for i in chosen)
+    for key, value in table.items():
+        out.set(key, NonTensorData(value, batch_size=rows.batch_size))
+    return out
+
+
+def _tables(rows: TensorDictBase) -> _Tables | None:
+    """Find and check the tables of rows; None as in :meth:`RowImages.of`."""
+    tables = _of_rows(rows, PIXELS)
+    if not tables:
+        if any(_of_rows(rows, RAW) or ()):
+            raise KeyError(
+                f"rows have images under {RAW}, but not the inputs of models, {PIXELS}: append "
+                "VisionInputs(processor) to the transforms, after MergeTurns."
+            )
+        return None
+    grids, keys = _of_rows(rows, GRIDS), _of_rows(rows, KEYS)
+    # Rows of one call share a table; rows that were stacked or concatenated have several.
+    own = {id(table): row for row, table in enumerate(tables)}
+    sizes = {
+        name: _number_of_images(tables[row], None if grids is None else grids[row])
+        for name, row in own.items()
+    }
+    first = rows.get(FIRST, None)
+    if first is None:
+        first, keys = _in_order([id(table) for table in tables], rows[COUNT], sizes), None
+    elif keys is not None:
+        _check_keys(rows, keys, first)
+    begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    shift = torch.tensor([begins[id(table)] for table in tables], device=first.device)
+    return _Tables(
+        [tables[row] for row in own.values()],
+        None if grids is None else _joined([grids[row] for row in own.values()]),
+        None if keys is None else tuple(key for row in own.values() for key in keys[row]),
+        first + shift,
+    )
+
+
+def _chosen(first: Tensor, count: Tensor) -> tuple[list[int], Tensor]:
+    """List the images that rows show, and where each row's first is in this list."""
+    chosen: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    for span in zip(first.tolist(), count.tolist(), strict=True):
+        if span not in places:
+            places[span] = len(chosen)
+            chosen += range(span[0], sum(span))
+    spans = zip(first.tolist(), count.tolist(), strict=True)
+    where = [places[span] for span in spans]
+    return chosen, torch.tensor(where, dtype=torch.int64, device=first.device)
+
+
+def _images_at(
+    pixels: Tensor, grids: Tensor | None, chosen: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Copy images out of a table, with memory of their own."""
+    if grids is None:
+        return pixels[list(chosen)], None
+    ends = [0, *grids.prod(-1).cumsum(0).tolist()]
+    parts = [pixels[ends[i] : ends[i + 1]] for i in chosen]
+    return torch.cat(parts or [pixels[:0]]), grids[list(chosen)]
 
 
 _AGAIN = "make the inputs again from the stored images, by VisionInputs(processor)(rows)."
@@ -204,7 +309,8 @@ def _check_hashes(rows: TensorDictBase, raw: Iterable[Sequence[StoredImage]]) ->
     for row, (images, known) in enumerate(
         zip(raw, () if hashes is None else hashes.tolist(), strict=hashes is not None)
     ):
-        if _hash(image.key for image in images) != known:
+        # Rows that tensordict.pad added have neither.
+        if (known or images) and _hash(image.key for image in images) != known:
             raise ValueError(
                 f"{RAW} of row {row} has images of another row: the rows were in a storage that keeps "
                 "one Python object for all (LazyMemmapStorage does). Use ListStorage or "
@@ -274,8 +380,8 @@ def _of_rows(rows: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
         return None
     found = value.tolist()
     # Rows that tensordict.pad added have no table of their own; they need none.
-    some = next((each for each in found if each is not None), ())
-    return [some if each is None else each for each in found] if key != RAW else found
+    some = next((each for each in found if each is not None), ()) if key != RAW else ()
+    return [some if each is None else each for each in found]
 
 
 def _hash(keys: Iterable[str]) -> int:

@@ -254,7 +254,7 @@ class EpisodeEngine:
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Iterable[StoredImage] = (),
+        images: Iterable[StoredImage] | None = (),
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -262,7 +262,7 @@ class EpisodeEngine:
 
         Args:
             prompt_ids: at least one token.
-            images: its images.
+            images: its images; ``None`` is none.
             max_new_tokens: told to the user with ``sampling``.
             **sampling: sampling parameters that a workflow or an agent asks for; told to the user.
 
@@ -298,7 +298,7 @@ class EpisodeEngine:
         answer = asyncio.get_running_loop().create_future()
         uid = self.episode.traj_id
         return await self.engine.ask(
-            WaitingPrompt(self.worker, uid, turn, prompt, facts, answer, tuple(images))
+            WaitingPrompt(self.worker, uid, turn, prompt, facts, answer, tuple(images or ()))
         )
 
     def update_weights(self, source: Any) -> int:

@@ -114,6 +114,7 @@ class EpisodePlayer:
                 episode,
                 sampling,
                 lambda agent, recorder: self._get_agent_player().play(agent, recorder),
+                self.vision,
             )
             if episode.valid is False:
                 episode.entries = expected.blank(len(episode.turns))

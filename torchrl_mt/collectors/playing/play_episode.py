@@ -26,7 +26,7 @@ from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import call_env, close_env, takes_message
 from torchrl_mt.threads import call_in_thread
-from torchrl_mt.vision import is_image_part, with_stored_images
+from torchrl_mt.vision import VisionProcessor, is_image_part, with_stored_images
 
 __all__ = ["PlayAgent", "play_chat", "play_episode"]
 
@@ -46,6 +46,7 @@ async def play_episode(
     episode: Episode,
     sampling: Mapping[str, Any] | None = None,
     play_agent: PlayAgent | None = None,
+    vision: VisionProcessor | None = None,
 ) -> None:
     """Play the item ``episode.data`` and write every turn into ``episode``.
 
@@ -58,6 +59,7 @@ async def play_episode(
         episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
         play_agent: plays an agent, if the player is one, and returns its result as a workflow would.
+        vision: the processor of a model that takes images.
 
     Raises:
         Rejected: if the workflow declines, a limit is reached before the first turn, a prompt is too
@@ -80,7 +82,7 @@ async def play_episode(
     )
     try:
         await within(
-            _play(make_player, recorder, begin_dialogue, episode, play_agent),
+            _play(make_player, recorder, begin_dialogue, episode, play_agent, vision),
             limits.episode_timeout,
             StopReason.EPISODE_TIMEOUT,
             time_is_up=recorder.close,
@@ -102,6 +104,7 @@ async def _play(
     begin_dialogue: BeginDialogue,
     episode: Episode,
     play_agent: PlayAgent | None,
+    vision: VisionProcessor | None,
 ) -> None:
     """Make the player, and play the episode with it."""
     with episode.calls.call("environment", "the making of its environment"):
@@ -116,7 +119,7 @@ async def _play(
         await _play_workflow(result, what, recorder, episode)
         return
     try:
-        await play_chat(player, recorder, begin_dialogue, episode)
+        await play_chat(player, recorder, begin_dialogue, episode, vision)
     finally:
         _close(player)
 
@@ -147,7 +150,11 @@ async def _play_workflow(
 
 
 async def play_chat(
-    env: TextEnv, recorder: Recorder, begin_dialogue: BeginDialogue, episode: Episode
+    env: TextEnv,
+    recorder: Recorder,
+    begin_dialogue: BeginDialogue,
+    episode: Episode,
+    vision: VisionProcessor | None = None,
 ) -> None:
     """Play the episode in an environment of its own, with the recorder as the engine."""
     limits = recorder.limits
@@ -157,8 +164,7 @@ async def play_chat(
             opening = await within(
                 call_env(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
             )
-        has_processor = episode.shows_images is not False
-        new = await _messages(opening, "TextEnv.reset must return", env, "reset", has_processor)
+        new = await _messages(opening, "TextEnv.reset must return", env, "reset", vision)
         dialogue = begin_dialogue(new, env.tool_schemas)
         prompt: Sequence[int] = dialogue.opening
         if limits.response_budget(len(prompt))[0] == 0:
@@ -187,9 +193,7 @@ async def play_chat(
                 step = await _answer(env, said, limits, time.perf_counter() - begin)
             turn.reward, turn.info = _reward(step, env), step.info
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
-            new = await _messages(
-                step.messages, "TextStep.messages must be", env, "step", has_processor
-            )
+            new = await _messages(step.messages, "TextStep.messages must be", env, "step", vision)
             new = name_tool_results(said.message, new)
             episode.judged = True
             if recorder.closed:  # The environment ignored the cancellation of the episode.
@@ -204,9 +208,7 @@ async def play_chat(
                 return
             history = step.history
             if history is not None:
-                history = await _messages(
-                    history, "TextStep.history must be", env, "step", has_processor
-                )
+                history = await _messages(history, "TextStep.history must be", env, "step", vision)
             goes_on, ids = dialogue.follow(new, len(prompt), history)
             prompt = recorder.continued(ids) if goes_on else ids
     finally:
@@ -253,11 +255,11 @@ async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> Te
 
 
 async def _messages(
-    value: Any, what: str, env: TextEnv, method: str, has_processor: bool
+    value: Any, what: str, env: TextEnv, method: str, vision: VisionProcessor | None
 ) -> list[Message]:
     """Check and list the messages that an environment's method returned; ``what`` begins the error.
 
-    Images are kept as :class:`~torchrl_mt.vision.StoredImage`.
+    Images are kept as :class:`~torchrl_mt.vision.StoredImage`, and ``vision`` has seen their sizes.
     """
     expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
     source = f"from {type(env).__name__}.{method}"
@@ -272,13 +274,11 @@ async def _messages(
         parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
         for part in parts:
             is_image = is_image_part(part)
-            if is_image and has_processor:
+            if is_image and vision is not None:
                 has_images = True
             elif is_image or (isinstance(part, Mapping) and "text" not in part):
                 # A template would write a placeholder for it, or nothing.
-                may = (
-                    "text or images" if has_processor else "text, since the model gets tokens alone"
-                )
+                may = "text or images" if vision else "text, since the model gets tokens alone"
                 advice = ""
                 if is_image:
                     advice = (
@@ -291,7 +291,7 @@ async def _messages(
     if not has_images:
         return messages
     try:  # In a thread, since images may be large.
-        return await call_in_thread(with_stored_images, messages)
+        return await call_in_thread(with_stored_images, messages, vision)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error} (It came {source}.)") from error
 

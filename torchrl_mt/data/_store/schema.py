@@ -24,6 +24,7 @@ __all__ = ["PARENT", "PROMPT", "RESPONSE", "Entry", "Form", "Schema", "as_array"
 PARENT: Path = ("turn", "parent")
 PROMPT: Path = ("tokens", "prompt")
 RESPONSE: Path = ("tokens", "response")
+_IMAGES: Path = ("images", "new")
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -155,13 +156,13 @@ class Schema:
         if missing:
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(min(missing))} is "
-                f"missing."
+                f"missing.{_cause(missing)}"
             )
         extra = other.entries.keys() - self.entries.keys()
         if extra:
             raise ValueError(
                 f"an episode must have the keys of the first one: {name_of(min(extra))} is not "
-                f"among them."
+                f"among them.{_cause(extra)}"
             )
         if other.root_class is not self.root_class:
             raise ValueError(
@@ -332,6 +333,16 @@ def _merge(path: Path, expected: Entry, got: Entry) -> Entry:
         return expected
     raise ValueError(
         f"{name_of(path)} must be as in the first episode: expected {expected}, got {got}."
+    )
+
+
+def _cause(paths: Iterable[Path]) -> str:
+    """Why entries may be in some episodes alone, for an error; may be empty."""
+    if _IMAGES not in paths:
+        return ""
+    return (
+        " Batches of collectors with processor= have it, and those of others do not: give all "
+        "collectors of a buffer the processor, or none."
     )
 
 

@@ -269,7 +269,7 @@ class CompletionsEngine:
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Sequence[Any] = (),
+        images: Sequence[Any] | None = (),
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -306,7 +306,7 @@ class CompletionsEngine:
             vocab_size=self._vocab_size,
         )
         _require_free("sampling arguments", sampling)
-        shown = self._stored(prompt, images)
+        shown = self._stored(prompt, () if images is None else images)
         asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
         asked["stop"] = strings = list(checked_stop(asked.get("stop")))
         body = {name: value for name, value in asked.items() if value is not None}

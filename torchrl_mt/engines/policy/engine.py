@@ -182,7 +182,7 @@ class PolicyEngine:
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Sequence[Any] = (),
+        images: Sequence[Any] | None = (),
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:

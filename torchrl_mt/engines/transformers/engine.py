@@ -32,6 +32,7 @@ from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.generation import Generation
 from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, fitting_processor
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
+from torchrl_mt.threads import call_in_thread
 from torchrl_mt.vision import VisionModel
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class TransformersEngine:
         self,
         prompt_ids: Sequence[int],
         *,
-        images: Sequence[Any] = (),
+        images: Sequence[Any] | None = (),
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -239,7 +240,10 @@ class TransformersEngine:
         if stop_token_ids is not None:
             ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
         stops = watch(checked_stop(stop), self.tokenizer)
-        prompt, shown = self._images.read(prompt, images)
+        if self._images.takes_time(images):
+            prompt, shown = await call_in_thread(self._images.read, prompt, images)
+        else:
+            prompt, shown = self._images.read(prompt, images)
         number = next(self._num_requests)
         loop = asyncio.get_running_loop()
         request = Request(

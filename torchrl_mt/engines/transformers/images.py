@@ -75,14 +75,21 @@ class ImagePrompts:
         self._lock = Lock()
         self._count = 0
 
+    def takes_time(self, images: Sequence[Any] | None) -> bool:
+        """Whether :meth:`read` has to decode or prepare an image."""
+        vision = self._processor
+        if vision is None or not isinstance(images, (list, tuple)):
+            return False
+        return not all(isinstance(each, StoredImage) and vision.knows_size(each) for each in images)
+
     def read(
-        self, prompt: list[int], images: Sequence[Any]
+        self, prompt: list[int], images: Sequence[Any] | None
     ) -> tuple[list[int], PromptImages | None]:
         """Give the images of a prompt tokens of their own.
 
         Args:
             prompt: its tokens, with as many placeholders as the images have tokens.
-            images: all of its images, in order.
+            images: all of its images, in order; ``None`` is none.
 
         Returns:
             The prompt with the images' tokens in place of the placeholders, and its images.
@@ -91,7 +98,7 @@ class ImagePrompts:
             TypeError: if the model takes no images, the engine has no processor, or an image is none.
             ValueError: if an image cannot be read, or the placeholders are not those of the images.
         """
-        stored = self._stored(images)
+        stored = self._stored(() if images is None else images)
         if self._model is None:
             return prompt, None
         token = self._model.image_token_id
@@ -103,28 +110,17 @@ class ImagePrompts:
                 )
             return prompt, None
         known = [self._look_up(image) for image in stored]
-        places = [i for i, each in enumerate(prompt) if each == token]
-        total = sum(each.num_tokens for each in known)
-        if len(places) != total:
-            raise ValueError(
-                f"prompt_ids must hold one image token (id {token}) for each token of the images, got "
-                f"{len(places)} for {len(known)} images of {[each.num_tokens for each in known]} "
-                "tokens: expand the placeholders as the processor does."
-            )
+        assert self._processor is not None
+        try:
+            spans = self._processor.spans(prompt, [each.num_tokens for each in known])
+        except ValueError as error:
+            raise ValueError(f"prompt_ids do not fit images: {error}") from None
         is_image = torch.zeros(len(prompt) + 1, dtype=torch.bool)
-        is_image[places] = True
-        tokens, done = prompt[:], 0
-        for k, each in enumerate(known):
-            begin, end = places[done], places[done] + each.num_tokens
-            done += each.num_tokens
-            if places[done - 1] != end - 1:
-                raise ValueError(
-                    f"prompt_ids must hold each image's tokens in one piece, but images[{k}] has "
-                    f"{each.num_tokens} tokens, and there are fewer at {begin}: are the images in "
-                    "the prompt's order?"
-                )
+        tokens = prompt[:]
+        for each, (begin, size) in zip(known, spans, strict=True):
             first = each.number << _BITS
-            tokens[begin:end] = range(first, first + each.num_tokens)
+            tokens[begin : begin + size] = range(first, first + size)
+            is_image[begin : begin + size] = True
         grids = [each.grid for each in known if each.grid is not None]
         # The token after the prompt tells how the later ones are shifted.
         positions = self._model.positions(is_image, grids)
