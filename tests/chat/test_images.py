@@ -296,6 +296,18 @@ def test_images_without_a_processor_are_refused_by_name(processors):
             refused()
 
 
+@pytest.mark.parametrize("sees", [False, True])
+def test_videos_are_refused_by_name(processors, sees):
+    """A template writes a placeholder that nobody fills in, or nothing."""
+    processor = processors("qwen2_vl")
+    chat = ChatTokens(processor.tokenizer, processor=processor if sees else None)
+    shown = {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]\['content'\]\[0\] must be .*'video'.*frames"
+    ):
+        chat.open([{"role": "user", "content": "a"}, shown])
+
+
 def test_tokenizers_of_others_and_other_processors_are_refused(processors):
     _, other = tiny_vl_model("qwen2_vl", "quite other words")
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):

@@ -428,6 +428,7 @@ def test_requests_whose_images_do_not_fit_are_refused_and_leave_nothing(qwen, tm
         (one, first, TypeError, r"images must be a list .* got StoredImage"),
         (one, "picture.png", TypeError, r"images must be a list .* got str"),
         ([*one, 10**6], [first], ValueError, "prompt_ids must be token ids"),
+        ([*text, qwen.processor.video_token_id], [], ValueError, "prompt_ids must .* videos"),
     ]
     for prompt, images, error, message in refused:
         with pytest.raises(error, match=f"(?s){message}"):

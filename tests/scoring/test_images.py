@@ -247,6 +247,17 @@ def test_rows_whose_images_do_not_fit_are_refused_by_name():
         row_log_probs(llava, *entries(rows), images=RowImages.of(swapped))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_show_videos_are_refused(packed):
+    model, processor = vl_model("qwen2_5_vl")
+    rows, _ = rows_with_images("qwen2_5_vl", [1, 0], 9)
+    tokens, attended, sampled = entries(rows)
+    place = (attended & ~sampled)[1].nonzero()[0]
+    tokens = tokens.index_put((torch.tensor([1]), place), torch.tensor(processor.video_token_id))
+    with pytest.raises(ValueError, match=r"tokens must have none of the tokens .* videos"):
+        row_log_probs(model, tokens, attended, sampled, images=RowImages.of(rows), packed=packed)
+
+
 class Wrapped(nn.Module):
     """Has no config, and takes what the model inside takes."""
 

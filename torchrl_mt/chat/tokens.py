@@ -28,6 +28,7 @@ from torchrl_mt.vision import (
     for_template,
     images_of,
     is_image_part,
+    refuse_videos,
     with_stored_images,
 )
 
@@ -427,12 +428,13 @@ class ChatTokens:
 
 
 def refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse messages with images, for which there is no processor.
+    """Refuse messages with images, for which there is no processor, and with videos.
 
     Raises:
-        ValueError: if a message has an image; names it.
+        ValueError: if a message has an image or a video; names it.
     """
     for k, message in enumerate(messages):
+        refuse_videos(message, k)
         content = message.get("content")
         if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
             raise ValueError(

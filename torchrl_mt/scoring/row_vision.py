@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_mt.scoring.forward import unwrapped
 from torchrl_mt.vision import RowImages, VisionModel
+from torchrl_mt.vision.model import check_no_video
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, PIXELS
 
 _FIX = (
@@ -72,7 +73,7 @@ class RowVision:
 
         Raises:
             TypeError: If rows show images and the model takes none, or does not say that it does.
-            ValueError: If a row's placeholders do not fit its images.
+            ValueError: If a row's placeholders do not fit its images, or it shows a video.
         """
         vision = vision_model(model)
         if images is not None:
@@ -92,6 +93,7 @@ class RowVision:
                 )
             _check_shows_none(model, tokens, attention_mask)
             return None
+        check_no_video(vision, "tokens", tokens[attention_mask].unique().tolist())
         is_image = attention_mask & (tokens == vision.image_token_id)
         found = is_image.sum(-1).cpu()
         count = torch.zeros_like(found) if images is None else images.count.cpu()

@@ -6,6 +6,7 @@ from torchrl_mt.vision.messages import (
     image_source,
     images_of,
     is_image_part,
+    refuse_videos,
     with_data_uris,
     with_stored_images,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "images_of",
     "is_image",
     "is_image_part",
+    "refuse_videos",
     "rope_positions",
     "with_data_uris",
     "with_stored_images",

@@ -13,12 +13,16 @@ __all__ = [
     "image_source",
     "images_of",
     "is_image_part",
+    "refuse_videos",
     "with_data_uris",
     "with_stored_images",
 ]
 
 _SOURCES = ("image", "image_url", "url", "path", "base64")
 """Where a part of type ``image`` has its image."""
+
+_VIDEOS = ("video", "video_url", "input_video")
+"""Types of parts that are videos."""
 
 _SETTINGS = ("max_pixels", "min_pixels", "resized_height", "resized_width")
 """What a part may ask for elsewhere."""
@@ -35,8 +39,8 @@ def with_stored_images(
             now, so that expanding takes no time.
 
     Raises:
-        TypeError, ValueError: if an image cannot be read, or the processor refuses its size; names the
-            message and the part.
+        TypeError, ValueError: if an image cannot be read, the processor refuses its size, or there is a
+            video; names the message and the part.
 
     Examples:
         >>> import numpy as np
@@ -89,6 +93,25 @@ def is_image_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
 
 
+def refuse_videos(message: Mapping[str, Any], number: int) -> None:
+    """Refuse a message with a video, of which a template writes a placeholder or nothing.
+
+    Args:
+        message: the message.
+        number: its place in the dialogue, for the error.
+
+    Raises:
+        ValueError: if a part of its content is a video; names it.
+    """
+    content = message.get("content")
+    for k, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+        if isinstance(part, Mapping) and part.get("type") in _VIDEOS:
+            raise ValueError(
+                f"messages[{number}]['content'][{k}] must be text or an image, got a part of type "
+                f"{part['type']!r}: videos are not supported. Show frames as images."
+            )
+
+
 def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     content = message.get("content")
     if isinstance(content, (list, tuple)):
@@ -98,6 +121,7 @@ def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _stored(
     message: Mapping[str, Any], number: int, vision: VisionProcessor | None
 ) -> Mapping[str, Any]:
+    refuse_videos(message, number)
     if not any(_image_parts(message)):
         return message
     parts = []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from torchrl_mt.vision.positions import grid_positions
 
-__all__ = ["VisionModel"]
+__all__ = ["VisionModel", "check_no_video"]
 
 _MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _PLAIN = ("llava",)
@@ -51,3 +51,31 @@ class VisionModel:
             grids: patches of each image in time, height and width.
         """
         return grid_positions(is_image, grids, self.merge_size)
+
+
+class _Facts(Protocol):
+    """A :class:`VisionModel` or a :class:`~torchrl_mt.vision.VisionProcessor`."""
+
+    @property
+    def image_token_id(self) -> int: ...
+    @property
+    def barred(self) -> tuple[int, ...]: ...
+
+
+def check_no_video(facts: _Facts, name: str, token_ids: Iterable[int]) -> None:
+    """Refuse tokens that stand for videos, which nobody fills in.
+
+    Args:
+        facts: facts on the model or the processor.
+        name: name of the tokens, for the error.
+        token_ids: the tokens.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    videos = set(facts.barred) - {facts.image_token_id}
+    if not videos.isdisjoint(token_ids):
+        raise ValueError(
+            f"{name} must have none of the tokens {sorted(videos)}, which stand for videos: these are "
+            "not supported. Show frames as images."
+        )

@@ -33,6 +33,7 @@ from torchrl_mt.engines.stop_strings import checked_stop, find_stop
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
 from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.model import check_no_video
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
 
@@ -382,6 +383,8 @@ class CompletionsEngine:
             raise TypeError(
                 f"images must be a list of a prompt's images, got {type(images).__name__}."
             )
+        if self._vision is not None:
+            check_no_video(self._vision, "prompt_ids", prompt)
         if not images:
             token = None if self._vision is None else self._vision.image_token_id
             if token is not None and token in prompt:

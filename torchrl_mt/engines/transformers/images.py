@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.transformers import image_features
 from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
+from torchrl_mt.vision.model import check_no_video
 
 __all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "fitting_processor"]
 
@@ -102,6 +103,7 @@ class ImagePrompts:
         if self._model is None:
             return prompt, None
         token = self._model.image_token_id
+        check_no_video(self._model, "prompt_ids", prompt)
         if not stored:
             if token in prompt:
                 raise ValueError(
