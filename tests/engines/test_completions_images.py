@@ -275,7 +275,7 @@ def test_engines_that_cannot_send_images_refuse_them(make):
     with pytest.raises(ValueError, match=r"images must hold.*got none for \d+ image tokens"):
         asyncio.run(make("vllm").generate(turn.prompt, images=None))
     video = family("qwen3_vl")[1].video_token_id
-    with pytest.raises(ValueError, match="prompt_ids must have none of the tokens .* videos"):
+    with pytest.raises(ValueError, match=r"prompt_ids must have none of the tokens .* videos"):
         asyncio.run(make("vllm").generate([5, video]))
 
 

@@ -252,8 +252,9 @@ def test_rows_that_show_videos_are_refused(packed):
     model, processor = vl_model("qwen2_5_vl")
     rows, _ = rows_with_images("qwen2_5_vl", [1, 0], 9)
     tokens, attended, sampled = entries(rows)
-    place = (attended & ~sampled)[1].nonzero()[0]
-    tokens = tokens.index_put((torch.tensor([1]), place), torch.tensor(processor.video_token_id))
+    place = (attended & (tokens != processor.image_token_id))[0].nonzero()[0]
+    tokens, sampled = tokens.clone(), sampled.clone()
+    tokens[0, place], sampled[0, place] = processor.video_token_id, False
     with pytest.raises(ValueError, match=r"tokens must have none of the tokens .* videos"):
         row_log_probs(model, tokens, attended, sampled, images=RowImages.of(rows), packed=packed)
 
