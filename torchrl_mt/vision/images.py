@@ -32,10 +32,6 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read: none that starts another program, as EPS does."""
 
 
-class _RefusedError(ValueError):
-    """A file that can be read and is refused."""
-
-
 class StoredImage:
     """An image in memory; made by :meth:`of`.
 
@@ -146,25 +142,25 @@ class StoredImage:
             with pil.open(BytesIO(data), formats=_FORMATS) as opened:
                 form, (width, height) = opened.format.lower(), opened.size
                 form = "jpeg" if form == "mpo" else form  # A JPEG file with further pictures.
-                most = pil.MAX_IMAGE_PIXELS
-                if most is not None and width * height > most:
-                    raise _too_large(f"{height} x {width}", most)
                 known = cls._known.get(_key(data, form, height, width))
                 if known is not None:
                     return known
-                upright = _upright(opened)  # A file that is cut off fails here, not while training.
-                if _is_plain(opened):
-                    return _kept(data, form, height, width)
-        except _RefusedError:
-            raise
+                fault = _too_deep(opened.mode) or _too_large(height, width, pil.MAX_IMAGE_PIXELS)
+                if not fault:
+                    # A file that is cut off fails here, not while training.
+                    upright = _upright(opened)
+                    if _is_plain(opened):
+                        return _kept(data, form, height, width)
         except (pil.DecompressionBombError, pil.DecompressionBombWarning) as error:
-            raise _too_large("many more", pil.MAX_IMAGE_PIXELS) from error
+            raise ValueError(f"image must have fewer pixels: {error}") from error
         except Exception as error:
             # Pillow's own texts name objects and files of this process, and clients may see ours.
             raise ValueError(
                 f"image must be a file that Pillow can read, got {len(data)} bytes that are no whole "
                 f"file of {', '.join(_FORMATS)} ({type(error).__name__})."
             ) from error
+        if fault:
+            raise ValueError(fault)
         # Others than us might turn it otherwise, or put another colour behind what is transparent.
         file = BytesIO()
         upright.save(file, "PNG", compress_level=1)
@@ -197,12 +193,21 @@ def is_image(value: Any) -> bool:
     return isinstance(value, StoredImage) or (pil is not None and isinstance(value, pil.Image))
 
 
-def _too_large(found: str, most: int) -> _RefusedError:
-    """Make the error for a file whose header tells of too many pixels."""
-    return _RefusedError(
-        f"image must have at most {most} pixels (PIL.Image.MAX_IMAGE_PIXELS), got {found}: make it "
-        "smaller."
+def _too_large(height: int, width: int, most: int | None) -> str:
+    """Say what is wrong with a file whose header tells of too many pixels; empty for others."""
+    if most is None or height * width <= most:
+        return ""
+    return (
+        f"image must have at most {most} pixels (PIL.Image.MAX_IMAGE_PIXELS), got {height} x {width}: "
+        "make it smaller."
     )
+
+
+def _too_deep(mode: str) -> str:
+    """Say what is wrong with images of a Pillow mode; empty for those of 8 bits."""
+    if not mode.startswith(("I", "F")):
+        return ""
+    return f"image must have 8 bits for each colour, got mode {mode!r}: scale and convert it."
 
 
 def _is_plain(image: PIL.Image) -> bool:
@@ -213,10 +218,8 @@ def _is_plain(image: PIL.Image) -> bool:
 
 def _upright(image: PIL.Image) -> PIL.Image:
     """Return an image in RGB, turned as its EXIF data say."""
-    if image.mode.startswith(("I", "F")):
-        raise _RefusedError(
-            f"image must have 8 bits for each colour, got mode {image.mode!r}: scale and convert it."
-        )
+    if fault := _too_deep(image.mode):
+        raise ValueError(fault)
     operations = import_extra("PIL.ImageOps", "images")
     turned: PIL.Image = operations.exif_transpose(image).convert("RGB")
     return turned
