@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
+from tests.tiers import examples
 from torchrl_mt.vision import compact_images
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, KEYS, PIXELS, RowImages, row_grids
 
@@ -59,6 +60,7 @@ def test_rows_keep_their_images_when_cut_shuffled_repeated_and_joined(seed, with
             assert images.grids_of(k) == found
 
 
+@examples(40, 4)
 @given(
     counts=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     more=st.lists(st.integers(0, 3), max_size=3),
@@ -73,7 +75,8 @@ def test_what_is_pickled_has_the_images_of_its_rows_alone(counts, more, chosen, 
         other, others = table_of(more, 2, with_grids, width=500)
         other.set(KEYS, NonTensorData(tuple("abcdefghi"[: sum(more)]), batch_size=[len(more)]))
         rows, own = torch.cat([one, other]), own | others
-    rows = rows[[k % len(rows) for k in chosen]]
+    # tensordict cannot read lazy stacks of no rows.
+    rows = rows[[k % len(rows) for k in chosen]] if chosen else one[:0]
     compact = compact_images(rows)
     needed = {name: own[name][0] for name in rows["row"].tolist()}
     size = sum(pixels.nbytes for pixels in needed.values())
@@ -82,7 +85,7 @@ def test_what_is_pickled_has_the_images_of_its_rows_alone(counts, more, chosen, 
         assert len(pickle.dumps(made)) < size + 20_000
     images = RowImages.of(rows)
     if images is None:  # No rows.
-        assert compact is rows
+        assert set(compact.keys(True)) == set(rows.keys(True))
         return
     assert len(pickle.dumps(images)) < size + 3000
     for again in (pickle.loads(pickle.dumps(images)), RowImages.of(compact)):

@@ -171,20 +171,20 @@ def compact_images(rows: TensorDictBase) -> TensorDictBase:
         (torch.Size([3, 3, 8, 8]), torch.Size([1, 3, 8, 8]))
     """
     found = _tables(rows) if _of_rows(rows, PIXELS) else None
-    if found is None:
-        return rows
-    chosen, first = _chosen(found.first, rows[COUNT])
-    pixels, grids = _images_at(_joined(found.pixels), found.grids, chosen)
-    out = rows.copy()
-    out.set(FIRST, first)
-    table: dict[tuple[str, str], Any] = {PIXELS: pixels}
-    if grids is not None:
-        table[GRIDS] = grids
-    if found.keys is not None:
-        table[KEYS] = tuple(found.keys[i] for i in chosen)
+    out, table = rows.copy(), dict[tuple[str, str], Any]()
+    if found is not None:
+        chosen, first = _chosen(found.first, rows[COUNT])
+        out.set(FIRST, first)
+        table[PIXELS], table[GRIDS] = _images_at(_joined(found.pixels), found.grids, chosen)
+        table[KEYS] = None if found.keys is None else tuple(found.keys[i] for i in chosen)
+    elif len(rows) == 0:
+        kept = {key: rows.get(key, None) for key in (PIXELS, GRIDS, KEYS)}
+        given = {key: kept[key].data for key in kept if isinstance(kept[key], NonTensorData)}
+        table = {k: v[:0].clone() if isinstance(v, Tensor) else () for k, v in given.items()}
     for key, value in table.items():
-        out.set(key, NonTensorData(value, batch_size=rows.batch_size))
-    return out
+        if value is not None:
+            out.set(key, NonTensorData(value, batch_size=rows.batch_size))
+    return out if table else rows
 
 
 def _tables(rows: TensorDictBase) -> _Tables | None:
