@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +69,23 @@ def test_inputs_are_kept_for_the_next_turn():
     image = random_image(random.Random(1))
     assert vision.inputs(image) is vision.inputs(image)
     assert vision.batch([]) == {}
+
+
+def test_a_new_size_is_prepared_once_for_all_threads(monkeypatch):
+    vision = VisionProcessor(family("qwen2_vl")[1])
+    image, prepare, prepared = random_image(random.Random(3)), vision._inputs, []
+
+    def slowly(image):
+        prepared.append(image)
+        time.sleep(0.05)
+        return prepare(image)
+
+    monkeypatch.setattr(vision, "_inputs", slowly)
+    assert not vision.knows_size(image)
+    with ThreadPoolExecutor(8) as threads:
+        sizes = list(threads.map(vision.size, [image] * 8))
+    assert len(prepared) == len(set(sizes)) == 1
+    assert vision.knows_size(image)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -101,7 +101,7 @@ class VisionProcessor:
         """By height and width, on which alone they depend."""
         self._kept: OrderedDict[str, ImageInputs] = OrderedDict()
         self._bytes = 0
-        self._lock = Lock()
+        self._lock, self._sizing = Lock(), Lock()
 
     @staticmethod
     def of(processor: Any) -> VisionProcessor:
@@ -155,8 +155,10 @@ class VisionProcessor:
         """Return the tokens and patches of an image; prepares the first of each size."""
         sides = image.height, image.width
         if sides not in self._sizes:
-            inputs = self.inputs(image)
-            self._sizes[sides] = ImageSize(inputs.token_ids, inputs.grid)
+            with self._sizing:  # The members of a group begin with the same image.
+                if sides not in self._sizes:
+                    inputs = self.inputs(image)
+                    self._sizes[sides] = ImageSize(inputs.token_ids, inputs.grid)
         return self._sizes[sides]
 
     def knows_size(self, image: StoredImage) -> bool:
