@@ -236,6 +236,24 @@ def test_other_images_are_refused(message, error):
     assert (turns, engine.calls) == ([], [])
 
 
+def test_huge_images_are_refused_before_they_are_decoded(monkeypatch):
+    engine, shown = engine_of(), shows("what", picture(11))
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 10)
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
+    # Images in memory are known.
+    monkeypatch.setattr(StoredImage, "_known", {})
+
+    async def play():
+        async with session_of(engine, processor=family(NAME)[1]) as session:
+            return await session.http_client.post("/chat/completions", json={"messages": [shown]})
+
+    reply = asyncio.run(play())
+    assert reply.status_code == 400
+    said = reply.json()["error"]
+    assert said["message"].startswith("messages[0]['content'][1]: image must have fewer pixels")
+    assert (said["param"], engine.calls) == ("messages", [])
+
+
 def test_models_of_text_refuse_images():
     engine = engine_of()
     asked = {"messages": [shows("what", picture(1))]}
