@@ -1,5 +1,6 @@
 """Engines sample tokens that continue a prompt."""
 
+from torchrl_mt.engines.adapters import adapter_weights, merged_weights, save_adapter
 from torchrl_mt.engines.completions.engine import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.engine import Completion, Engine
 from torchrl_mt.engines.policy.engine import PolicyEngine, as_engine
@@ -12,5 +13,8 @@ __all__ = [
     "Engine",
     "PolicyEngine",
     "TransformersEngine",
+    "adapter_weights",
     "as_engine",
+    "merged_weights",
+    "save_adapter",
 ]

@@ -13,6 +13,9 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.modules.llm import LLMWrapperBase
 
+from torchrl_mt._hosts.peft import base_of, has_adapter_layers
+from torchrl_mt.engines.adapters import merged_weights, peft_model
+
 __all__ = ["copy_weights", "fitting_weights", "hand_on"]
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
@@ -23,7 +26,8 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
 
     Args:
         source: a model or a TorchRL wrapper around one, a state dict, or parameters in a TensorDict, of
-            any dtype and on any device.
+            any dtype and on any device. The adapters of a PEFT model are merged into its weights, unless
+            ``model`` has adapters itself.
         model: the model that will load them.
 
     Returns:
@@ -31,7 +35,8 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
 
     Raises:
         TypeError: if ``source`` is none of these.
-        ValueError: if names or shapes do not match those of ``model``.
+        ValueError: if names or shapes do not match those of ``model``, weights that it shares between
+            layers differ, or adapters cannot be merged.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -39,9 +44,12 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
         ['bias', 'weight']
     """
     own = model.state_dict()
+    adapted = peft_model(source)
     if isinstance(source, LLMWrapperBase):
         source = source.model
-    if isinstance(source, nn.Module):
+    if adapted is not None:
+        weights = _weights_of_adapted(adapted, model)
+    elif isinstance(source, nn.Module):
         weights = dict(source.state_dict())
     elif isinstance(source, TensorDictBase):
         computed = dict(model.named_buffers()).keys() - own.keys()
@@ -63,7 +71,7 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
         raise ValueError(
             "source must have the weights of the engine's model, got "
             f"{len(missing)} missing {missing[:3]} and {len(unknown)} unknown {unknown[:3]}"
-            f"{_prefix_advice(weights, own)}."
+            f"{_adapter_advice(weights) or _prefix_advice(weights, own)}."
         )
     for name, value in weights.items():
         if value.shape != own[name].shape:
@@ -71,7 +79,46 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
                 f"source[{name!r}] must have shape {tuple(own[name].shape)}, "
                 f"got {tuple(value.shape)}."
             )
+    _check_tied(weights, own)
     return weights
+
+
+def _weights_of_adapted(source: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Get the weights of a PEFT model: merged, unless ``model`` has adapters itself."""
+    if has_adapter_layers(model):
+        own_names = model.state_dict().keys()
+        whole: dict[str, torch.Tensor] = source.state_dict()
+        return whole if whole.keys() == own_names else dict(base_of(source).state_dict())
+    trained = {p.data_ptr() for p in source.parameters() if p.numel()}
+    if any(p.data_ptr() in trained for p in model.parameters()):
+        raise ValueError(
+            "the engine shares its weights with the base model of source, so merging the adapter into "
+            "them would change what is trained: make the engine of the PEFT model itself, or with "
+            "share_weights=False."
+        )
+    return merged_weights(source)
+
+
+def _check_tied(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse different values for names that are one tensor in the engine's model."""
+    first: dict[int, str] = {}
+    for name, value in weights.items():
+        other = first.setdefault(own[name].data_ptr(), name)
+        if other == name or not value.numel() or own[other].shape != own[name].shape:
+            continue
+        same = value.data_ptr() == weights[other].data_ptr()
+        if not (same or torch.equal(value, weights[other].to(value.device))):
+            raise ValueError(
+                f"source[{name!r}] and source[{other!r}] must be equal, since they are one tensor in "
+                "the engine's model: load that with tie_word_embeddings=False."
+            )
+
+
+def _adapter_advice(given: Iterable[str]) -> str:
+    """Advice for an error, if the names are those of layers with adapters."""
+    if any(".base_layer." in name or ".lora_A." in name for name in given):
+        return ": for an engine of the base model, give the PEFT model itself, not its state dict"
+    return ""
 
 
 def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:

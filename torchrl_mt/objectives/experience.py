@@ -46,6 +46,7 @@ from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 from torchrl_mt.objectives.rows.reading import MODEL_FAULT, check_temperature
 from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
+from torchrl_mt.scoring.base_policy import base_policy
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.scoring.passes import Passes, find_passes
@@ -107,7 +108,8 @@ class ExperienceMaker(TensorDictModuleBase):
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
-        ref: The reference policy, of the same kinds; without it there is no KL.
+        ref: The reference policy, of the same kinds; without it there is no KL. ``"base"`` is the base
+            model of the actor's PEFT adapters, without a second copy: the actor with its adapters off.
         critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
         reward: One or more reward sources, by label if wanted
             (:class:`~torchrl_mt.objectives.RewardMix`). Default: the episodes' own rewards. Without
@@ -191,7 +193,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self,
         actor: nn.Module,
         *,
-        ref: nn.Module | None = None,
+        ref: nn.Module | Literal["base"] | None = None,
         critic: nn.Module | None = None,
         reward: Recipe | None = None,
         reward_transform: RewardTransform | None = None,
@@ -214,11 +216,16 @@ class ExperienceMaker(TensorDictModuleBase):
         super().__init__()
         model = causal_lm(actor)
         coefficient = kl_coefficient(kl_coef)
-        if ref is not None:
-            if unwrapped(causal_lm(ref)) is unwrapped(model):
+        if isinstance(ref, str):
+            check_choice("ref", ref, ("base",))
+            with base_policy(actor):
+                pass  # Refuses what has no base.
+        elif ref is not None:
+            inner = unwrapped(causal_lm(ref))
+            if any(module is inner for module in model.modules()):
                 _logger.warning(
                     "ref is the actor itself, so the KL stays near 0 however much the actor learns. "
-                    "Give a copy: copy.deepcopy(actor)."
+                    "Give a copy: copy.deepcopy(actor). For the base of a PEFT model, give ref='base'."
                 )
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
@@ -310,7 +317,9 @@ class ExperienceMaker(TensorDictModuleBase):
         may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
         may += ["turn_return"] * (self.own_reward and self.credit.advantage == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
-        self.optional_in_keys += image_keys(self.actor, self.ref, self.critic)
+        self.optional_in_keys += image_keys(
+            self.actor, None if isinstance(self.ref, str) else self.ref, self.critic
+        )
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
     @torch.no_grad()
@@ -385,7 +394,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 metrics |= summary("entropy", out["entropy"][batch.scored])
         kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
-            ref = self._score(self.ref, batch)[0]
+            ref = self._score_ref(batch)
             out["ref_log_probs"] = batch.finite_float(
                 "ref_log_probs", ref, batch.scored, MODEL_FAULT
             )
@@ -440,6 +449,14 @@ class ExperienceMaker(TensorDictModuleBase):
                 images=batch.images,
                 passes=self.passes,
             )
+
+    def _score_ref(self, batch: RowBatch) -> Tensor:
+        """Compute the reference's log-probabilities of sampled tokens."""
+        assert self.ref is not None
+        if not isinstance(self.ref, str):
+            return self._score(self.ref, batch)[0]
+        with base_policy(self.actor):
+            return self._score(self.actor, batch)[0]
 
     def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
         """Compute the values of the states in which tokens were sampled."""

@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_mt._hosts.peft import base_of, is_peft_model
 from torchrl_mt.engines.engine import Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
@@ -58,8 +59,9 @@ class TransformersEngine:
     tower once, until the weights change.
 
     Args:
-        model: a causal language model. Of its generation config, only the stop tokens are used: sampling
-            is from the model's own distribution unless sampling parameters change it.
+        model: a causal language model, or a PEFT model of one. Of its generation config, only the stop
+            tokens are used: sampling is from the model's own distribution unless sampling parameters
+            change it.
         tokenizer: the model's tokenizer, or its processor; the end-of-sequence token stops an answer.
             If ``None``, the processor's.
         processor: the model's processor, for prompts with images; not needed if it is given in place of
@@ -109,9 +111,12 @@ class TransformersEngine:
         prefix_sharing: bool = True,
         share_weights: bool = True,
     ) -> None:
+        if is_peft_model(model):
+            model = cast(PreTrainedModel, base_of(model))
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
-                f"model must be a transformers PreTrainedModel, got {type(model).__name__}."
+                "model must be a transformers PreTrainedModel or a PEFT model of one, got "
+                f"{type(model).__name__}."
             )
         require_positive(
             max_new_tokens=max_new_tokens,
@@ -288,7 +293,9 @@ class TransformersEngine:
 
         Args:
             source: a model, a state dict, or parameters in a TensorDict, of any dtype and on any device.
-                ``None`` is the model that the engine was made from; shared weights are in place already.
+                The adapters of a PEFT model are merged on the way, unless the engine was made from one
+                like it. ``None`` is the model that the engine was made from; shared weights are in
+                place already.
             keep_cache: keep the cache of the old weights. This is faster, but later tokens then depend
                 in part on older weights, and their log-probabilities are those of neither version.
 
