@@ -9,15 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.checks import check_choice, check_positive_finite, find_functions
+from torchrl_mt.checks import (
+    check_choice,
+    check_positive_finite,
+    check_positive_integer,
+    find_functions,
+)
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
+from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.filters import (
     FILTERS,
     Filter,
@@ -40,10 +46,12 @@ from torchrl_mt.objectives.metrics import (
     sampled_tokens,
     summary,
 )
+from torchrl_mt.objectives.process import Process, find_process, process_rows
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 from torchrl_mt.objectives.rows.reading import MODEL_FAULT, check_temperature
+from torchrl_mt.objectives.rows.sources import rows_of
 from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
 from torchrl_mt.scoring.base_policy import base_policy
@@ -52,6 +60,10 @@ from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.row_vision import image_keys
 from torchrl_mt.scoring.values import check_critic, row_values
+
+if TYPE_CHECKING:
+    from torchrl.collectors import BaseCollector
+    from torchrl.data import ReplayBuffer
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -75,8 +87,8 @@ class ExperienceMaker(TensorDictModuleBase):
 
     - ``"turn"`` (default, no groups or critic): each turn's return, normalised among the batch's turns
       with the same turn id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without
-      ``reward`` and ``reward_transform``, ``("rewards", "to_go")`` of the rows, where present,
-      replaces ``("rewards", "full")`` and ``gamma``;
+      ``reward``, ``reward_transform`` and ``process``, ``("rewards", "to_go")`` of the rows, where
+      present, replaces ``("rewards", "full")`` and ``gamma``;
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
       return of the episode's first turn, compared within its group, on all sampled tokens of the
       episode (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
@@ -119,6 +131,12 @@ class ExperienceMaker(TensorDictModuleBase):
             :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
             ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``. If the call fails later, the
             buffers of a module (given itself or as a bound method) are restored; other state is not.
+        process: One or more functions from rows to rows
+            (:data:`~torchrl_mt.objectives.process.Process`), between the reward sources and all else.
+            They may change the rewards ``("rewards", "shaped")``, reject rows (``"valid"``), weight
+            them (``("weights", "full")``, ``[N]`` or ``[N, S]``, which multiplies that of the filters),
+            drop whole episodes and add entries. The maker then returns new rows, and leaves those that
+            it was given.
         advantage: See above.
         gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
             turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
@@ -197,6 +215,7 @@ class ExperienceMaker(TensorDictModuleBase):
         critic: nn.Module | None = None,
         reward: Recipe | None = None,
         reward_transform: RewardTransform | None = None,
+        process: Process | Sequence[Process] = (),
         advantage: AdvantageKind | Callable[[TensorDictBase], Tensor] = "turn",
         gamma: float | None = None,
         lmbda: float = 0.95,
@@ -247,7 +266,8 @@ class ExperienceMaker(TensorDictModuleBase):
         self.actor = actor
         self.ref = ref
         self.critic = critic
-        self.own_reward = reward is None and reward_transform is None
+        self.process = find_process(process)
+        self.own_reward = reward is None and reward_transform is None and not self.process
         self.reward = RewardMix(
             OWN if reward is None else reward, transform=reward_transform, passes=self.passes
         )
@@ -330,7 +350,7 @@ class ExperienceMaker(TensorDictModuleBase):
             tensordict: Rows ``[N]`` of whole groups: statistics are taken over these rows.
 
         Returns:
-            The same rows, completed.
+            The same rows, completed; with ``process`` new ones, those that it left.
 
         Raises:
             KeyError: If the rows lack an entry.
@@ -339,49 +359,108 @@ class ExperienceMaker(TensorDictModuleBase):
                 are compared but every episode is alone in its group; a reward, log-probability, value
                 or advantage that counts is not finite; a reward source's answer is invalid; or the
                 rows are locked or an output's place is taken. The rows are then unchanged.
+                Likewise if a function of ``process`` does what it may not.
             RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
         """
         batch = read_batch(tensordict, self.tensor_keys)
         key = batch.keys.sampling_temperature
         check_temperature(tensordict, key, self.temperature, batch.counted.any(-1))
-        check_writable(tensordict, self.out_keys)
+        if not self.process:
+            check_writable(tensordict, self.out_keys)
         with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
-            out, metrics = self._outputs(batch)
+            reward, metrics = self._rewards(batch)
+            weight = None
+            if self.process:
+                assert reward is not None
+                left = process_rows(self.process, batch, reward)
+                batch = read_batch(left.rows, self.tensor_keys)
+                reward = torch.where(batch.counted, left.reward, 0.0)
+                weight, metrics = left.weight, metrics | left.metrics
+            out, found = self._outputs(batch, reward, weight)
             for name, value in out.items():
-                tensordict.set(getattr(self.tensor_keys, name), value)
+                batch.rows.set(getattr(self.tensor_keys, name), value)
             if "kl" in out:
                 update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
-        self.metrics = metrics
-        return tensordict
+        self.metrics = metrics | found
+        return batch.rows
 
-    def _outputs(self, batch: RowBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Compute the outputs, by key name, and the metrics."""
-        out: dict[str, Tensor] = {}
-        metrics = sampled_tokens(batch)
+    def make_experience_list(
+        self,
+        batch: TensorDictBase | BaseCollector | ReplayBuffer,
+        *,
+        micro_batch_size: int | None = None,
+    ) -> list[Experience]:
+        """Complete a batch and cut it into micro-batches, as LightRFT's method of this name does.
+
+        Statistics are those of the whole batch. For the gradient of the whole batch, give the loss the
+        total of all parts (:func:`~torchrl_mt.objectives.functional.merge_totals`).
+
+        Args:
+            batch: Rows ``[N]``; or whole episodes in TED, flat ``[ΣT]``, which ``MergeTurns()`` makes
+                rows of; or a collector or replay buffer, whose next batch is taken. They are not changed.
+            micro_batch_size: Maximum number of rows of a part; one part by default.
+
+        Returns:
+            The parts, in order.
+
+        Raises:
+            ValueError: If ``micro_batch_size`` is below 1, or there is no next batch; else as
+                calling the maker.
+
+        Examples:
+            >>> for part in maker.make_experience_list(collector, micro_batch_size=8):  # doctest: +SKIP
+            ...     loss_module(part.to_rows())["loss_objective"].backward()
+        """
+        if micro_batch_size is not None:
+            micro_batch_size = check_positive_integer("micro_batch_size", micro_batch_size)
+        rows = self(rows_of(batch, self.tensor_keys.action))
+        parts = rows.split(micro_batch_size or len(rows))
+        return [Experience.from_rows(part, self.tensor_keys) for part in parts]
+
+    def _rewards(self, batch: RowBatch) -> tuple[Tensor | None, dict[str, float]]:
+        """Ask the reward sources, after checks that cost less; ``None`` for the rows' own returns."""
         self.credit.check(batch)
         if self.reads_entropy:
             batch.read("entropy")
         if self.reads_group:
+            batch.group()
+        if self.old_log_probs == "sampler":
+            self._sampler_log_probs(batch)
+        # The rows' own returns stand for their rewards.
+        if self.own_reward and self.credit.advantage == "turn" and batch.has("turn_return"):
+            if self.gamma is not None:
+                self._warnings.of_gamma(batch, self.gamma)
+            return None, {}
+        reward, metrics = self.reward(
+            batch.rows,
+            batch.episodes,
+            valid=batch.valid,
+            shown=batch.with_default_keys(),
+            keys=self.tensor_keys,
+        )
+        return reward, metrics
+
+    def _sampler_log_probs(self, batch: RowBatch) -> Tensor:
+        """Read and check the sampler's log-probabilities, ``[N, S]`` float32."""
+        log_prob = batch.read("sampler_log_prob")
+        log_prob = batch.finite_float("sampler_log_prob", log_prob, batch.counted, _SAMPLER_FAULT)
+        batch.check_log_probs("sampler_log_prob", log_prob)
+        return log_prob
+
+    def _outputs(
+        self, batch: RowBatch, reward: Tensor | None, weight: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Compute the outputs, by key name, and the metrics.
+
+        ``weight`` is that of ``process``, of rows ``[N]`` or tokens ``[N, S]``.
+        """
+        out: dict[str, Tensor] = {}
+        metrics = sampled_tokens(batch)
+        if self.reads_group:
             metrics |= episodes_per_group(batch)
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
-            out["sample_log_prob"] = batch.finite_float(
-                "sampler_log_prob", old, batch.counted, _SAMPLER_FAULT
-            )
-            batch.check_log_probs("sampler_log_prob", out["sample_log_prob"])
-        reward: Tensor | None = None
-        # The rows' own returns stand for their rewards.
-        if not (self.own_reward and self.credit.advantage == "turn" and batch.has("turn_return")):
-            reward, scores = self.reward(
-                batch.rows,
-                batch.episodes,
-                valid=batch.valid,
-                shown=batch.with_default_keys(),
-                keys=self.tensor_keys,
-            )
-            metrics |= scores
-        elif self.gamma is not None:
-            self._warnings.of_gamma(batch, self.gamma)
+            out["sample_log_prob"] = self._sampler_log_probs(batch)
         if self.old_log_probs == "actor" or self.with_entropy:
             log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
             if self.old_log_probs == "actor":
@@ -425,10 +504,12 @@ class ExperienceMaker(TensorDictModuleBase):
             batch, reward, kl_reward, out
         )
         out["advantage"] = advantage.unsqueeze(-1)
-        if self.filters:
+        if self.filters or weight is not None:
             completed = batch.with_default_keys(out)
             completed.set(EPISODE_SCORE, batch.episode_scores(reward))
-            out["weight"] = filter_weight(self.filters, completed, batch.counted)
+            of_process = () if weight is None else (lambda rows: weight,)
+            filters = (*self.filters, *of_process)
+            out["weight"] = filter_weight(filters, completed, batch.counted)
             kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
         self._warnings.of_advantage(batch, advantage, out.get("weight"))

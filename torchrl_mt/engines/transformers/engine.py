@@ -115,7 +115,7 @@ class TransformersEngine:
             model = cast(PreTrainedModel, base_of(model))
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
-                "model must be a transformers PreTrainedModel or a PEFT model of one, got "
+                "model must be a PEFT model or a transformers PreTrainedModel, got "
                 f"{type(model).__name__}."
             )
         require_positive(

@@ -1,0 +1,222 @@
+"""Functions between rewards and advantages, and lists of experience for training loops."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+
+from torchrl_mt.objectives import Experience, ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives.functional import merge_totals
+
+SHAPED, SCORE = ("rewards", "shaped"), ("rewards", "episode")
+MASK = ("masks", "all_assistant_mask")
+
+
+def best_episodes(rows):
+    """Drop episodes below the mean, and give the rest back in another order."""
+    return rows[rows[SCORE] >= rows[SCORE].mean()].flip(0)
+
+
+def doubled(rows):
+    rows[SHAPED] *= 2
+    return rows
+
+
+def shown_and_weighted(rows):
+    rows["weights", "full"] = torch.where(rows["episode"] % 2 == 0, 2.0, 1.0)
+    rows["seen"] = rows["episode"] * 10
+    return rows
+
+
+def reject_odd(rows):
+    rows["valid"] = rows["episode"] % 2 == 0
+    return rows
+
+
+def assert_rows_equal(one, other, but=()):
+    left, right = set(one.keys(True, True)) - set(but), set(other.keys(True, True)) - set(but)
+    assert left == right
+    for key in left:
+        a, b = one[key], other[key]
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, key
+
+
+@pytest.mark.parametrize("advantage", ["turn", "batch", "grpo"])
+def test_what_is_left_is_completed_as_if_it_had_come_alone(model, other_model, rows, advantage):
+    given = rows(n=9)
+    given["label"] = [f"row {i}" for i in range(9)]
+    before = given.clone()
+    options = {"ref": other_model, "old_log_probs": "actor", "advantage": advantage}
+    maker = ExperienceMaker(model, process=[best_episodes, doubled], **options)
+    out = maker(given)
+    assert_rows_equal(given, before)
+    score = torch.zeros(9).index_add(0, given["episode"], given["rewards", "full"].sum(-1))
+    keep = score[given["episode"]] >= score[given["episode"]].mean()
+    assert 0 < len(out) < 9
+    alone = before[keep]
+    alone["rewards", "full"] = 2 * alone["rewards", "full"]
+    expected = ExperienceMaker(model, **options)(alone)
+    assert_rows_equal(out, expected, but=[SHAPED, ("rewards", "full")])
+    assert torch.equal(out["rewards", "full"], before[keep]["rewards", "full"])
+    assert torch.equal(out[SHAPED], expected["rewards", "full"])
+    assert maker.metrics["process/best_episodes/dropped_rows"] == 9 - len(out)
+    assert maker.metrics["process/doubled/dropped_rows"] == 0
+
+
+def test_rows_may_be_weighted_and_rejected(model, rows):
+    maker = ExperienceMaker(
+        model,
+        process=[shown_and_weighted, reject_odd],
+        filters=lambda r: torch.full((len(r),), 0.5),
+    )
+    out = maker(rows())
+    odd = out["episode"] % 2 == 1
+    assert torch.equal(out["seen"], out["episode"] * 10)
+    assert torch.equal(out["valid"], ~odd)
+    weight = torch.where(out[MASK] & ~odd[:, None], 1.0, 0.0)
+    assert torch.equal(out["weights", "full"], weight)
+    assert not out[SHAPED][odd].any()
+    assert maker.metrics["process/reject_odd/rejected_rows"] == int(odd.sum())
+    expected = rows()
+    expected["valid"] = out["valid"]
+    expected = ExperienceMaker(model)(expected)
+    torch.testing.assert_close(out["advantage"], expected["advantage"])
+
+
+def test_keys_of_ones_own_are_kept(model, rows):
+    names = {"episode": "traj", "valid": "fine", "assistant_mask": ("m", "sampled")}
+    moved = rows()
+    moved.rename_key_("episode", "traj")
+    moved.rename_key_(MASK, ("m", "sampled"))
+    maker = ExperienceMaker(model, process=reject_odd)
+    maker.set_keys(**names)
+    out, expected = maker(moved), ExperienceMaker(model, process=reject_odd)(rows())
+    assert torch.equal(out["fine"], expected["valid"])
+    assert "valid" not in out
+    torch.testing.assert_close(out["advantage"], expected["advantage"])
+
+
+def without(rows, key):
+    return rows.exclude(key)
+
+
+def put(rows, key, value):
+    rows[key] = value
+    return rows
+
+
+WRONG = {
+    r"must return the rows, .* got NoneType": lambda rows: None,
+    r"\('tokens', 'full'\)\] are missing": lambda rows: without(rows, ("tokens", "full")),
+    r"must not change 'group'": lambda rows: put(rows, "group", rows["group"] + 1),
+    r"must not change \('rewards', 'full'\): it may change \('rewards', 'shaped'\)": (
+        lambda rows: put(rows, ("rewards", "full"), rows["rewards", "full"] + 1)
+    ),
+    r"must return rows that it was given, each once": lambda rows: torch.cat([rows, rows]),
+    r"dropped all 6 rows": lambda rows: rows[:0],
+    r"keep or drop all rows of an episode, .* some of episode 0": lambda rows: rows[1:],
+    r"leave \('rewards', 'shaped'\) finite": lambda rows: put(rows, SHAPED, rows[SHAPED] / 0),
+    r"sampled tokens only": lambda rows: put(rows, SHAPED, rows[SHAPED] + 1),
+    r"floating of shape \(6, 12\), got torch.float32 \(6,\)": (
+        lambda rows: put(rows, SHAPED, torch.ones(6))
+    ),
+    r"^valid must be a bool tensor": lambda rows: put(rows, "valid", torch.ones(6)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_mistakes_are_named_and_change_nothing(model, rows, message):
+    given = rows()
+    given["valid"] = torch.ones(6, dtype=torch.bool)
+    before = given.clone()
+    maker = ExperienceMaker(model, process=[doubled, WRONG[message]])
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        maker(given)
+    assert "valid" in message or "process/<lambda>" in str(raised.value)
+    assert_rows_equal(given, before)
+    with pytest.raises(TypeError, match="process must be a function"):
+        ExperienceMaker(model, process=["doubled"])
+
+
+def summed(loss_module, parts, total):
+    loss_module.zero_grad()
+    for part in parts:
+        loss_module(part, total=total)["loss_objective"].backward()
+    return torch.cat([p.grad.flatten() for p in loss_module.parameters()])
+
+
+def test_a_list_of_experience_is_the_completed_batch(model, rows):
+    maker, loss = ExperienceMaker(model, process=best_episodes), MultiTurnLoss(model)
+    given = rows(n=9)
+    before = given.clone()
+    parts = maker.make_experience_list(given, micro_batch_size=2)
+    assert_rows_equal(given, before)
+    assert all(isinstance(part, Experience) for part in parts)
+    whole = maker(given)
+    assert [len(part) for part in parts] == [2] * (len(whole) // 2) + [1] * (len(whole) % 2)
+    assert_rows_equal(torch.cat([part.to_rows() for part in parts]), whole)
+    rows_of_parts = [part.to_rows() for part in parts]
+    total = merge_totals(*map(loss.total, rows_of_parts))
+    torch.testing.assert_close(
+        summed(loss, rows_of_parts, total), summed(loss, [whole], loss.total(whole))
+    )
+    assert len(maker.make_experience_list(given)) == 1
+    with pytest.raises(ValueError, match="micro_batch_size must be a positive integer"):
+        maker.make_experience_list(given, micro_batch_size=0)
+
+
+def turns():
+    """Two episodes in TED, of two turns and of one."""
+    tokens = [([3, 4], [5, 6]), ([3, 4, 5, 6, 7], [8]), ([3, 9], [10, 11])]
+    end = torch.tensor([[False], [True], [True]])
+    data = TensorDict(
+        {
+            "collector": {"traj_ids": torch.tensor([0, 0, 1])},
+            "group": torch.tensor([0, 0, 0]),
+            "next": {
+                "reward": torch.tensor([[0.5], [1.0], [-1.0]]),
+                "done": end,
+                "terminated": end,
+                "truncated": torch.zeros_like(end),
+            },
+        },
+        [3],
+    )
+    for name, leaf in (("prompt", 0), ("response", 1)):
+        values = [torch.tensor(turn[leaf]) for turn in tokens]
+        data["tokens", name] = torch.nested.nested_tensor(values, layout=torch.jagged)
+    zeros = [torch.zeros(len(turn[1])) - 1 for turn in tokens]
+    data["log_probs", "response"] = torch.nested.nested_tensor(zeros, layout=torch.jagged)
+    return data
+
+
+class Collector:
+    """What matters of a TorchRL collector."""
+
+    def __init__(self, *batches):
+        self.batches = list(batches)
+
+    def next(self):
+        return self.batches.pop(0) if self.batches else None
+
+
+def test_episodes_and_collectors_give_experience(model):
+    from torchrl_mt.transforms import MergeTurns
+
+    maker = ExperienceMaker(model)
+    expected = maker(MergeTurns()(turns()))
+    (of_episodes,) = maker.make_experience_list(turns())
+    collector = Collector(turns())
+    (of_collector,) = maker.make_experience_list(collector)
+    assert_rows_equal(of_episodes.to_rows(), expected)
+    assert_rows_equal(of_collector.to_rows(), expected)
+    with pytest.raises(ValueError, match="the collector gave none"):
+        maker.make_experience_list(collector)
+    with pytest.raises(TypeError, match=r"got list; a collector takes prompts as its data"):
+        maker.make_experience_list(["What is 2 + 2?"])
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(2), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=2
+    )
+    buffer.extend(MergeTurns()(turns()))
+    (of_buffer,) = maker.make_experience_list(buffer)
+    torch.testing.assert_close(of_buffer.advantages, expected["advantage"].squeeze(-1))

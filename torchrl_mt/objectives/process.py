@@ -1,0 +1,202 @@
+"""A user's functions between rewards and advantages: new rewards, weights, fewer rows.
+
+What they may not change is compared; a row stays the row that it was, whatever order it comes back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from torch import Tensor
+
+from torchrl_mt.objectives.rows.batch import RowBatch
+from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
+from torchrl_mt.objectives.rows.reading import read_valid
+
+Process = Callable[[TensorDictBase], TensorDictBase]
+"""Function from rows to rows. It gets a copy, under the default keys, with the rewards ``("rewards",
+"shaped")`` ``[N, S]`` and their sum over each row's episode, ``("rewards", "episode")`` ``[N]``."""
+
+_ROW: NestedKey = ("rows", "number")
+"""Key of each row's number, by which it is known again."""
+_REWARD = ExperienceKeys.shaped_reward
+_MAY_CHANGE = (_REWARD, ExperienceKeys.valid, ExperienceKeys.weight)
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What the functions left."""
+
+    rows: TensorDictBase
+    """The rows that are left, in their order, under the maker's keys."""
+    reward: Tensor
+    """float32 ``[N, S]``."""
+    weight: Tensor | None
+    """Weights of rows ``[N]`` or tokens ``[N, S]``, if a function set some."""
+    metrics: dict[str, float]
+    """``process/<name>/dropped_rows`` and ``process/<name>/rejected_rows``."""
+
+
+def process_rows(functions: Sequence[Process], batch: RowBatch, reward: Tensor) -> Processed:
+    """Call the functions, each with the rows that the one before returned.
+
+    Args:
+        functions: The functions.
+        batch: The rows.
+        reward: ``[N, S]`` float32, zero on masked tokens.
+
+    Returns:
+        The rows that are left; the given ones are not changed.
+
+    Raises:
+        TypeError: If a function returns no rows, or rewards or flags of a wrong type.
+        ValueError: If a function returns a row that it was not given, or one twice; some rows of an
+            episode only, or no row; lacks an entry or changes one that it may not; or its rewards have
+            another shape, are not finite or lie on tokens that were not sampled.
+    """
+    keys, metrics = batch.keys, {}
+    shown = batch.with_default_keys({"shaped_reward": reward})
+    shown.set(_ROW, torch.arange(len(batch.episode), device=batch.episode.device))
+    whole = torch.bincount(batch.episodes.of_row)
+    for function, name in zip(functions, _names(functions), strict=True):
+        shown.set(EPISODE_SCORE, _scores(shown, batch))
+        result = _checked(name, function(shown.clone()), shown)
+        kept = torch.bincount(batch.episodes.of_row[result[_ROW]], minlength=len(whole))
+        torn = ((kept > 0) & (kept < whole)).nonzero()
+        if len(torn):
+            episode = int(batch.episode_id[batch.episodes.of_row == torn[0, 0]][0])
+            raise ValueError(
+                f"{name} must keep or drop all rows of an episode, but it dropped some of episode "
+                f"{episode}: decide by ('rewards', 'episode') or other entries that are the same on all "
+                "its rows."
+            )
+        metrics[f"{name}/dropped_rows"] = float(len(shown) - len(result))
+        before = _valid(shown)[torch.searchsorted(shown[_ROW], result[_ROW])]
+        metrics[f"{name}/rejected_rows"] = float((before & ~_valid(result)).sum())
+        whole = kept
+        shown = result
+    return _left(batch, shown, metrics, keys)
+
+
+def _left(
+    batch: RowBatch, shown: TensorDictBase, metrics: dict[str, float], keys: ExperienceKeys
+) -> Processed:
+    """Take what the functions may change into the maker's rows."""
+    rows = batch.rows[shown[_ROW]]
+    known = set(batch.with_default_keys().keys(True)) | {_ROW, _REWARD, EPISODE_SCORE}
+    for key in shown.keys(True, True):
+        if key not in known and key not in _MAY_CHANGE:
+            rows.set(key, shown.get(key))
+    valid = shown.get(ExperienceKeys.valid, None)
+    if valid is not None:
+        rows.set(keys.valid, valid)
+    weight = shown.get(ExperienceKeys.weight, None)
+    given = batch.rows.get(keys.weight, None)
+    if weight is not None and given is not None and _same(weight, given[shown[_ROW]]):
+        weight = None
+    return Processed(rows, shown[_REWARD].float(), weight, metrics)
+
+
+def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
+    """Check what a function returned; sort it as given."""
+    if not isinstance(result, TensorDictBase):
+        kind = type(result).__name__
+        raise TypeError(f"{name} must return the rows, a TensorDict of batch size [N], got {kind}.")
+    names = list(given.keys(True, True))
+    missing = [key for key in names if result.get(key, None) is None]
+    if missing:
+        raise ValueError(
+            f"{name} must keep all entries of the rows, but {missing[:3]} are missing: change the rows "
+            "that it gets, or index them, and return these."
+        )
+    number, rows = result[_ROW], given[_ROW]
+    unknown = number.ndim != 1 or not bool(torch.isin(number, rows).all())
+    if unknown or len(number.unique()) < len(number):
+        raise ValueError(
+            f"{name} must return rows that it was given, each once, got rows number "
+            f"{number.tolist()} of {rows.tolist()}."
+        )
+    if not len(number):
+        raise ValueError(
+            f"{name} dropped all {len(rows)} rows, so there is nothing to learn from: reject them "
+            "instead (set 'valid' to false), which keeps the batch, or have the collector play others "
+            "(accept_group)."
+        )
+    order = number.argsort()
+    result = result[order]
+    same = given[torch.searchsorted(rows, result[_ROW])]
+    for key in names:
+        value, before = result.get(key), same.get(key)
+        if key not in _MAY_CHANGE and isinstance(before, Tensor) and not _same(value, before):
+            raise ValueError(
+                f"{name} must not change {key!r}: it may change {_REWARD!r}, 'valid' and "
+                f"{ExperienceKeys.weight!r}, drop rows and add entries."
+            )
+    _check_reward(name, result)
+    return result
+
+
+def _check_reward(name: str, rows: TensorDictBase) -> None:
+    """Refuse rewards of a wrong form or place."""
+    reward, mask = rows[_REWARD], rows[ExperienceKeys.assistant_mask]
+    if reward.shape != mask.shape or not reward.is_floating_point():
+        raise ValueError(
+            f"{name} must leave {_REWARD!r} floating of shape {tuple(mask.shape)}, got {reward.dtype} "
+            f"{tuple(reward.shape)}."
+        )
+    if not bool(reward.isfinite().all()):
+        raise ValueError(f"{name} must leave {_REWARD!r} finite.")
+    if bool(reward[~mask].any()):
+        raise ValueError(
+            f"{name} must give rewards to sampled tokens only: multiply them with "
+            f"rows[{ExperienceKeys.assistant_mask!r}]."
+        )
+
+
+def _same(one: object, other: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
+    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _scores(shown: TensorDictBase, batch: RowBatch) -> Tensor:
+    """Sum the rewards of each row's episode, ``[N]``."""
+    of_row = batch.episodes.of_row[shown[_ROW]]
+    total = torch.zeros(len(batch.episodes.last_token), dtype=torch.float64, device=of_row.device)
+    total.index_add_(0, of_row, shown[_REWARD].double().sum(-1))
+    return total.float()[of_row]
+
+
+def _valid(rows: TensorDictBase) -> Tensor:
+    return read_valid(rows, ExperienceKeys.valid, rows[ExperienceKeys.assistant_mask])
+
+
+def _names(functions: Sequence[Process]) -> list[str]:
+    """Name the functions in errors and metrics; the second of a name gets ``#2``."""
+    names: list[str] = []
+    for one in functions:
+        inner = getattr(one, "func", one)
+        name = f"process/{getattr(inner, '__name__', type(inner).__name__)}"
+        same = sum(other == name or other.startswith(f"{name}#") for other in names)
+        names.append(f"{name}#{same + 1}" if same else name)
+    return names
+
+
+def find_process(given: Process | Sequence[Process]) -> tuple[Process, ...]:
+    """Return one or several functions as a tuple.
+
+    Raises:
+        TypeError: If one is no function.
+    """
+    functions = (given,) if callable(given) else tuple(given)
+    for one in functions:
+        if not callable(one) or is_tensor_collection(one):
+            raise TypeError(
+                f"process must be a function from rows to rows, or several, got {one!r}."
+            )
+    return functions

@@ -1,0 +1,41 @@
+"""Rows of what training data comes as: rows, whole episodes, or the next batch of a collector or buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import NestedKey, TensorDictBase
+
+_TURN: NestedKey = ("tokens", "response")
+
+
+def rows_of(batch: Any, action: NestedKey) -> TensorDictBase:
+    """Get rows ``[N]`` that may be written to; tensors are shared, and the batch is not changed.
+
+    Args:
+        batch: Rows; or whole episodes in TED, flat ``[ΣT]``; or a collector or replay buffer of
+            either, whose next batch is taken.
+        action: Key of the rows' tokens.
+
+    Raises:
+        TypeError: If the batch is none of these.
+        ValueError: If there is no next batch.
+    """
+    # By its method: importing TorchRL's collectors takes half a second.
+    if not isinstance(batch, TensorDictBase) and hasattr(batch, "next"):
+        batch = batch.next()
+        if batch is None:
+            raise ValueError(
+                "batch: the collector gave none: its data is at its end, or it writes to its "
+                "replay_buffer, and a sample of that is the batch."
+            )
+    if not isinstance(batch, TensorDictBase):
+        raise TypeError(
+            "batch must be a TensorDict of rows or episodes, a collector or a replay buffer, got "
+            f"{type(batch).__name__}; a collector takes prompts as its data."
+        )
+    if batch.get(action, None) is None and batch.get(_TURN, None) is not None:
+        from torchrl_mt.transforms.merge_turns import MergeTurns
+
+        return MergeTurns()(batch)
+    return batch.copy()
