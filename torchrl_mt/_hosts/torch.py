@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.utils.data._utils.collate import default_collate_fn_map
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 # ---- tensors ------------------------------------------------------------------------------------
 
@@ -62,3 +65,10 @@ class ExactBuffers(nn.Module):
             if buffer is not None and moved is not None and moved.dtype is not buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
+
+
+def with_submodules(module: _Module, **submodules: nn.Module | None) -> _Module:
+    """Copy a module, not deeply, with other submodules; the module keeps its own."""
+    made = copy.copy(module)
+    made._modules = {**module._modules, **submodules}
+    return made

@@ -3,6 +3,7 @@
 from torchrl_mt.objectives.experience import ExperienceMaker
 from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.loss import MultiTurnLoss
+from torchrl_mt.objectives.pipeline import ExperiencePipeline
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
@@ -14,6 +15,7 @@ from torchrl_mt.scoring.values import ValueModel, row_values
 __all__ = [
     "Experience",
     "ExperienceMaker",
+    "ExperiencePipeline",
     "ModelReward",
     "MultiTurnLoss",
     "Passes",

@@ -397,7 +397,8 @@ class ExperienceMaker(TensorDictModuleBase):
 
         Args:
             batch: Rows ``[N]``; or whole episodes in TED, flat ``[ΣT]``, which ``MergeTurns()`` makes
-                rows of; or a collector or replay buffer, whose next batch is taken. They are not changed.
+                rows of; or a collector or replay buffer, whose next batch is taken. Rows and episodes
+                are not changed.
             micro_batch_size: Maximum number of rows of a part; one part by default.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Rows of what training data comes as: rows, whole episodes, or the next batch of a collector or buffer."""
+"""Rows from rows, from whole episodes, or from the next batch of a collector or replay buffer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,314 @@
+"""Experience in the background: the next batch is scored while the last one is trained on.
+
+Batches come in the source's order. Each is scored with the weights of one moment, at which the trainer
+asked for a batch. An error reaches whoever asks for the batch that it befell.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_mt._hosts.torch import with_submodules
+from torchrl_mt.checks import check_positive_integer
+from torchrl_mt.objectives.experience import ExperienceMaker
+from torchrl_mt.objectives.rows.sources import rows_of
+from torchrl_mt.objectives.snapshot import Snapshot
+from torchrl_mt.scoring.forward import unwrapped
+from torchrl_mt.scoring.log_probs import causal_lm
+from torchrl_mt.threads import settle
+
+SCORED = ("versions", "scored")
+"""Key of the version that a batch was scored with."""
+
+_logger = logging.getLogger("torchrl_mt")
+
+
+class ExperiencePipeline:
+    """Iterate over completed batches; while one is trained on, the next ones are scored in a thread.
+
+    Scoring takes place while the actor changes, so it never reads the actor's own parameters. Whenever
+    the next batch is asked for, trained parameters of actor and critic are copied, and a batch is scored
+    with the copy made when the batch ``depth`` before it was asked for: always the same one, however
+    fast either side is. With LoRA, only the adapter is copied; nothing is if the maker scores with
+    neither actor nor critic. Reference and reward models must not change meanwhile.
+
+    Batches have ``("versions", "scored")`` ``[N]`` int64, the version that they were scored with. With a
+    batch, ``maker.metrics`` are that batch's, and ``"staleness/scored"`` says how many versions ago it
+    was scored. Settings of the maker that change count for batches that are begun later.
+
+    A collector as the source plays while the policy is trained. Its engine needs weights of its own
+    (``share_weights=False``), and its tokens get up to ``depth`` versions older.
+
+    Close the pipeline, or use it as a context manager. Batches that were made ahead are then lost.
+
+    Args:
+        source: Batches of rows or whole episodes: a collector, a replay buffer with a batch size, or any
+            iterable; iterated in a thread.
+        maker: Completes them; no other thread may call it.
+        depth: Number of batches that are made ahead.
+        version: Returns the weight version, such as ``lambda: collector.policy_version``. Default: the
+            number of batches that were asked for before, which is the number trained on.
+
+    Raises:
+        ValueError: If ``depth`` is below 1, or the source's engine samples with the weights that are
+            trained.
+
+    Examples:
+        >>> with ExperiencePipeline(collector, maker) as pipeline:  # doctest: +SKIP
+        ...     for rows in pipeline:
+        ...         loss_module(rows)["loss_objective"].backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         collector.update_policy_weights_(model)
+    """
+
+    def __init__(
+        self,
+        source: Iterable[TensorDictBase],
+        maker: ExperienceMaker,
+        *,
+        depth: int = 1,
+        version: Callable[[], int] | None = None,
+    ) -> None:
+        self.depth = check_positive_integer("depth", depth)
+        if getattr(getattr(source, "engine", None), "shares_weights", False):
+            raise ValueError(
+                "source would sample while the policy is trained, with the very weights that are "
+                "trained: make its engine with share_weights=False."
+            )
+        self.maker = maker
+        self._source = source
+        self._version = version
+        self._taken = 0
+        self._snapshot: Snapshot | None = None
+        self._line = _Line()
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+        # Also runs when the pipeline is collected: its thread must not wait for ever.
+        self._closer = weakref.finalize(self, self._line.close)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return self
+
+    def __next__(self) -> TensorDictBase:
+        """Return the next batch, completed.
+
+        Raises:
+            StopIteration: After the last batch, an error, or :meth:`close`.
+            Exception: The error of the source or of the maker, with the thread's traceback.
+        """
+        if self._is_over or not self._closer.alive:
+            raise StopIteration
+        order = self._order()
+        if self._thread is None:
+            for _ in range(self.depth):
+                self._line.put(order)
+            self._thread = threading.Thread(
+                target=_work,
+                args=(self._line, self._source, _cuda_device()),
+                name="torchrl_mt-experience",
+                daemon=True,
+            )
+            self._thread.start()
+        # An interrupt while waiting takes nothing: the next call goes on.
+        taken = self._line.take()
+        try:
+            made = taken.result()
+        except BaseException:
+            self._is_over = True
+            raise
+        if made is None:
+            self._is_over = True
+            raise StopIteration
+        self._line.put(order)
+        self._taken += 1
+        self.maker.metrics = made.metrics | {
+            "staleness/scored": float(order.version - made.version)
+        }
+        return made.rows
+
+    def _order(self) -> _Order:
+        """Make the order for a batch, with the weights of now."""
+        version = self._taken if self._version is None else self._version()
+        maker = self.maker
+        actor, critic = causal_lm(maker.actor), maker.critic
+        _check_apart(maker)
+        needs_actor = maker.old_log_probs == "actor" or maker.with_entropy or maker.ref == "base"
+        if not (needs_actor or critic is not None):
+            return _Order(with_submodules(maker), version)
+        models = [unwrapped(actor)] if critic is None else [unwrapped(actor), unwrapped(critic)]
+        if self._snapshot is None or not self._snapshot.is_current:
+            self._snapshot = Snapshot(models)
+        copies = dict(zip(("actor", "critic"), self._snapshot.models, strict=False))
+        weights = self._snapshot.weights()
+        return _Order(with_submodules(maker, **copies), version, self._snapshot, weights)
+
+    def close(self) -> None:
+        """End the thread, after the batch that it scores; closing again does nothing.
+
+        A source that is waited for is left to the thread, which ends when the source answers.
+        """
+        self._closer()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._line.wait_for_scoring()
+
+    def __enter__(self) -> ExperiencePipeline:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How a batch is to be scored."""
+
+    maker: ExperienceMaker
+    """The maker, with the copies of its models."""
+    version: int
+    """The version of the weights."""
+    snapshot: Snapshot | None = None
+    """The copies; ``None`` if none are needed."""
+    weights: list[Tensor] | None = None
+    """Their weights."""
+
+    def fill(self, batch: Any) -> _Made:
+        """Complete a batch."""
+        if self.snapshot is not None and self.weights is not None:
+            self.snapshot.load(self.weights)
+        rows = self.maker(rows_of(batch, self.maker.tensor_keys.action))
+        version = torch.full(rows.batch_size, self.version, dtype=torch.long)
+        rows.set(SCORED, version.to(rows[self.maker.tensor_keys.action].device))
+        return _Made(rows, self.maker.metrics, self.version)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A completed batch."""
+
+    rows: TensorDictBase
+    metrics: dict[str, float]
+    version: int
+
+
+class _Line:
+    """Orders to the thread, and what it made of them, in order."""
+
+    def __init__(self) -> None:
+        self._orders: deque[_Order] = deque()
+        self._made: deque[Future[_Made | None]] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = self._is_scoring = False
+
+    def put(self, order: _Order) -> None:
+        """Order a batch."""
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify_all()
+
+    def take(self) -> Future[_Made | None]:
+        """Wait for the next batch, error or end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._made)
+            return self._made.popleft()
+
+    def next_order(self) -> _Order | None:
+        """Wait for an order; ``None`` after closing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._orders)
+            return None if self._is_closed else self._orders.popleft()
+
+    def score(self, order: _Order, batch: Any) -> bool:
+        """Score a batch, unless closed; return whether to go on."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._is_scoring = True
+        made: Future[_Made | None] = Future()
+        try:
+            settle(made, order.fill, batch)
+        finally:
+            with self._changed:
+                self._is_scoring = False
+                self._changed.notify_all()
+        self.hand_over(made)
+        return made.exception() is None
+
+    def hand_over(self, made: Future[_Made | None]) -> None:
+        """Put a result at the end of the line; after closing nobody takes it."""
+        with self._changed:
+            if not self._is_closed:
+                self._made.append(made)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more orders, and drop what was made."""
+        with self._changed:
+            self._is_closed = True
+            self._orders.clear()
+            dropped = list(self._made)
+            self._made.clear()
+            self._changed.notify_all()
+        for made in dropped:
+            if made.exception() is not None:
+                _logger.warning(
+                    "the batch after the last that was taken failed.", exc_info=made.exception()
+                )
+
+    def wait_for_scoring(self) -> None:
+        """Wait until no batch is scored."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_scoring)
+
+
+def _work(line: _Line, source: Iterable[Any], device: int | None) -> None:
+    """Fill orders with the source's batches, until its end, an error or closing."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    end: Future[_Made | None] = Future()
+    try:
+        iterator = iter(source)
+        while (order := line.next_order()) is not None:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            if not line.score(order, batch):
+                break
+            del order, batch  # Not kept while waiting.
+        if iterator is not source and hasattr(iterator, "close"):
+            iterator.close()  # Here: no other thread may close a generator that runs in this one.
+        end.set_result(None)
+    except BaseException as error:
+        end.set_exception(error)
+    line.hand_over(end)
+
+
+def _check_apart(maker: ExperienceMaker) -> None:
+    """Refuse models that cannot be copied one by one, and have parameters that are trained."""
+    trainable = [maker.actor] if maker.critic is None else [maker.actor, maker.critic]
+    trained = {id(p) for model in trainable for p in model.parameters() if p.requires_grad}
+    for name in ("ref", "reward"):
+        model = getattr(maker, name)
+        if isinstance(model, torch.nn.Module) and any(id(p) in trained for p in model.parameters()):
+            raise ValueError(
+                f"{name} must not have parameters of actor or critic that are trained: it would be "
+                "scored with while they change. Give it a copy, or ref='base' for a PEFT model."
+            )
+
+
+def _cuda_device() -> int | None:
+    """The current CUDA device, which is a thread's own."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
