@@ -107,7 +107,8 @@ def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
         kind = type(result).__name__
         raise TypeError(f"{name} must return the rows, a TensorDict of batch size [N], got {kind}.")
     names = list(given.keys(True, True))
-    missing = [key for key in names if result.get(key, None) is None]
+    found = set(result.keys(True, True))
+    missing = [key for key in names if key not in found]
     if missing:
         raise ValueError(
             f"{name} must keep all entries of the rows, but {missing[:3]} are missing: change the rows "

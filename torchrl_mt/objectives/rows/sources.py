@@ -34,7 +34,9 @@ def rows_of(batch: Any, action: NestedKey) -> TensorDictBase:
             "batch must be a TensorDict of rows or episodes, a collector or a replay buffer, got "
             f"{type(batch).__name__}; a collector takes prompts as its data."
         )
-    if batch.get(action, None) is None and batch.get(_TURN, None) is not None:
+    # By their keys: ragged entries cannot be read as one tensor.
+    entries = batch.keys(True)
+    if action not in entries and _TURN in entries:
         from torchrl_mt.transforms.merge_turns import MergeTurns
 
         return MergeTurns()(batch)
