@@ -45,6 +45,7 @@ def test_every_metric_is_on_the_page(model, other_model, rows):
         reward={"maths": [("episode", 1.0)]},
         advantage="grpo",
         filters="top_entropy",
+        process=lambda rows: rows,
     )
     batch = rows()
     batch["label"] = ["maths"] * len(batch)
@@ -52,7 +53,11 @@ def test_every_metric_is_on_the_page(model, other_model, rows):
     shown = re.findall(r"``([^`]+)``", PAGE.split("- metric")[1].split("\n\n")[0])
     made = set()
     for name in maker.metrics:
-        name = name.replace("/maths", "/<label>").replace("/episode", "/<source>")
+        name = (
+            name.replace("<lambda>", "<name>")
+            .replace("/maths", "/<label>")
+            .replace("/episode", "/<source>")
+        )
         made.add(re.sub("/(mean|std|count)$", "/*", name))
     assert made <= set(shown)
 
@@ -87,3 +92,18 @@ def test_the_overlong_example_counts_whole_episodes():
     rows = TensorDict({"masks": {"all_assistant_mask": mask}}, [3])
     rows["episode_index"] = torch.tensor([4, 2, 4])
     assert names["overlong"](rows).tolist() == [4, 1, 4]
+
+
+def test_the_functions_between_rewards_and_advantages_run(model, rows):
+    start = PAGE.index("   def only_groups_with_spread(rows):")
+    names = {"torch": torch}
+    exec(textwrap.dedent(PAGE[start : PAGE.index("   maker = ", start)]), names)
+    batch = rows(n=9)
+    batch["group"] = torch.tensor([7, 7, 7, 4, 4, 4, 9, 9, 9])
+    batch["rewards", "full"][3:6] = 0.0  # One group's episodes score the same.
+    functions = [names["only_groups_with_spread"], names["shorter_is_better"]]
+    out = ExperienceMaker(model, process=functions)(batch)
+    assert out["group"].tolist() == [7] * 3 + [9] * 3
+    length = out["masks", "all_assistant_mask"].sum(-1, keepdim=True)
+    expected = out["rewards", "full"] * (1 - length / 4096)
+    torch.testing.assert_close(out["rewards", "shaped"], expected)
