@@ -11,7 +11,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from tests.adapters import lora, stirred
 from tests.scoring.vision_rows import rows_with_images, vl_model
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel, row_log_probs
 
 exact = {"atol": 0.0, "rtol": 0.0}
 close = {"atol": 1e-5, "rtol": 1e-5}
@@ -130,6 +130,18 @@ def test_the_loss_trains_the_adapter_alone(make_model, rows):
     whole = gradients[merged]["model.layers.0.self_attn.q_proj.weight"]
     expected = layer.scaling["default"] * whole @ layer.lora_A["default"].weight.T
     torch.testing.assert_close(layer.lora_B["default"].weight.grad, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_critic_has_adapters_of_its_own(make_model, rows):
+    actor = lora(make_model())
+    critic = ValueModel.from_model(copy.deepcopy(actor))
+    maker = ExperienceMaker(actor, ref="base", critic=critic, advantage="gae")
+    loss = MultiTurnLoss(actor, critic=critic)(maker(rows()))
+    (loss["loss_objective"] + loss["loss_critic"]).backward()
+    trained = {name for name, p in critic.named_parameters() if p.grad is not None}
+    assert trained == {name for name, p in critic.named_parameters() if p.requires_grad}
+    assert {"head.weight", "head.bias"} < trained
+    assert all(".lora_" in name or name.startswith("head.") for name in trained)
 
 
 def test_an_actor_without_a_base_is_refused(make_model, rows, caplog):

@@ -234,8 +234,13 @@ def test_closing_does_not_wait_for_a_source(model, rows):
     pipeline = ExperiencePipeline(Source(), ExperienceMaker(model))
     next(pipeline)
     assert asked.wait(PATIENCE)
+    rest = []
+    waiting = threading.Thread(target=lambda: rest.append(list(pipeline)))
+    waiting.start()
     pipeline.close()
     pipeline.close()
+    waiting.join()
+    assert rest == [[]]
     go_on.set()
     wait_until(no_thread)
     assert closed == ["torchrl_mt-experience"]

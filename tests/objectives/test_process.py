@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
+from tests.objectives.conftest import make_model, make_rows
 from torchrl_mt.objectives import Experience, ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import merge_totals
 
 SHAPED, SCORE = ("rewards", "shaped"), ("rewards", "episode")
 MASK = ("masks", "all_assistant_mask")
+MODEL = make_model()
 
 
 def best_episodes(rows):
@@ -61,6 +66,22 @@ def test_what_is_left_is_completed_as_if_it_had_come_alone(model, other_model, r
     assert torch.equal(out[SHAPED], expected["rewards", "full"])
     assert maker.metrics["process/best_episodes/dropped_rows"] == 9 - len(out)
     assert maker.metrics["process/doubled/dropped_rows"] == 0
+
+
+@settings(max_examples=6, deadline=None)
+@drawn(kept=st.sets(st.integers(0, 5), min_size=1), seed=st.integers(0, 99))
+def test_any_episodes_may_be_dropped_in_any_order(kept, seed):
+    given = make_rows(n=9)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+
+    def keep(shown):
+        shown = shown[order]
+        return shown[torch.isin(shown["episode"], shown["episode"].unique()[sorted(kept)])]
+
+    out = ExperienceMaker(MODEL, process=keep, advantage="batch")(given)
+    alone = given[torch.isin(given["episode"], out["episode"])]
+    expected = ExperienceMaker(MODEL, advantage="batch")(alone)
+    assert_rows_equal(out, expected, but=[SHAPED])
 
 
 def test_rows_may_be_weighted_and_rejected(model, rows):

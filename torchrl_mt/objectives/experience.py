@@ -131,12 +131,12 @@ class ExperienceMaker(TensorDictModuleBase):
             :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
             ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``. If the call fails later, the
             buffers of a module (given itself or as a bound method) are restored; other state is not.
-        process: One or more functions from rows to rows
-            (:data:`~torchrl_mt.objectives.process.Process`), between the reward sources and all else.
-            They may change the rewards ``("rewards", "shaped")``, reject rows (``"valid"``), weight
-            them (``("weights", "full")``, ``[N]`` or ``[N, S]``, which multiplies that of the filters),
-            drop whole episodes and add entries. The maker then returns new rows, and leaves those that
-            it was given.
+        process: One or more functions from rows to rows, called after the reward sources and before all
+            else. They get a copy of the rows under the default keys, with the rewards ``("rewards",
+            "shaped")`` ``[N, S]`` and their sum over each row's episode ``("rewards", "episode")``
+            ``[N]``. They may change the rewards, reject rows (``"valid"``), weight them (``("weights",
+            "full")``, ``[N]`` or ``[N, S]``, which multiplies that of the filters), drop whole episodes
+            and add entries. The maker then returns new rows, and leaves those that it was given.
         advantage: See above.
         gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
             turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.

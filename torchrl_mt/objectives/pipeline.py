@@ -124,7 +124,7 @@ class ExperiencePipeline:
         # An interrupt while waiting takes nothing: the next call goes on.
         taken = self._line.take()
         try:
-            made = taken.result()
+            made = None if taken is None else taken.result()
         except BaseException:
             self._is_over = True
             raise
@@ -218,11 +218,11 @@ class _Line:
             self._orders.append(order)
             self._changed.notify_all()
 
-    def take(self) -> Future[_Made | None]:
-        """Wait for the next batch, error or end."""
+    def take(self) -> Future[_Made | None] | None:
+        """Wait for the next batch, error or end; ``None`` after closing."""
         with self._changed:
-            self._changed.wait_for(lambda: self._made)
-            return self._made.popleft()
+            self._changed.wait_for(lambda: self._is_closed or self._made)
+            return None if self._is_closed else self._made.popleft()
 
     def next_order(self) -> _Order | None:
         """Wait for an order; ``None`` after closing."""

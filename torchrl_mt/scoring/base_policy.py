@@ -31,8 +31,9 @@ def base_policy(actor: nn.Module) -> Iterator[None]:
     model = unwrapped(causal_lm(actor))
     if not is_peft_model(model):
         raise ValueError(
-            f"ref='base' needs an actor with PEFT adapters (peft.get_peft_model), got "
-            f"{type(model).__name__}: give a copy of the model that training starts from."
+            "ref='base' needs an actor with PEFT adapters (peft.get_peft_model; pip install "
+            f"'torchrl-mt[lora]'), got {type(model).__name__}: without them, give a copy of the model "
+            "that training starts from."
         )
     with scoring_mode(model), adapter_off(model):
         yield

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_mt._hosts.peft import base_of, is_peft_model
 from torchrl_mt.scoring.forward import run_model
 from torchrl_mt.scoring.packing import put_back
 from torchrl_mt.scoring.packing_check import passes_over
@@ -57,8 +58,9 @@ class ValueModel(nn.Module):
         """Put a scalar head on a transformers model.
 
         Args:
-            model: A causal language model, whose output layer is not used, or a backbone. Its
-                parameters are shared: beside an actor, load or copy the model again.
+            model: A causal language model, whose output layer is not used, or a backbone; or a PEFT
+                model of one, of which adapters and head are trained. Its parameters are shared: beside
+                an actor, load or copy the model again.
 
         Returns:
             The critic.
@@ -66,6 +68,8 @@ class ValueModel(nn.Module):
         Raises:
             TypeError: If ``model`` is no transformers model.
         """
+        if is_peft_model(model):
+            model = cast(PreTrainedModel, base_of(model))
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"model must be a transformers PreTrainedModel, got {type(model).__name__}; for another "
