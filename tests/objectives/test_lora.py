@@ -40,13 +40,12 @@ def assert_unchanged(model, before):
     assert all(torch.equal(value, before[0][name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "packed"),
     [
-        {},
-        {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
-        {"modules_to_save": ["lm_head"]},
+        ({}, False),
+        ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, True),
+        ({"modules_to_save": ["lm_head"]}, False),
     ],
     ids=["layers", "dora_and_head", "whole_head"],
 )

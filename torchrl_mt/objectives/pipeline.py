@@ -40,8 +40,9 @@ class ExperiencePipeline:
     Scoring takes place while the actor changes, so it never reads the actor's own parameters. Whenever
     the next batch is asked for, trained parameters of actor and critic are copied, and a batch is scored
     with the copy made when the batch ``depth`` before it was asked for: always the same one, however
-    fast either side is. With LoRA, only the adapter is copied; nothing is if the maker scores with
-    neither actor nor critic. Reference and reward models must not change meanwhile.
+    fast either side is. This needs memory for up to ``depth + 1`` copies. With LoRA, only the adapter
+    is copied; nothing is if the maker scores with neither actor nor critic. Reference and reward models
+    must not change meanwhile.
 
     Batches have ``("versions", "scored")`` ``[N]`` int64, the version that they were scored with. With a
     batch, ``maker.metrics`` are that batch's, and ``"staleness/scored"`` says how many versions ago it

@@ -45,11 +45,10 @@ class Snapshot:
                     "between training steps, with maker(rows)."
                 )
             if p.requires_grad:
-                # It may be asked later what is trained.
-                memo[id(p)] = nn.Parameter(p.detach().clone())
+                memo[id(p)] = nn.Parameter(p.detach().new_empty(0))  # Until load().
         self._copies = [memo[id(p)] for p in self._trained]
         self.models: list[nn.Module] = list(copy.deepcopy(self._originals, memo))
-        """The copies, in the models' order."""
+        """The copies, in the models' order; without weights until :meth:`load`."""
 
     def weights(self) -> list[Tensor]:
         """Copy the trained parameters. No other thread may train meanwhile."""
