@@ -121,10 +121,24 @@ def test_frozen_parameters_are_shared_and_trained_ones_are_not(make_model):
     for p, q in pairs(actor, snapshot.models[0]):
         assert (p.data_ptr() == q.data_ptr()) == (not p.requires_grad)
         assert p.requires_grad == q.requires_grad
-    assert snapshot.is_current
+    assert snapshot.is_of([actor])
+    assert not snapshot.is_of([copy.copy(actor)])
     some = next(p for p in actor.parameters() if not p.requires_grad)
     some.requires_grad_(True)
-    assert not snapshot.is_current
+    assert not snapshot.is_of([actor])
+
+
+def test_settings_that_change_count_for_batches_begun_later(model, rows):
+    maker = ExperienceMaker(model, critic=Critic(model), advantage="gae")
+    given = [rows(seed=seed) for seed in range(3)]
+    with ExperiencePipeline(given, maker) as pipeline:
+        first = next(pipeline)
+        maker.gamma, maker.critic = 0.5, Critic(model)
+        rest = list(pipeline)
+    later = maker(given[2].copy())
+    assert torch.equal(rest[1]["advantage"], later["advantage"])
+    assert not torch.equal(rest[0]["values"], maker(given[1].copy())["values"])
+    assert torch.equal(first[TOKENS], given[0][TOKENS])
 
 
 def test_nothing_is_copied_that_is_not_scored_with(model, other_model, rows, monkeypatch):

@@ -143,15 +143,17 @@ class ExperiencePipeline:
         """Make the order for a batch, with the weights of now."""
         version = self._taken if self._version is None else self._version()
         maker = self.maker
-        actor, critic = causal_lm(maker.actor), maker.critic
         _check_apart(maker)
-        needs_actor = maker.old_log_probs == "actor" or maker.with_entropy or maker.ref == "base"
-        if not (needs_actor or critic is not None):
+        scored: dict[str, torch.nn.Module] = {}
+        if maker.old_log_probs == "actor" or maker.with_entropy or maker.ref == "base":
+            scored["actor"] = unwrapped(causal_lm(maker.actor))
+        if maker.critic is not None:
+            scored["critic"] = unwrapped(maker.critic)
+        if not scored:
             return _Order(with_submodules(maker), version)
-        models = [unwrapped(actor)] if critic is None else [unwrapped(actor), unwrapped(critic)]
-        if self._snapshot is None or not self._snapshot.is_current:
-            self._snapshot = Snapshot(models)
-        copies = dict(zip(("actor", "critic"), self._snapshot.models, strict=False))
+        if self._snapshot is None or not self._snapshot.is_of(list(scored.values())):
+            self._snapshot = Snapshot(list(scored.values()))
+        copies = dict(zip(scored, self._snapshot.models, strict=True))
         weights = self._snapshot.weights()
         return _Order(with_submodules(maker, **copies), version, self._snapshot, weights)
 

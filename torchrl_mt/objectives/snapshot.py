@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -62,16 +63,12 @@ class Snapshot:
         for p, weight in zip(self._copies, weights, strict=True):
             p.data = weight
 
-    @property
-    def is_current(self) -> bool:
-        """Whether still the same parameters are trained, and others are frozen."""
+    def is_of(self, models: Sequence[nn.Module]) -> bool:
+        """Whether these are the models, and still the same parameters of them are trained."""
         now = _trained(self._originals)
-        return len(now) == len(self._trained) and all(map(_is, now, self._trained))
+        same = len(now) == len(self._trained) and all(map(is_, now, self._trained))
+        return list(self._originals) == list(models) and same
 
 
 def _trained(models: nn.Module) -> list[nn.Parameter]:
     return [p for p in models.parameters() if p.requires_grad]
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
