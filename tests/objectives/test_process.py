@@ -141,6 +141,9 @@ WRONG = {
     r"floating of shape \(6, 12\), got torch.float32 \(6,\)": (
         lambda rows: put(rows, SHAPED, torch.ones(6))
     ),
+    r"must leave 'valid' false where it is": (
+        lambda rows: put(rows, "valid", torch.ones(6, dtype=torch.bool))
+    ),
     r"^valid must be a bool tensor": lambda rows: put(rows, "valid", torch.ones(6)),
 }
 
@@ -148,7 +151,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_mistakes_are_named_and_change_nothing(model, rows, message):
     given = rows()
-    given["valid"] = torch.ones(6, dtype=torch.bool)
+    given["valid"] = given["episode"] > 0
     before = given.clone()
     maker = ExperienceMaker(model, process=[doubled, WRONG[message]])
     with pytest.raises((TypeError, ValueError), match=message) as raised:

@@ -76,6 +76,10 @@ def process_rows(functions: Sequence[Process], batch: RowBatch, reward: Tensor) 
             )
         metrics[f"{name}/dropped_rows"] = float(len(shown) - len(result))
         before = _valid(shown)[torch.searchsorted(shown[_ROW], result[_ROW])]
+        if bool((_valid(result) & ~before).any()):
+            raise ValueError(
+                f"{name} must leave 'valid' false where it is: these rows have no rewards."
+            )
         metrics[f"{name}/rejected_rows"] = float((before & ~_valid(result)).sum())
         whole = kept
         shown = result
