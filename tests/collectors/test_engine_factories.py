@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from functools import partial
 
 import pytest
@@ -67,3 +68,9 @@ def test_engines_and_collectors_say_why_they_cannot_be_pickled(tokenizer, model,
         pytest.raises(TypeError, match=r"make it where it runs.* MultiTurnCollector\.as_remote"),
     ):
         pickle.dumps(collector)
+
+
+def test_an_actor_class_needs_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[ray\]'"):
+        MultiTurnCollector.as_remote()
