@@ -33,7 +33,8 @@ def check_scheme(scheme: Any, engine: Engine) -> None:
     if type(scheme).__module__.startswith("torchrl.weight_update.llm."):
         raise TypeError(
             f"{name} sends weights to an inference server, not to a collector, which only counts them: "
-            "call sender.register_collector(collector)."
+            "call sender.register_collector(collector) or, if the sender has no such method, "
+            "collector.increment_version() after each update."
         )
     of_torchrl = type(scheme).__module__.startswith("torchrl.")
     if isinstance(scheme, RayModuleTransformScheme) or (
@@ -63,6 +64,6 @@ def _model_of(engine: Engine) -> nn.Module:
         return model
     raise TypeError(
         f"{type(engine).__name__} has no model in this process that could receive weights: have "
-        "update_policy_weights_ send them (on_update=), or call sender.register_collector(collector) "
-        "with what sends them."
+        "update_policy_weights_ send them (on_update=), or send them otherwise and call "
+        "increment_version() after each update."
     )
