@@ -247,3 +247,21 @@ def test_processes_share_no_id_however_they_are_seeded(start, number):
     for process in processes:
         process.join()
     assert len(set(found)) == len(found) == number * 9
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=20))
+def test_renamed_pieces_of_two_collectors_never_join(pieces):
+    """Though nothing else in them tells whose they are."""
+    renames = {source: UniqueTrajIds() for source in (False, True)}
+    buffer, sent = stored_in(), {False: 0, True: 0}
+    for source, size in pieces:
+        place = torch.arange(sent[source], sent[source] + size)
+        sent[source] += size
+        steps = {TRAJ: place // 3, "source": torch.full((size,), source), "place": place}
+        done = (place % 3 == 2)[:, None]
+        buffer.extend(renames[source](TensorDict({**steps, "next": {"done": done}}, [size])))
+    storage = buffer.storage
+    assert storage.num_episodes == sum(steps // 3 for steps in sent.values())
+    for episode in storage.episodes():
+        assert len(episode["source"].unique()) == len(episode[TRAJ].unique()) == 1
+        assert torch.equal(episode["place"] % 3, torch.arange(3))
