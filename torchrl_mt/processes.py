@@ -13,9 +13,17 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
-__all__ = ["copyable_error", "end_process", "pickle_argument", "pipe", "preload", "start_process"]
+__all__ = [
+    "StaysInProcess",
+    "copyable_error",
+    "end_process",
+    "pickle_argument",
+    "pipe",
+    "preload",
+    "start_process",
+]
 
 _has_fork_server = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _has_fork_server else "spawn")
@@ -50,6 +58,30 @@ def pickle_argument(name: str, value: Any) -> bytes:
             f"{name} is sent to other processes, but pickling it raised {type(error).__name__}: "
             f"{error}: give a class or a function that is defined in a module."
         ) from error
+
+
+class StaysInProcess:
+    """Base of objects with threads, models or connections: pickling one says what to give instead.
+
+    Examples:
+        >>> class Engine(StaysInProcess):
+        ...     _instead = "give a function that makes it"
+        >>> pickle.dumps(Engine())
+        Traceback (most recent call last):
+        ...
+        TypeError: Engine cannot be pickled or copied, as it has threads, a model or connections: give a
+        function that makes it.
+    """
+
+    _instead: ClassVar[str]
+    """What to do instead, in the words of an error; ``{name}`` is the class."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} cannot be pickled or copied, as it has threads, a model or connections: "
+            f"{self._instead.format(name=name)}."
+        )
 
 
 def copyable_error(error: BaseException) -> BaseException:

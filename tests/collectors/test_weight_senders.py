@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors.weight_update import WeightUpdaterBase
+from torchrl.weight_update import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
 from torchrl.weight_update.llm.sglang_nccl import SGLangWeightSender, SGLangWeightSyncScheme
 from torchrl.weight_update.llm.vllm_nccl import VLLMWeightSender, VLLMWeightSyncScheme
 
 from tests.collectors.chats import Chat
+from tests.conftest import WORDS
 from torchrl_mt.collectors import MultiTurnCollector
-from torchrl_mt.engines import CompletionsEngine, PolicyEngine
+from torchrl_mt.engines import CompletionsEngine, PolicyEngine, TransformersEngine
+from torchrl_mt.testing import tiny_chat_model
 
 
 class Transport:
@@ -64,6 +74,12 @@ class Updater(WeightUpdaterBase):
 @pytest.fixture
 def model():
     return nn.Linear(1, 1)
+
+
+@pytest.fixture
+def language_model():
+    torch.manual_seed(0)
+    return tiny_chat_model(WORDS, hidden_size=32, intermediate_size=64)[0]
 
 
 def versions(batch):
@@ -131,3 +147,113 @@ def test_a_policy_is_not_given_what_it_has(tokenizer, model):
         assert collector.policy_version == engine.version == 1
         assert not given
     engine.close()
+
+
+def test_a_weight_updater_sends_what_update_policy_weights_is_given(engine, model):
+    class Counting(Updater):
+        """Registers no hook: the collector counts by itself."""
+
+        def register_collector(self, collector):
+            WeightUpdaterBase.register_collector(self, collector)
+
+        def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
+            sent.append(server_weights)
+
+    for made in (Updater(model), Counting(model)):
+        sent = []
+        with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+            before = collector.policy_version
+            collector.weight_updater = made
+            collector.update_policy_weights_(dict(model.state_dict()))
+            assert collector.policy_version == before + 1
+            collector.update_policy_weights_()
+            assert collector.policy_version == before + 2
+        assert [*map(set, sent)] == [{"weight", "bias"}] * (2 if isinstance(made, Counting) else 0)
+
+
+# Schemes that bring weights to a collector
+
+
+def other_end(scheme):
+    """The scheme as another process would get it; its queues do not leave a process by pickling."""
+    received = object.__new__(type(scheme))
+    received.__setstate__(scheme.__getstate__())
+    return received
+
+
+def noisy(model):
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    return changed
+
+
+def has_weights(engine, model):
+    return all(
+        torch.equal(own, given)
+        for own, given in zip(engine.model.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("make_scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_weights_arrive_between_two_steps_and_are_counted(make_scheme, tokenizer, language_model):
+    trained = noisy(language_model)
+    engine = TransformersEngine(language_model, tokenizer, max_new_tokens=2)
+    sender = make_scheme()
+    sender.init_on_sender(model_id="policy", model=trained, devices=[torch.device("cpu")])
+    receiver = other_end(sender)
+    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+        stream = iter(collector)
+        assert set(versions(next(stream))) == {0}
+        sender.connect()
+        collector.register_scheme_receiver({"policy": receiver})
+        assert has_weights(engine, trained)
+        assert set(versions(next(stream))) == {1}
+        # What the scheme writes to is not what is sampled from.
+        own = {weight.data_ptr() for weight in engine.model.parameters()}
+        assert own.isdisjoint(w.data_ptr() for w in collector.get_model("policy").parameters())
+        trained = noisy(trained)
+        sender.send(TensorDict.from_module(trained).data)  # returns when it has arrived
+        assert has_weights(engine, trained)
+        assert set(versions(next(stream))) == {2}
+    engine.close()
+
+
+def test_no_weights_are_waited_for_by_the_scheme_that_sends_none(engine):
+    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+        collector.register_scheme_receiver({"policy": NoWeightSyncScheme()})
+        collector.receive_weights()
+        assert collector.policy_version == 0
+
+
+def test_weights_that_are_given_are_received(tokenizer, language_model):
+    trained = noisy(language_model)
+    with MultiTurnCollector(
+        Chat, TransformersEngine(language_model, tokenizer), episodes_per_batch=1
+    ) as collector:
+        collector.receive_weights(trained)
+        assert has_weights(collector.engine, trained)
+        assert collector.policy_version == 1
+        collector.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("schemes", "words"),
+    [
+        (
+            {"policy": VLLMWeightSyncScheme(master_port=1)},
+            "VLLMWeightSyncScheme.*register_collector",
+        ),
+        ({"policy": DistributedWeightSyncScheme()}, "DistributedWeightSyncScheme is not supported"),
+        ({"policy": SharedMemWeightSyncScheme()}, "ScriptedEngine has no model in this process"),
+        ({"policy": 1}, "must hold TorchRL's weight-sync schemes, got int"),
+        ({"critic": NoWeightSyncScheme()}, "must be of the model 'policy'.*got 'critic'"),
+    ],
+)
+def test_schemes_that_bring_no_weights_here_are_refused(engine, schemes, words):
+    with (
+        MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector,
+        pytest.raises((TypeError, ValueError), match=words),
+    ):
+        collector.register_scheme_receiver(schemes)

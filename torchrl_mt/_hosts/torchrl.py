@@ -9,6 +9,7 @@ from inspect import Signature, signature
 from typing import Any
 
 from tensordict import NestedKey
+from torchrl import _utils
 from torchrl.data.replay_buffers.samplers import SamplerEnsemble
 from torchrl.objectives import LossModule
 
@@ -115,6 +116,14 @@ class ConstructorSignature:
         init = signature(owner.__init__)  # type: ignore[misc]
         parameters = list(init.parameters.values())[1:]
         return Signature(parameters)
+
+
+# ---- Ray ----------------------------------------------------------------------------------------
+
+
+def as_remote(cls: type, remote_config: dict[str, Any]) -> Any:
+    """Make a Ray actor class, as TorchRL's own collectors do; ``remote_config`` must not be empty."""
+    return _utils.as_remote.__func__(cls, remote_config)
 
 
 # ---- losses ---------------------------------------------------------------------------------------

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
-from torchrl_mt.checks import check_at_least, check_choice
+from torchrl_mt._hosts.torchrl import as_remote
+from torchrl_mt.checks import check_at_least, check_choice, import_extra
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopThread
@@ -51,10 +54,12 @@ from torchrl_mt.collectors.settings import (
 )
 from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
 from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
+from torchrl_mt.collectors.weight_receivers import check_scheme, receiving_model
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
+from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import WatchedThread
 from torchrl_mt.vision import VisionProcessor
 
@@ -67,7 +72,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
 
 
-class MultiTurnCollector(BaseCollector):
+class MultiTurnCollector(StaysInProcess, BaseCollector):
     """Collect whole episodes of a language-model agent, many at once.
 
     Iterating yields batches of ``episodes_per_batch`` whole episodes in TED, flat ``[ΣT]``, one step per
@@ -85,8 +90,9 @@ class MultiTurnCollector(BaseCollector):
             that makes one, a workflow (an object with ``async def arun_episode(engine, data)``) or an
             agent (an object with ``run``, see :class:`~torchrl_mt.agents.Agent`); or a class of these,
             or its name as ``"package.module.Class"``.
-        policy: the engine that samples the responses, or a TorchRL LLM wrapper. The collector closes
-            only engines that it makes from wrappers.
+        policy: the engine that samples the responses, a TorchRL LLM wrapper, or a factory: a function
+            without arguments that makes one of the two. The collector closes only the engines that it
+            makes from wrappers and factories.
         data: the items, one per group: any iterable, a ``DataLoader``, a data set, or a
             :class:`~torchrl_mt.collectors.Curriculum`, which chooses items by how episodes went.
             Without data, every group's item is ``{"seed": k}`` with a new ``k``.
@@ -157,10 +163,12 @@ class MultiTurnCollector(BaseCollector):
         ...     print(batch["next", "reward"].mean())
     """
 
+    _instead = "make it where it runs, as with {name}.as_remote()"
+
     def __init__(
         self,
         env: TextEnv | Workflow | Agent | type | str | Callable[[], Any],
-        policy: Engine | Any,
+        policy: Engine | Callable[[], Engine] | Any,
         data: Iterable[Any] | Curriculum | None = None,
         *,
         episodes_per_batch: int,
@@ -224,6 +232,10 @@ class MultiTurnCollector(BaseCollector):
         with_tokenizer = vision.tokenizer if vision and tokenizer is None else tokenizer
         self.engine = as_engine(policy, with_tokenizer)
         self._owns_engine = self.engine is not policy
+        self.worker_idx = 0
+        self._receivers: dict[str, WeightSyncScheme] = {}
+        self._received: nn.Module | None = None
+        """Copy of the engine's model that weight-sync schemes write to."""
         warn_of_settings(self.engine, episodes_per_batch, max_concurrency, max_staleness)
         self.limits = limits or Limits()
         self.failures = failures
@@ -401,9 +413,12 @@ class MultiTurnCollector(BaseCollector):
             may_begin=self._may_begin,
         )
 
-    async def _play(self, episode: Episode, expected: ExpectedEntries) -> BaseException | None:
+    def _play(
+        self, episode: Episode, expected: ExpectedEntries
+    ) -> Coroutine[Any, Any, BaseException | None]:
         """Play an episode of the run and return its error, or ``None``."""
-        return await self._player.failure_of(episode, self.sampling, expected)
+        # Not "async def": with any such method, Ray would run this class in an event loop.
+        return self._player.failure_of(episode, self.sampling, expected)
 
     # Collecting in the background
 
@@ -576,14 +591,18 @@ class MultiTurnCollector(BaseCollector):
         worker_ids: Any = None,
         model_id: str | None = None,
     ) -> None:
-        """Update the engine's weights.
+        """Update the engine's weights, and count the update.
+
+        With a ``weight_updater``, that one sends the weights; else the engine's ``update_weights`` loads
+        them.
 
         Args:
-            policy_or_weights: a model or a state dict, passed to the engine's ``update_weights``.
+            policy_or_weights: a model or a state dict; ``None`` for those that the updater or the engine
+                knows.
             weights: another name for ``policy_or_weights``.
             policy: another name for ``policy_or_weights``.
             weights_dict: the weights as the only value of a dict.
-            worker_ids: ignored, since there is one engine.
+            worker_ids: passed to the ``weight_updater``; otherwise ignored, since there is one engine.
             model_id: ignored, since there is one model.
 
         Raises:
@@ -596,11 +615,105 @@ class MultiTurnCollector(BaseCollector):
                 "update_policy_weights_ takes the weights once, as policy_or_weights, weights or policy "
                 f"or the only value of weights_dict, got {len(given)} of them."
             )
+        source = given[0] if given else None
+        updater, version = self.weight_updater, self.engine.version
         self._updating = True
         try:
-            self.engine.update_weights(given[0] if given else None)
+            if updater is None:
+                self.engine.update_weights(source)
+            else:
+                updater(policy_or_weights=source, worker_ids=worker_ids)
         finally:
             self._updating = False
+        if updater is not None and self.engine.version == version:
+            self.increment_version()
+
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Take weights from the registered schemes, or as :meth:`update_policy_weights_` without any."""
+        if self._receivers:
+            super().receive_weights(policy_or_weights, weights=weights, policy=policy)
+        else:
+            self.update_policy_weights_(policy_or_weights, weights=weights, policy=policy)
+
+    def register_scheme_receiver(
+        self,
+        weight_recv_schemes: Mapping[str, WeightSyncScheme],
+        *,
+        synchronize_weights: bool = True,
+    ) -> None:
+        """Receive weights from TorchRL's weight-sync schemes.
+
+        The engine takes what arrives between two steps, and each time counts as an update, the first
+        weights included. This needs the memory of another copy of the model.
+
+        Args:
+            weight_recv_schemes: ``{"policy": scheme}``, with a ``SharedMemWeightSyncScheme``,
+                ``MultiProcessWeightSyncScheme``, ``RayWeightSyncScheme`` or ``NoWeightSyncScheme``.
+            synchronize_weights: connect to the sender and wait for its first weights.
+
+        Raises:
+            TypeError: if a scheme is of another kind, or the engine has no model in this process.
+            ValueError: if the model is not named ``"policy"``.
+        """
+        for model_id, scheme in weight_recv_schemes.items():
+            if model_id != _POLICY:
+                raise ValueError(
+                    f"weight_recv_schemes must be of the model {_POLICY!r}, the only one, got "
+                    f"{model_id!r}."
+                )
+            check_scheme(scheme, self.engine)
+        for model_id, scheme in weight_recv_schemes.items():
+            # By itself, Ray's looks for a policy that is a module.
+            if not (scheme.initialized_on_receiver or scheme.initialized_on_sender):
+                needs = not isinstance(scheme, NoWeightSyncScheme)
+                model = self.get_model(model_id) if needs else None
+                index = self.worker_idx
+                scheme.init_on_receiver(
+                    model_id=model_id, context=self, worker_idx=index, model=model
+                )
+        self._receivers.update(weight_recv_schemes)
+        super().register_scheme_receiver(
+            dict(weight_recv_schemes), synchronize_weights=synchronize_weights
+        )
+        if synchronize_weights and self._received is not None:
+            self.update_policy_weights_(self._received)
+
+    def get_model(self, model_id: str) -> nn.Module:
+        """Return the module that weight-sync schemes write to: a copy of the engine's model.
+
+        Raises:
+            ValueError: if ``model_id`` is not ``"policy"``.
+            TypeError: if the engine has no model in this process.
+        """
+        if model_id != _POLICY:
+            raise ValueError(f"model_id must be {_POLICY!r}, the only model, got {model_id!r}.")
+        if self._received is None:
+            self._received = receiving_model(self.engine)
+        return self._received
+
+    @classmethod
+    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
+        """Make a Ray actor class of this class; its ``remote(...)`` takes the arguments of this one.
+
+        Give the actor a factory as ``policy``, and the ``client()`` of a ``RayReplayBuffer`` as
+        ``replay_buffer``. Its batches come from ``next()``, which returns ``None`` at the end.
+
+        Args:
+            remote_config: options of ``ray.remote``; ``{"num_cpus": 1}`` if ``None``.
+
+        Raises:
+            ImportError: if Ray is not installed.
+
+        Examples:
+            >>> actor = MultiTurnCollector.as_remote({"num_gpus": 1}).remote(  # doctest: +SKIP
+            ...     Game, make_engine, episodes_per_batch=8, replay_buffer=buffer.client()
+            ... )
+            >>> ray.get(actor.start.remote())  # doctest: +SKIP
+        """
+        import_extra("ray", "ray")
+        return as_remote(cls, dict(remote_config or {"num_cpus": 1}))
 
     def increment_version(self) -> None:
         """Count a weight update that was not made by :meth:`update_policy_weights_`.
@@ -719,6 +832,8 @@ class MultiTurnCollector(BaseCollector):
             left = None if timeout is None else max(0.0, timeout + begin - time.monotonic())
             background.join(left)
             ended = ended and not background.is_alive()
+        for scheme in self._receivers.values():
+            scheme.shutdown()
         self._items.close()
         self._player.close()
         if self._owns_engine:
@@ -756,6 +871,9 @@ def _mean_reward(episodes: Sequence[Episode]) -> float:
     rewards = [episode.reward for episode in episodes if episode.valid is not False]
     return sum(rewards) / len(rewards) if rewards else math.nan
 
+
+_POLICY = "policy"
+"""TorchRL's name of the model."""
 
 _ALL = 2**62
 """More episodes than any data has."""

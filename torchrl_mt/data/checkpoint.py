@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -36,6 +35,7 @@ from torchrl_mt.data._store.files.versions import (
     read_version,
     save_version,
 )
+from torchrl_mt.data._store.plain import save_plainly
 
 __all__ = ["FileCheckpointer", "SavesState", "read_storage", "save_as_one"]
 
@@ -56,8 +56,7 @@ def save_state(state: Any, path: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / (_STATE + ".tmp")
     with open(partial, "wb") as file:
-        # By default, torch writes bytes, such as images, at one and a half times their size.
-        torch.save(state, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)
+        save_plainly(state, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / _STATE)

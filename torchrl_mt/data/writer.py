@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from torchrl_mt._hosts.torchrl import buffers_on, writer_of
 from torchrl_mt.checks import check_choice, check_positive_integer
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.handles import HANDLES
+from torchrl_mt.data._store.plain import plain_steps, steps_from
 from torchrl_mt.data._store.schema import Schema
 from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of
 from torchrl_mt.data._writing.closed_episodes import (
@@ -340,10 +341,10 @@ class EpisodeWriter(SavesState, Writer):
             opened = self._open
             return {
                 "open": [
-                    (int(opened.ids[slot]), opened.labels[slot], opened.episode(slot))
+                    (int(opened.ids[slot]), opened.labels[slot], plain_steps(opened.episode(slot)))
                     for slot in opened.by_age()
                 ],
-                "id_source": self._id_source,
+                "id_source": None if self._id_source is None else asdict(self._id_source),
                 "write_count": self._write_count,
                 "continuity": self._continuity.records(),
                 "counts": dict(self._counts),
@@ -358,9 +359,10 @@ class EpisodeWriter(SavesState, Writer):
         """Restore a state; the caller holds the lock."""
         opened = OpenSteps()
         for key, label, steps in state_dict["open"]:
-            opened.restore(key, label, steps)
+            opened.restore(key, label, steps_from(steps))
         self._open, self._continuity = opened, Continuity(state_dict["continuity"])
-        self._id_source = state_dict["id_source"]
+        source = state_dict["id_source"]  # Release 0.1.0 saved it as it is.
+        self._id_source = _IdSource(**source) if isinstance(source, dict) else source
         self._write_count = state_dict["write_count"]
         self._counts = dict(state_dict["counts"])
 

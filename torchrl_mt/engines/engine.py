@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Completion", "Engine"]
+__all__ = ["FACTORY_INSTEAD", "Completion", "Engine"]
+
+FACTORY_INSTEAD = (
+    "give a factory, a function without arguments that makes the engine in the process that uses it: "
+    "policy=lambda: {name}(...)"
+)
+"""What to give a collector in another process instead of an engine."""
 
 
 @dataclass(frozen=True, slots=True)

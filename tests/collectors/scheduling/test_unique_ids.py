@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import pickle
 import random
 import subprocess
 import sys
@@ -12,13 +14,17 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.chats import Chat
 from tests.tiers import first_fast
+from tests.waiting import PATIENCE
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.scheduling import unique_ids as ids
-from torchrl_mt.collectors.scheduling.unique_ids import unique_ids
+from torchrl_mt.collectors.scheduling.unique_ids import RunIds, UniqueTrajIds, unique_ids
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import MergeTurns
 
@@ -188,3 +194,74 @@ def test_a_collector_that_has_used_its_million_goes_on_elsewhere(monkeypatch):
     assert len(set(found)) == 40
     assert len({i // 4 for i in found}) == 10
     assert all(4 <= i < 2**53 for i in found)
+
+
+def batch_of(found, key=TRAJ):
+    return TensorDict({key: torch.tensor(found)}, [len(found)])
+
+
+@given(st.lists(st.integers(-1, 12), min_size=1), st.lists(st.integers(-1, 12), min_size=1))
+def test_ids_of_torchrls_collectors_are_renamed_alike(first, second):
+    """Equal ids of one collector stay equal and in order; those of a copy are others."""
+    rename = UniqueTrajIds()
+    copied = pickle.loads(pickle.dumps(rename))
+    now, later, there = rename(batch_of(first)), rename(batch_of(second)), copied(batch_of(first))
+    before = torch.tensor(first + second)
+    after = torch.cat([now[TRAJ], later[TRAJ]])
+    assert after.dtype == torch.int64
+    assert torch.equal(before < 0, after == before)
+    real = before >= 0
+    assert torch.equal(before[real][:, None] < before[real], after[real][:, None] < after[real])
+    mine, others = after[real], there[TRAJ][torch.tensor(first) >= 0]
+    assert not torch.isin(others, mine).any()
+
+
+def test_more_than_a_million_ids_are_renamed_apart():
+    given_ids = [0, 5, 10**6 - 1, 10**6, 3 * 10**6 + 1]
+    found = UniqueTrajIds("episode")(batch_of(given_ids, "episode"))["episode"].tolist()
+    assert len(set(found)) == len(given_ids)
+    assert all(10**6 <= i < 2**53 for i in found)
+    with pytest.raises(KeyError, match="track_traj_ids=True"):
+        UniqueTrajIds()(batch_of([0], "episode"))
+
+
+def ids_of_a_process(queue, seed):
+    """What a process makes that is seeded like its siblings."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    run = RunIds()
+    renamed = UniqueTrajIds()(batch_of([0, 1, 2]))[TRAJ].tolist()
+    queue.put([list(islice(run.groups, 3)), list(islice(run.episodes, 3)), renamed])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "number"), [("spawn", 2), ("fork", 4)])
+def test_processes_share_no_id_however_they_are_seeded(start, number):
+    context = multiprocessing.get_context(start)
+    queue = context.Queue()
+    processes = [context.Process(target=ids_of_a_process, args=(queue, 0)) for _ in range(number)]
+    for process in processes:
+        process.start()
+    found = [ids for _ in processes for part in queue.get(timeout=PATIENCE) for ids in part]
+    for process in processes:
+        process.join()
+    assert len(set(found)) == len(found) == number * 9
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=20))
+def test_renamed_pieces_of_two_collectors_never_join(pieces):
+    """Though nothing else in them tells whose they are."""
+    renames = {source: UniqueTrajIds() for source in (False, True)}
+    buffer, sent = stored_in(), {False: 0, True: 0}
+    for source, size in pieces:
+        place = torch.arange(sent[source], sent[source] + size)
+        sent[source] += size
+        steps = {TRAJ: place // 3, "source": torch.full((size,), source), "place": place}
+        done = (place % 3 == 2)[:, None]
+        buffer.extend(renames[source](TensorDict({**steps, "next": {"done": done}}, [size])))
+    storage = buffer.storage
+    assert storage.num_episodes == sum(steps // 3 for steps in sent.values())
+    for episode in storage.episodes():
+        assert len(episode["source"].unique()) == len(episode[TRAJ].unique()) == 1
+        assert torch.equal(episode["place"] % 3, torch.arange(3))

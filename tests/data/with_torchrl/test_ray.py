@@ -1,6 +1,6 @@
 """A buffer that a Ray actor serves: several processes write to it and sample from it.
 
-These tests need ``ray`` (``pip install ray``), and are skipped without it.
+These tests need ``ray`` (``pip install 'torchrl-mt[ray]'``), and are skipped without it.
 """
 
 from functools import partial
@@ -10,9 +10,11 @@ import torch
 from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import PendulumEnv, StepCounter, TransformedEnv
 
+from torchrl_mt.collectors import UniqueTrajIds
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 
-ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
+ray = pytest.importorskip("ray", reason="needs ray: pip install 'torchrl-mt[ray]'")
+pytestmark = pytest.mark.slow
 
 SPAN = 3
 LIGHT = {"num_cpus": 0}
@@ -146,6 +148,7 @@ def test_a_collector_of_several_processes():
         replay_buffer=rb,
         remote_configs=LIGHT,
         sync=True,
+        collector_kwargs={"postproc": UniqueTrajIds()},
     )
     try:
         for _ in collector:
@@ -159,3 +162,6 @@ def test_a_collector_of_several_processes():
     episodes = stored["th"].view(-1, 5)
     assert torch.equal(stored["next", "th"].view(-1, 5)[:, :-1], episodes[:, 1:])
     assert (clips["step_count"].squeeze(-1).diff() == 1).all()
+    ids = stored["collector", "traj_ids"].view(-1, 5)
+    assert (ids == ids[:, :1]).all()
+    assert len(ids[:, 0].unique()) == len(ids)

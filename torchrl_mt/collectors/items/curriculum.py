@@ -212,10 +212,10 @@ class SuccessRateCurriculum(_Choosing):
 
     def _own_state(self) -> dict[str, Any]:
         seen = {index: list(rates) for index, rates in self._seen.items()}
-        return {"first": self._first.copy(), "begun": self._begun, "seen": seen}
+        return {"first": self._first.tolist(), "begun": self._begun, "seen": seen}
 
     def _load_own_state(self, state_dict: dict[str, Any]) -> None:
-        self._first, self._begun = state_dict["first"].copy(), state_dict["begun"]
+        self._first, self._begun = np.array(state_dict["first"]), state_dict["begun"]
         self._seen = {index: list(rates) for index, rates in state_dict["seen"].items()}
         self._outside[:] = False
         for index in self._seen:
@@ -279,10 +279,10 @@ class WeightedCurriculum(_Choosing):
         self.weights[index] = weight
 
     def _own_state(self) -> dict[str, Any]:
-        return {"weights": self.weights.copy()}
+        return {"weights": self.weights.tolist()}
 
     def _load_own_state(self, state_dict: dict[str, Any]) -> None:
-        self.weights = state_dict["weights"].copy()
+        self.weights = np.array(state_dict["weights"])
 
 
 def _is_rewarded(episode: TensorDictBase) -> float:

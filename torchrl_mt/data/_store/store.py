@@ -36,6 +36,7 @@ from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.files.column_files import Part, SavedColumn
+from torchrl_mt.data._store.plain import plain_schema, schema_from
 from torchrl_mt.data._store.ring import Blocks, Moves, Ring, runs
 from torchrl_mt.data._store.schema import PARENT, PROMPT, RESPONSE, Entry, Schema
 from torchrl_mt.data._store.steps import Column, Objects, Path, Steps, own
@@ -189,7 +190,7 @@ class EpisodeStore:
         """Return the state with the parts of each column; nothing is copied."""
         live = self._rows.ring.layout()
         return {
-            "schema": self.schema,
+            "schema": plain_schema(self.schema),
             "lengths": self.table.lengths.clone(),
             "tokens": self.table.tokens,
             "metadata": self.table.metadata,
@@ -209,8 +210,8 @@ class EpisodeStore:
     def state_dict(self) -> dict[str, Any]:
         """Return everything stored, as copies; entries that share rows share them there too."""
 
-        def copied(part: Part | Objects) -> Tensor | Objects:
-            return part.whole() if isinstance(part, Part) else Objects([*map(own, part.items)])
+        def copied(part: Part | Objects) -> Tensor | list[Any]:
+            return part.whole() if isinstance(part, Part) else [*map(own, part.items)]
 
         state = self.parts()
         state["columns"] = {
@@ -243,7 +244,7 @@ class EpisodeStore:
         Raises:
             ValueError: if not even the newest episode fits.
         """
-        schema: Schema | None = state["schema"]
+        schema = schema_from(state["schema"])
         left_out = self._beyond_budgets(state["lengths"], state["tokens"])
         lengths, tokens = state["lengths"][left_out:], state["tokens"][left_out:]
         sizes = lengths + state["pad"]

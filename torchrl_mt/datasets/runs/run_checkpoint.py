@@ -30,10 +30,10 @@ from torchrl_mt.data._store.files.versions import (
     number_of,
     save_version,
 )
+from torchrl_mt.data._store.plain import is_plain
 from torchrl_mt.datasets.runs.run_parts import (
     check_state,
     class_of,
-    is_plain,
     kinds_of,
     load_parts,
     random_states,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -25,7 +24,6 @@ __all__ = [
     "Kind",
     "check_state",
     "class_of",
-    "is_plain",
     "kinds_of",
     "load_parts",
     "random_states",
@@ -100,27 +98,6 @@ def _load_state(part: Any, state: Any) -> None:
     else:
         part.clear()
         part.update(state)
-
-
-_PLAIN = (type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device)
-
-
-def is_plain(state: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` reads a state.
-
-    Examples:
-        >>> is_plain({"weight": torch.ones(2), "steps": [1, 2]}), is_plain(np.ones(2))
-        (True, False)
-    """
-    if type(state) in (dict, OrderedDict):
-        inside: Iterable[Any] = [*state, *state.values(), *getattr(state, "__dict__", {}).values()]
-    elif type(state) in (list, tuple, set):
-        inside = state
-    elif type(state) is Tensor:
-        return state.layout is torch.strided and not (state.is_nested or vars(state))
-    else:
-        return type(state) in _PLAIN
-    return all(map(is_plain, inside))
 
 
 # ---- loading ------------------------------------------------------------------------------------

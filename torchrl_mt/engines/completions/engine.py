@@ -25,13 +25,14 @@ from torchrl_mt.engines.completions.api import (
     parse_answer,
 )
 from torchrl_mt.engines.completions.images import ImageApi, ImageRequests, barring
-from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling_params import TruncationWarning, sampling_record
 from torchrl_mt.engines.stop_strings import checked_stop, find_stop
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import HttpClient, HttpError
+from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.vision import StoredImage, VisionProcessor
 from torchrl_mt.vision.model import check_no_video
 
@@ -67,7 +68,7 @@ class CompletionsError(HttpError):
     """
 
 
-class CompletionsEngine:
+class CompletionsEngine(StaysInProcess):
     """Sample with a completions server (``POST /v1/completions``).
 
     **Tokens.** Prompts are sent as token ids. The server must answer with token ids too: ``token_ids``
@@ -159,6 +160,8 @@ class CompletionsEngine:
         ... )
         >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
     """
+
+    _instead = FACTORY_INSTEAD
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ No completion has log-probabilities that a plain forward pass of the model contr
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_mt.engines.engine import Completion, Engine
+from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion, Engine
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_positions, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.policy.log_probs import LogProbs
@@ -32,6 +33,7 @@ from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import TruncationWarning, altering_arguments, sampling_of
 from torchrl_mt.engines.stop_strings import checked_stop, watch
 from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
+from torchrl_mt.processes import StaysInProcess
 
 __all__ = ["PolicyEngine", "as_engine"]
 
@@ -40,7 +42,7 @@ _PARAMS = {"temperature", "top_k", "top_p", "stop"}
 """Arguments that requests to a ``TransformersWrapper`` may set."""
 
 
-class PolicyEngine:
+class PolicyEngine(StaysInProcess):
     """Sample with a TorchRL policy, such as ``TransformersWrapper``, many conversations at once.
 
     Requests that wait when the policy becomes free form a micro-batch, sampled in a background thread.
@@ -98,6 +100,8 @@ class PolicyEngine:
         >>> engine = PolicyEngine(policy, max_new_tokens=64)  # doctest: +SKIP
         >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
     """
+
+    _instead = FACTORY_INSTEAD
 
     def __init__(
         self,
@@ -172,6 +176,11 @@ class PolicyEngine:
         )
         # Runs when the engine is collected and at interpreter exit, whichever comes first.
         self._closer = weakref.finalize(self, _close, self._closing, self._batcher)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The policy's model, if it has one; change its weights by :meth:`update_weights`."""
+        return None if self._on_update is not None else self._model
 
     @property
     def version(self) -> int:
@@ -372,12 +381,21 @@ def as_engine(policy: Any, tokenizer: Any) -> Engine:
     """Wrap a policy in an engine.
 
     Args:
-        policy: an engine, which is returned unchanged, or a TorchRL LLM wrapper.
+        policy: an engine, which is returned unchanged, a TorchRL LLM wrapper, or a function without
+            arguments that makes one of the two.
         tokenizer: tokenizer for the wrapper.
 
     Raises:
-        TypeError: if ``policy`` is neither.
+        TypeError: if ``policy`` is none of these.
     """
+    if _is_factory(policy):
+        made = policy()
+        if _is_factory(made) or not isinstance(made, (Engine, LLMWrapperBase)):
+            raise TypeError(
+                "policy must return an engine or a TorchRL LLM wrapper if it is a function, got "
+                f"{type(made).__name__}."
+            )
+        return as_engine(made, tokenizer)
     if isinstance(policy, LLMWrapperBase):
         return PolicyEngine(policy, tokenizer=tokenizer)
     if isinstance(policy, type):
@@ -388,6 +406,18 @@ def as_engine(policy: Any, tokenizer: Any) -> Engine:
     if isinstance(policy, Engine):
         return policy
     raise TypeError(
-        "policy must be an engine (generate, update_weights, version, close) or a TorchRL LLM wrapper, "
-        f"got {type(policy).__name__}: wrap a model as TransformersEngine(model, tokenizer)."
+        "policy must be an engine (generate, update_weights, version, close), a TorchRL LLM wrapper, or "
+        f"a function without arguments that makes one, got {type(policy).__name__}: wrap a model as "
+        "TransformersEngine(model, tokenizer)."
     )
+
+
+def _is_factory(policy: Any) -> bool:
+    """Whether ``policy`` is to be called without arguments for an engine."""
+    if isinstance(policy, (type, nn.Module, Engine)) or not callable(policy):
+        return False
+    try:
+        inspect.signature(policy).bind()
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_mt._hosts.peft import base_of, is_peft_model
-from torchrl_mt.engines.engine import Completion
+from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
@@ -33,6 +33,7 @@ from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.generation import Generation
 from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, fitting_processor
 from torchrl_mt.engines.weights import copy_weights, fitting_weights
+from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import call_in_thread
 from torchrl_mt.vision import VisionModel
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["TransformersEngine"]
 
 
-class TransformersEngine:
+class TransformersEngine(StaysInProcess):
     """Sample from a Hugging Face causal language model, many conversations at once.
 
     The engine generates with a *view* of the model: it shares the parameters, but has its own train/eval
@@ -94,6 +95,8 @@ class TransformersEngine:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
         >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
     """
+
+    _instead = FACTORY_INSTEAD
 
     def __init__(
         self,
@@ -170,6 +173,11 @@ class TransformersEngine:
     def shares_weights(self) -> bool:
         """Whether the engine generates with the parameters of ``model``."""
         return self._source is None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that tokens are sampled from; change its weights by :meth:`update_weights`."""
+        return self._model
 
     @property
     def version(self) -> int:

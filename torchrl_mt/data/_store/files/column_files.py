@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.files.manifest import CHUNK, damaged, hashing
-from torchrl_mt.data._store.steps import Objects, own
+from torchrl_mt.data._store.plain import dtype_from, items_from, plain_dtype
+from torchrl_mt.data._store.steps import own
 
 __all__ = ["Form", "Part", "SavedColumn", "SavedFile", "write_part"]
 
@@ -54,6 +55,17 @@ class Form:
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to what a checkpoint holds."""
+        return {"file": self.file, "shape": self.shape, "dtype": plain_dtype(self.dtype)}
+
+    @staticmethod
+    def of(saved: Any) -> Form:
+        """Return the form that :meth:`plain` converted; release 0.1.0 saved it as it is."""
+        if isinstance(saved, Form):
+            return saved
+        return Form(saved["file"], tuple(saved["shape"]), dtype_from(saved["dtype"]))
 
 
 def write_part(part: Part, file: Any, name: str) -> Form:
@@ -115,7 +127,7 @@ class SavedColumn:
 
     def __init__(
         self,
-        parts: Mapping[str, Tensor | SavedFile | Objects],
+        parts: Mapping[str, Tensor | SavedFile | list[Any]],
         device: torch.device,
         *,
         mapped: bool = False,
@@ -152,7 +164,7 @@ class SavedColumn:
 
     def objects(self, name: str, rows: range) -> list[object]:
         """Load Python objects; tensors among them are copied."""
-        items = self._parts[name].items
+        items = items_from(self._parts[name])
         _check_rows(name, rows, len(items))
         return [own(item, self._device) for item in items[rows.start :]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torchrl_mt.data._store.files.manifest import (
     read_manifest,
     write_manifest,
 )
+from torchrl_mt.data._store.plain import items_from, save_plainly
 from torchrl_mt.data._store.steps import Objects
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ def save_store(store: EpisodeStore, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     files, numbers = HashedFiles(folder), count()
 
-    def write(part: Part | Objects) -> Form | Objects:
+    def write(part: Part | Objects) -> dict[str, Any] | list[Any]:
         if isinstance(part, Objects):
-            return part
+            return part.items
         name = f"{next(numbers):03d}.rows"
         with files.create(name) as file:
-            return write_part(part, file, name)
+            return write_part(part, file, name).plain()
 
     state = store.parts()
     state["columns"] = {
@@ -46,8 +46,7 @@ def save_store(store: EpisodeStore, folder: Path) -> None:
         for path, parts in state["columns"].items()
     }
     with files.create(_STATE) as file:
-        # By default, torch writes bytes, such as images, at one and a half times their size.
-        torch.save(state, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)
+        save_plainly(state, file)
     write_manifest(folder / HASHES, files.sizes_and_hashes)
 
 
@@ -70,7 +69,7 @@ class StoreFiles:
         self.state: dict[str, Any] = torch.load(
             folder / _STATE, map_location="cpu", weights_only=False
         )
-        """What :meth:`EpisodeStore.parts` returned, with a :class:`Form` in place of each part."""
+        """What :meth:`EpisodeStore.parts` returned, with the plain :class:`Form` of each part."""
 
     def load(self, store: EpisodeStore, *, mapped: bool = False, verify: bool = False) -> int:
         """Load everything into an empty store.
@@ -99,12 +98,12 @@ class StoreFiles:
         }
         return store.load(self.state, columns, mapped=mapped)
 
-    def _saved(self, part: Form | Objects) -> SavedFile | Objects:
+    def _saved(self, part: Any) -> SavedFile | list[Any]:
         """Find the file of a part; objects are returned as they are."""
-        if isinstance(part, Objects):
-            return part
-        file = self._folder / part.file
-        return SavedFile(file, part.shape, part.dtype, self._hash(part.file))
+        if isinstance(part, (list, Objects)):
+            return items_from(part)
+        form = Form.of(part)
+        return SavedFile(self._folder / form.file, form.shape, form.dtype, self._hash(form.file))
 
     def _hash(self, name: str) -> str:
         _, digest = self._files[name]

@@ -1,0 +1,76 @@
+"""A collector makes and closes the engine of a factory; an engine itself stays in its process."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from functools import partial
+
+import pytest
+from torch import nn
+
+from tests.collectors.chats import Chat
+from tests.collectors.scripted import ScriptedEngine
+from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.engines import CompletionsEngine, PolicyEngine, TransformersEngine
+
+
+def test_the_collector_owns_the_engine_that_a_factory_makes(tokenizer):
+    made = []
+
+    def factory(word=5):
+        made.append(ScriptedEngine(tokenizer, lambda prompt: [word, tokenizer.eos_token_id]))
+        return made[-1]
+
+    for policy in (factory, partial(factory, 6)):
+        with MultiTurnCollector(Chat, policy, episodes_per_batch=1) as collector:
+            next(iter(collector))
+            (engine,) = made
+            assert collector.engine is engine
+            assert not engine.closed
+        assert made.pop().closed
+
+
+def test_an_engine_that_was_given_stays_open(engine):
+    with MultiTurnCollector(Chat, engine, episodes_per_batch=1):
+        pass
+    assert not engine.closed
+
+
+class Shouting(nn.Module):
+    def forward(self):
+        raise AssertionError("a module is no factory")
+
+
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [(Shouting(), "got Shouting"), (lambda td: td, "got function"), (lambda: Chat(), "got Chat")],
+)
+def test_what_makes_no_engine_is_refused(policy, got):
+    with pytest.raises(TypeError, match=got):
+        MultiTurnCollector(Chat, policy, episodes_per_batch=1)
+
+
+def test_engines_and_collectors_say_why_they_cannot_be_pickled(tokenizer, model, engine):
+    engines = [
+        TransformersEngine(model, tokenizer),
+        PolicyEngine(lambda td: td, tokenizer=tokenizer, check=False),
+        CompletionsEngine("http://127.0.0.1:1", "m", tokenizer),
+    ]
+    for each in engines:
+        name = type(each).__name__
+        advice = rf"{name} cannot be pickled .* give a factory.* policy=lambda: {name}\(\.\.\.\)"
+        with pytest.raises(TypeError, match=advice):
+            pickle.dumps(each)
+        each.close()
+    with (
+        MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector,
+        pytest.raises(TypeError, match=r"make it where it runs.* MultiTurnCollector\.as_remote"),
+    ):
+        pickle.dumps(collector)
+
+
+def test_an_actor_class_needs_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[ray\]'"):
+        MultiTurnCollector.as_remote()

@@ -1,0 +1,88 @@
+"""States saved by release 0.1.0, when they held classes of the package: later ones load them.
+
+``python -m tests.data.earlier FILE`` saves the same contents in a zip file with the code as it is.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_mt.collectors import SuccessRateCurriculum, WeightedCurriculum
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.datasets import RunCheckpoint
+
+STATES = Path(__file__).with_name("earlier_states.zip")
+PRIORITIES = torch.arange(1.0, 8.0)
+
+
+def turns(length, episode, *, whole=True):
+    """An episode with dense, shared, ragged, growing and non-tensor entries."""
+    rows = []
+    for t in range(length):
+        done = torch.tensor([whole and t == length - 1])
+        first, then = (torch.tensor([10.0 * episode + t + i]) for i in (0, 1))
+        after = {"observation": then, "reward": then / 2, "done": done}
+        row = {
+            "observation": first,
+            "tokens": {"prompt": torch.arange(3 * t + 2), "response": torch.tensor([3 * t + 2])},
+            "text": f"turn {t} of {episode}",
+            "episode": torch.tensor(episode),
+            "next": {**after, "terminated": done, "truncated": torch.zeros_like(done)},
+        }
+        rows.append(TensorDict(row, []))
+    return lazy_stack(rows)
+
+
+EPISODES = [(4, 0), (3, 1)]
+OPEN = (2, 2)
+
+
+def empty():
+    return TensorDictReplayBuffer(
+        storage=EpisodeStorage(20),
+        writer=EpisodeWriter(),
+        sampler=PrioritizedClipSampler(slice_len=2),
+        batch_size=8,
+    )
+
+
+def filled():
+    """A buffer with two episodes, priorities and an open episode."""
+    rb = empty()
+    index = torch.cat([rb.extend(turns(length, episode)) for length, episode in EPISODES])
+    rb.extend(turns(*OPEN, whole=False))
+    rb.update_priority(index, PRIORITIES)
+    return rb
+
+
+def curricula():
+    return {
+        "success": SuccessRateCurriculum(range(5), seed=3),
+        "weighted": WeightedCurriculum(range(5), [1.0, 2.0, 3.0, 0.0, 1.0], seed=3),
+    }
+
+
+def save(folder):
+    """Save everything to a folder."""
+    rb = filled()
+    rb.dumps(folder / "buffer")
+    torch.save(rb.state_dict(), folder / "buffer.pt")
+    states = {}
+    for name, curriculum in curricula().items():
+        for _ in range(3):
+            curriculum.report(curriculum.next(), [turns(2, 1)])
+        states[name] = curriculum.state_dict()
+    torch.save(states, folder / "curricula.pt")
+    checkpoint = RunCheckpoint(folder / "run")
+    checkpoint.save(7, buffer=rb, **curricula())
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        save(Path(folder))
+        shutil.make_archive(sys.argv[1].removesuffix(".zip"), "zip", folder)
