@@ -16,6 +16,7 @@ from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.loader import MultiTurnDataLoader
 from torchrl_mt.collectors.recorder import LimitReached
 from torchrl_mt.collectors.scheduling.group_filters import has_spread
+from torchrl_mt.collectors.scheduling.sample_ratio import CollectionEndedError, SampleRatio
 from torchrl_mt.collectors.scheduling.unique_ids import UniqueTrajIds
 from torchrl_mt.collectors.settings import AgentOptions, ChatOptions, FailurePolicy, ItemOrder
 from torchrl_mt.collectors.workflow import Workflow
@@ -28,6 +29,7 @@ __all__ = [
     "Answer",
     "ChatOptions",
     "ChatTokens",
+    "CollectionEndedError",
     "Curriculum",
     "Episode",
     "EpisodeContext",
@@ -37,6 +39,7 @@ __all__ = [
     "Limits",
     "MultiTurnCollector",
     "MultiTurnDataLoader",
+    "SampleRatio",
     "StopReason",
     "SuccessRateCurriculum",
     "Turn",

@@ -41,6 +41,7 @@ from torchrl_mt.collectors.scheduling.run_warnings import (
     CutWarning,
     warn_of_settings,
 )
+from torchrl_mt.collectors.scheduling.sample_ratio import SampleRatio
 from torchrl_mt.collectors.scheduling.scheduler import CANCELLED, Counter, Scheduler
 from torchrl_mt.collectors.scheduling.staleness import Lead, StalenessLimit, StalenessRule
 from torchrl_mt.collectors.scheduling.training_run import TrainingRun
@@ -107,6 +108,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         chat: how dialogues become tokens: the chat template and its variables.
         agents: options of the server that agents speak to.
         replay_buffer: the buffer that batches are written to.
+        rate_limit: bounds the rows drawn from ``replay_buffer`` per episode written; both sides wait.
         total_episodes: number of accepted episodes after which the run ends; -1 for no end.
         accept: called with an episode in TED, ``[T]``; false rejects it. May be ``async``.
         accept_group: called with the episodes of a group, each in TED, ``[T]``, such as
@@ -180,6 +182,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         chat: ChatOptions | None = None,
         agents: AgentOptions | None = None,
         replay_buffer: ReplayBuffer | None = None,
+        rate_limit: SampleRatio | None = None,
         total_episodes: int = -1,
         accept: Callable[[TensorDictBase], Any] | None = None,
         accept_group: AcceptGroup | None = None,
@@ -258,6 +261,12 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self.group_size = group_size
         self.max_concurrency = max_concurrency or episodes_per_batch
         self.replay_buffer = replay_buffer
+        self.rate_limit = rate_limit
+        if rate_limit is not None:
+            if replay_buffer is None:
+                raise ValueError("rate_limit counts draws from a buffer: give a replay_buffer.")
+            rate_limit.attach(replay_buffer, group_size)
+            self._pace = rate_limit.writer(lambda: self._background)
         self.total_episodes = total_episodes
         self.total_attempts = total_attempts or _ATTEMPTS * (episodes_per_batch // group_size)
         self.max_staleness = max_staleness
@@ -293,6 +302,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         """
         try:
             while (size := self._next_batch_size()) > 0:
+                if self.rate_limit is not None:
+                    self._pace.begin(size, lambda: self._thread.closed)
                 groups = self._in_loop(self._run.next_batch(size))
                 if not groups:
                     self._items.hand_over()
@@ -332,6 +343,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             if self.replay_buffer is not None:
                 with self._take_back_on_error():
                     self.replay_buffer.extend(batch)
+            if self.rate_limit is not None:
+                self._pace.wrote(len(episodes))
             self._run.deliver(groups, version, self.policy_version)
         self._items.hand_over()
         limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
@@ -555,12 +568,15 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
               ``tokens_per_turn``, and ``staleness/mean`` and ``staleness/max``: versions between an
               episode's oldest token and its delivery;
             - ``policy_version``; with ``dump_dir`` ``dump_errors``;
+            - with ``rate_limit``, what :meth:`SampleRatio.stats` returns;
             - the counts of evaluations under ``eval/``.
         """
         stats: dict[str, int | float | bool] = {**self._counts.stats(), **self._counts.rates()}
         stats |= self._counts.waiting()
         stats["queue"] = self._run.scheduler.ready
         stats["policy_version"] = self.policy_version
+        if self.rate_limit is not None:
+            stats |= self.rate_limit.stats()
         if self._dump is not None:
             stats["dump_errors"] = self._dump_errors
         evaluated = self._eval_counts.stats()
@@ -762,12 +778,15 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         uses new ids for groups and episodes.
         """
         with self._delivering:
-            return OrderedDict(
+            state = OrderedDict(
                 counts=self._counts.stats(),
                 numbers=self._numbers.next,
                 items=self._items.state_dict(),
                 policy_version=self.policy_version,
             )
+            if self.rate_limit is not None:
+                state["rate_limit"] = self.rate_limit.state_dict()
+            return state
 
     def check_state_dict(self, state_dict: OrderedDict) -> None:
         """Check a state before it is loaded; nothing is changed.
@@ -792,6 +811,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._items.load_state_dict(state_dict["items"])
         self._numbers.next = state_dict["numbers"]
         self._counts.load(state_dict["counts"])
+        if self.rate_limit is not None and "rate_limit" in state_dict:
+            self.rate_limit.load_state_dict(state_dict["rate_limit"])
         updates = state_dict["policy_version"] - self.engine.version
         self._player.engine = VersionOffset(self.engine, updates) if updates > 0 else self.engine
         self._run = self._new_run()
