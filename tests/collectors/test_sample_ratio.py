@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, SliceSampler
 
 from tests.collectors.chats import Chat
+from tests.collectors.test_pages import code_of
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import (
     CollectionEndedError,
@@ -371,6 +372,19 @@ def test_a_long_wait_is_logged(engine, caplog, monkeypatch):
         collector.start()
         wait_until(lambda: "the collector has waited" in caplog.text)
     assert "minimum=1 and maximum=1 rows per episode" in caplog.text
+
+
+def test_the_loop_of_the_page_runs(engine):
+    classes = (ReplayBuffer, EpisodeStorage, EpisodeWriter, EpisodeSampler)
+    run = {each.__name__: each for each in (*classes, MultiTurnCollector, SampleRatio)}
+    updates = []
+    data = [{"turns": 2}] * 100
+    run |= {"env": Chat, "engine": engine, "data": data, "model": None, "num_updates": 6}
+    run["update"] = lambda model, rows: updates.append(len(rows))
+    exec(code_of("collecting.rst", "How often episodes are drawn"), run)
+    assert updates == [32] * 6
+    assert run["collector"].stats()["rate/drawn"] == 96
+    assert 24 <= run["collector"].stats()["rate/written"] <= 56
 
 
 @pytest.mark.slow
