@@ -8,8 +8,8 @@ learner draws rows within a range of rows per episode and sends its weights back
 
 *Check* compares the simulation with real runs: processes that play and a process that writes. The
 engine and the environments only sleep there, or take no time, so that the costs of this library decide.
-*Core* is the part of a core that each player used. Where it is busy all the time, costs are divided by
-that part, so that a machine that others use gives the same verdict.
+*Load* is how many processes want a core, these included. *Core* is the part of a core that each player
+used. Where it is busy all the time, costs are divided by that part, as others may use the machine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import random
 import statistics
@@ -373,6 +374,7 @@ def check(args: argparse.Namespace) -> Iterator[Row]:
         expected = simulate(plan, slowed, 200.0, slots=slots * players, learns=False).episodes
         yield (
             f"{players} players, {turn_seconds * 1e3:.0f} ms a turn",
+            f"{os.getloadavg()[0]:.0f}",
             f"{share:.0%}",
             f"{expected:.1f}",
             f"{measured:.1f}",
@@ -412,8 +414,8 @@ def main() -> None:
                 splits,
             ),
             Part(
-                ("check", "core", "predicted/s", "measured/s", "error"),
-                (36, 16, 16, 16, 16),
+                ("check", "load", "core", "predicted/s", "measured/s", "error"),
+                (30, 12, 12, 16, 16, 14),
                 check,
             ),
         ],

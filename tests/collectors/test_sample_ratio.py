@@ -157,11 +157,13 @@ def test_a_learner_and_a_collector_in_the_background(engine):
             assert stats["rate/drawn"] <= 4 * stats["rate/written"]
             assert stats["rate/drawn"] >= 2 * (stats["rate/written"] - 4) - 8
             ratios.append(stats["rate/ratio"])
-        wait_until(lambda: collector.stats()["rate/waiting_writer"] > 0)
-        # It stops by itself: no more than a batch beyond the minimum.
-        assert 160 <= collector.stats()["accepted"] + 4 <= 168
         assert 1.9 <= ratios[-1] <= 4
-    assert collector.stats()["rate/waiting_sampler"] >= 0
+        # It stops by itself, a batch beyond the minimum.
+        wait_until(lambda: collector.stats()["accepted"] == 164)
+        waited = collector.stats()["rate/waiting_writer"]
+        wait_until(lambda: collector.stats()["rate/waiting_writer"] > waited)
+        assert collector.stats()["started"] == collector.stats()["rate/written"] == 164
+    assert collector.stats()["rate/waiting_sampler"] > 0
 
 
 def test_iterating_in_the_learners_thread_raises_where_it_would_wait_for_itself(engine):
