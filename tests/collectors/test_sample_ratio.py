@@ -349,6 +349,8 @@ def test_what_cannot_be_counted_is_refused_by_name(engine):
         SampleRatio(1, 2, min_size_to_sample=0)
     with pytest.raises(ValueError, match="timeout"):
         SampleRatio(1, 2, timeout=0)
+    with pytest.raises(TypeError, match="rate_limit must be a SampleRatio, got 2"):
+        collector_of(engine, buffer_of(), 2)
     with pytest.raises(ValueError, match="give a replay_buffer"):
         collector_of(engine, None, SampleRatio(1, 2))
     remote = RayReplayBuffer.__new__(RayReplayBuffer)

@@ -263,6 +263,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self.replay_buffer = replay_buffer
         self.rate_limit = rate_limit
         if rate_limit is not None:
+            if not isinstance(rate_limit, SampleRatio):
+                raise TypeError(f"rate_limit must be a SampleRatio, got {rate_limit!r}.")
             if replay_buffer is None:
                 raise ValueError("rate_limit counts draws from a buffer: give a replay_buffer.")
             rate_limit.attach(replay_buffer, group_size)
