@@ -9,7 +9,7 @@ learner draws rows within a range of rows per episode and sends its weights back
 *Check* compares the simulation with real runs: processes that play and a process that writes. The
 engine and the environments only sleep there, or take no time, so that the costs of this library decide.
 *Load* is how many processes want a core, these included. *Core* is the part of a core that each player
-used. Where it is busy all the time, costs are divided by that part, as others may use the machine.
+used. Where it is busy all the time, its costs are divided by that part, as others may use the machine.
 """
 
 from __future__ import annotations
@@ -368,9 +368,7 @@ def check(args: argparse.Namespace) -> Iterator[Row]:
         plan = replace(IDLE, collectors=players, env_seconds=turn_seconds)
         measured, share = run(players, turn_seconds, slots, args.seconds)
         part = 1.0 if turn_seconds else share  # A machine that others use gives less than a core.
-        slowed = replace(
-            costs, turn=costs.turn / part, pack=costs.pack / part, write=costs.write / part
-        )
+        slowed = replace(costs, turn=costs.turn / part, pack=costs.pack / part)
         expected = simulate(plan, slowed, 200.0, slots=slots * players, learns=False).episodes
         yield (
             f"{players} players, {turn_seconds * 1e3:.0f} ms a turn",
